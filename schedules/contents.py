@@ -1,0 +1,386 @@
+"""What every buffer holds while a schedule is read op by op: the meaning of a step, checked.
+
+Tensors carry what makes them right or wrong: a weight how many updates it has had, a gradient the passes
+that contributed to it and their step, an activation its step. Each phase has one rule that says what it
+needs and what it leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from schedules import tensor as tensors
+from schedules.op import Access, Op, Phase
+from schedules.schedule import Schedule
+from schedules.tensor import Tensor, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A tensor in a buffer. `version` counts updates (weights, state) or is the step (everything else)."""
+
+    tensor: str
+    version: int
+    parts: tuple[str, ...] = ()  # gradients: the passes in it, sorted; norm: the gradients in it
+    scaled: bool = False  # gradients: multiplied by the clipping coefficient
+    writer: str = ""  # the op that wrote it, for messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """One thing wrong: the rule, what happens in words, what to add or change, and the op where it shows."""
+
+    rule: str
+    message: str
+    fix: str
+    op: str
+    on: str = ""
+    buffer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.rule}{f' on {self.buffer}' if self.buffer else ''}: {self.message}\n{self.fix}"
+
+
+class Contents:
+    """Reads a schedule step by step and yields what is wrong with what the ops find in their buffers."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._model = schedule.model
+        self._held: dict[str, Content] = {}
+        self._step = 0
+        self._updated: dict[str, str] = {}  # layer -> the op that updated it in this step
+        self._forward_version: dict[tuple[str, int], int] = {}
+        self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
+        self._training = any(op.phase in (Phase.ADAM, Phase.BACKWARD, Phase.LOSS) for op in schedule.ops)
+
+    def check(self, steps: int = 3) -> Iterator[Violation]:
+        """Violations in program order; each op's first of a kind only, since later steps repeat it."""
+        seen: set[tuple[str, str, str]] = set()
+        for self._step in range(steps):
+            self._updated.clear()
+            for violation in self._one_step():
+                key = (violation.rule, violation.op, violation.buffer)
+                if key not in seen:
+                    seen.add(key)
+                    yield violation
+
+    def _one_step(self) -> Iterator[Violation]:
+        for op in self._schedule.ops:
+            found: dict[Access, Content] = {}
+            for access in op.reads:
+                yield from self._read(op, access, found)
+            yield from _RULES[op.phase](self, op, found)
+        if self._training:
+            yield from self._all_updated()
+
+    # ---- reading
+
+    def _read(self, op: Op, access: Access, found: dict[Access, Content]) -> Iterator[Violation]:
+        """Look up one read; what is found, or what should have been (so that one fault is told once)."""
+        held = self._held.get(access.buffer)
+        if held is None and self._step == 0 and parse(access.tensor).cls in tensors.PERSISTENT:
+            held = self._held[access.buffer] = Content(access.tensor, 0, writer="the state before the first step")
+            self.initial[access.buffer] = access.tensor
+        if held is not None and held.tensor == access.tensor:
+            found[access] = held
+            if (problem := self._age(op, held)) is not None:
+                yield problem
+            return
+        found[access] = self._expected(access.tensor)
+        what = (
+            f"nothing: no op wrote it before {op.name}"
+            if held is None
+            else f"{describe(held.tensor)}, put there by {held.writer}"
+        )
+        yield Violation(
+            rule="stale read",
+            op=op.name,
+            on=held.writer if held else "",
+            buffer=access.buffer,
+            message=f"{op.name} reads {describe(access.tensor)} from {access.buffer}, which then holds {what}",
+            fix=f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
+        )
+
+    def _age(self, op: Op, held: Content) -> Violation | None:
+        """Weights must be of the version this step trains (or as stale as declared); the rest of this step."""
+        cls = parse(held.tensor).cls
+        stale = self._schedule.staleness
+        if cls == tensors.STATE or (cls == tensors.WEIGHT and op.phase not in _COMPUTE):
+            return None  # carried along; checked where it is computed with or updated
+        oldest = self._step - (stale if cls in (tensors.WEIGHT, *tensors.GRADIENTS, tensors.NORM) else 0)
+        if oldest <= held.version <= self._step:
+            return None
+        age = f"version {held.version} where version {self._step} is due"
+        unit = "updates" if cls == tensors.WEIGHT else "steps"
+        return Violation(
+            rule="stale read",
+            op=op.name,
+            on=held.writer,
+            buffer=held.tensor,
+            message=f"{op.name} reads {describe(held.tensor)} in {age} (counted in {unit}; "
+            f"declared staleness {stale}); {held.writer} wrote it",
+            fix=f"bring {held.tensor} up to date between {held.writer} and {op.name}, or declare the staleness",
+        )
+
+    def _expected(self, tensor: str) -> Content:
+        parts: tuple[str, ...] = ()
+        name = parse(tensor)
+        if name.cls in tensors.GRADIENTS:
+            parts = self._complete(name.layer)
+        if name.cls == tensors.NORM:
+            parts = self._all_layers()
+        return Content(tensor, self._step, parts)
+
+    # ---- what is complete
+
+    def _complete(self, layer: str) -> tuple[str, ...]:
+        """The passes whose sum is the gradient of a layer: one per micro-batch, two where it is tied."""
+        passes = [layer]
+        if layer == "embed" and self._model.tie_word_embeddings:
+            passes.append("head")
+        return tuple(sorted(f"{name}.{m}" for name in passes for m in self._schedule.workload.microbatches))
+
+    def _all_layers(self) -> tuple[str, ...]:
+        return tuple(sorted(self._model.layer_name(i) for i in self._model.layers))
+
+    def _all_updated(self) -> Iterator[Violation]:
+        for layer in self._all_layers():
+            if layer not in self._updated:
+                last = self._schedule.ops[-1].name
+                yield Violation(
+                    rule="gradient coverage",
+                    op=last,
+                    message=f"the gradient of layer {layer} is never applied: the step has no update of it",
+                    fix=f"add an update of layer {layer}",
+                    buffer=f"w.{layer}",
+                )
+
+    # ---- writing
+
+    def _write(self, op: Op, access: Access, content: Content) -> None:
+        self._held[access.buffer] = replace(content, tensor=access.tensor, writer=op.name)
+
+    def _copy(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        (source,) = op.reads
+        for target in op.writes:
+            self._write(op, target, found[source])
+        yield from ()
+
+    def _compute(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        yield from self._complete_op(op)
+        yield from self._one_version(op, found)
+        for access in op.writes:
+            cls = parse(access.tensor).cls
+            parts: tuple[str, ...] = ()
+            if cls in tensors.GRADIENTS:
+                before = found[access].parts if access in found else ()
+                assert op.layer is not None
+                parts = tuple(sorted([*before, f"{self._model.layer_name(op.layer)}.{op.microbatch}"]))
+            self._write(op, access, Content(access.tensor, self._step, parts))
+
+    def _complete_op(self, op: Op) -> Iterator[Violation]:
+        """A compute op must name all that its phase needs."""
+        assert op.layer is not None and op.microbatch is not None
+        reads, writes = needed(self._schedule, op)
+        missing = [f"read {t}" for t in reads if t not in {a.tensor for a in op.reads}]
+        missing += [f"write {t}" for t in writes if t not in {a.tensor for a in op.writes}]
+        if missing:
+            yield Violation(
+                rule="incomplete op",
+                op=op.name,
+                message=f"{op.name} ({op.phase} of layer {self._model.layer_name(op.layer)}) does not "
+                + ", ".join(missing),
+                fix="name the buffer of every tensor that the phase needs",
+            )
+
+    def _one_version(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        """A micro-batch must meet the same weights in forward, recompute and backward."""
+        assert op.microbatch is not None
+        for access, content in found.items():
+            if parse(access.tensor).cls != tensors.WEIGHT:
+                continue
+            key = (f"{self._step}.{access.tensor}", op.microbatch)
+            first = self._forward_version.setdefault(key, content.version)
+            if first != content.version:
+                yield Violation(
+                    rule="stale read",
+                    op=op.name,
+                    buffer=access.buffer,
+                    message=f"{op.name} reads version {content.version} of {access.tensor}, "
+                    f"its forward read version {first}",
+                    fix="use one version of a layer's weights throughout a step",
+                )
+
+    def _accumulate(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        (target,) = op.writes
+        parts = [part for content in found.values() for part in content.parts]
+        if op.reads:
+            self._write(op, target, replace(found[op.reads[0]], parts=tuple(sorted(parts))))
+        yield from ()
+
+    def _norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        (target,) = op.writes
+        parts: list[str] = []
+        for access, content in found.items():
+            name = parse(access.tensor)
+            if name.cls == tensors.NORM:
+                parts += content.parts
+                continue
+            parts.append(name.layer)
+            yield from self._whole_gradient(op, access, content)
+        self._write(op, target, Content(tensors.NORM, self._step, tuple(sorted(parts))))
+
+    def _scale(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        (target,) = op.writes
+        yield from self._whole_norm(op, found)
+        gradient = next((c for a, c in found.items() if a == target), self._expected(target.tensor))
+        self._write(op, target, replace(gradient, scaled=True))
+
+    def _zero(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        for access in op.writes:
+            self._held.pop(access.buffer, None)
+        yield from ()
+
+    def _adam(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        weights = next((a for a in op.writes if parse(a.tensor).cls == tensors.WEIGHT), None)
+        state = next((a for a in op.writes if parse(a.tensor).cls == tensors.STATE), None)
+        gradient = next((a for a in op.reads if parse(a.tensor).cls in tensors.GRADIENTS), None)
+        if weights is None or state is None or gradient is None or weights not in found or state not in found:
+            yield Violation(
+                rule="incomplete op",
+                op=op.name,
+                message=f"{op.name} must read a gradient, and read and write weights and optimizer state",
+                fix="name the buffers of g, o and w of one layer",
+            )
+            return
+        layer = parse(weights.tensor).layer
+        if layer in self._updated:
+            yield Violation(
+                rule="gradient coverage",
+                op=op.name,
+                on=self._updated[layer],
+                buffer=weights.buffer,
+                message=f"{op.name} updates layer {layer} a second time in one step, after {self._updated[layer]}",
+                fix="update every layer exactly once",
+            )
+        self._updated[layer] = op.name
+        yield from self._whole_gradient(op, gradient, found[gradient])
+        if self._schedule.workload.grad_clip is not None and not found[gradient].scaled:
+            yield from self._whole_norm(op, found)
+        if found[weights].version != found[state].version:
+            yield Violation(
+                rule="stale read",
+                op=op.name,
+                buffer=weights.buffer,
+                message=f"{op.name} updates version {found[weights].version} of {weights.tensor} with version "
+                f"{found[state].version} of its state",
+                fix="update the copy of the weights that the last update wrote",
+            )
+        for access in (weights, state):
+            self._write(op, access, replace(found[access], version=found[access].version + 1))
+
+    def _whole_gradient(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
+        due = self._complete(parse(access.tensor).layer)
+        if content.parts == due:
+            return
+        missing = sorted(set(due) - set(content.parts))
+        extra = sorted(part for part in set(content.parts) if content.parts.count(part) > due.count(part))
+        told = [f"without backward of {', '.join(missing)}"] if missing else []
+        told += [f"with {', '.join(extra)} more than once"] if extra else []
+        yield Violation(
+            rule="gradient coverage",
+            op=op.name,
+            on=content.writer,
+            buffer=access.buffer,
+            message=f"{op.name} uses {describe(access.tensor)} {' and '.join(told)} (layer.micro-batch)",
+            fix="add every micro-batch's gradient exactly once before it is used",
+        )
+
+    def _whole_norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        if self._schedule.workload.grad_clip is None:
+            return
+        norm = next((c for a, c in found.items() if a.tensor == tensors.NORM), None)
+        parts = norm.parts if norm else ()
+        if parts != self._all_layers():
+            missing = sorted(set(self._all_layers()) - set(parts))
+            lacks = f"a norm without layers {', '.join(missing)}" if norm else "no global norm"
+            yield Violation(
+                rule="gradient clipping",
+                op=op.name,
+                message=f"{op.name} clips by {lacks if missing or not norm else 'a norm that counts a layer twice'}",
+                fix="read the norm after every layer's gradient has been added to it once",
+            )
+
+    def _sync(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
+        yield from ()
+
+
+_COMPUTE = frozenset({Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD})
+
+_RULES = {
+    Phase.COPY: Contents._copy,
+    Phase.CAST: Contents._copy,
+    Phase.EMBED: Contents._compute,
+    Phase.FORWARD: Contents._compute,
+    Phase.RECOMPUTE: Contents._compute,
+    Phase.LOSS: Contents._compute,
+    Phase.BACKWARD: Contents._compute,
+    Phase.ACCUMULATE: Contents._accumulate,
+    Phase.NORM: Contents._norm,
+    Phase.SCALE: Contents._scale,
+    Phase.ZERO: Contents._zero,
+    Phase.ADAM: Contents._adam,
+    Phase.SYNC: Contents._sync,
+}
+
+
+def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
+    """Tensors that a compute op must read and write, whatever else it touches."""
+    model, i, m = schedule.model, op.layer, op.microbatch
+    assert i is not None and m is not None
+    name = model.layer_name
+
+    def at(cls: str, layer: int, microbatch: int | None = None) -> str:
+        return str(Tensor(cls, name(layer), microbatch))
+
+    weights = at(tensors.WEIGHT, i)
+    if op.phase == Phase.EMBED:
+        return [weights], [at(tensors.OUTPUT, i, m)]
+    if op.phase == Phase.BACKWARD and i == model.embed:
+        return [at(tensors.OUTPUT_GRAD, i, m)], [at(tensors.GRAD, i)]
+    source = at(tensors.OUTPUT, i - 1, m)
+    if op.phase == Phase.FORWARD:
+        return [weights, source], [at(tensors.OUTPUT, i, m)]
+    if op.phase == Phase.RECOMPUTE:
+        return [weights, source], []
+    if op.phase == Phase.LOSS:
+        tied = [model.embed] if model.tie_word_embeddings else []
+        return (
+            [weights, source, *(at(tensors.WEIGHT, t) for t in tied)],
+            [at(tensors.OUTPUT_GRAD, i - 1, m), at(tensors.GRAD, i), *(at(tensors.GRAD, t) for t in tied)],
+        )
+    return (
+        [weights, source, at(tensors.SAVED, i, m), at(tensors.OUTPUT_GRAD, i, m)],
+        [at(tensors.OUTPUT_GRAD, i - 1, m), at(tensors.GRAD, i)],
+    )
+
+
+_WORDS = {
+    tensors.WEIGHT: "the weights of layer {}",
+    tensors.GRAD: "the gradient of layer {}",
+    tensors.GRAD32: "the fp32 gradient of layer {}",
+    tensors.STATE: "the optimizer state of layer {}",
+    tensors.OUTPUT: "the output of layer {}",
+    tensors.SAVED: "the saved activations of layer {}",
+    tensors.OUTPUT_GRAD: "the output gradient of layer {}",
+    tensors.NORM: "the global gradient norm",
+}
+
+
+def describe(tensor: str) -> str:
+    """A tensor's name in words: 'the output of layer 3, micro-batch 0'."""
+    name = parse(tensor)
+    text = _WORDS[name.cls].format(name.layer)
+    return text if name.microbatch is None else f"{text}, micro-batch {name.microbatch}"

@@ -1,0 +1,147 @@
+"""From accesses to waits: the hazards of a program, and the order that streams and waits already give.
+
+A hazard is a pair of ops in program order that touch one buffer, at least one of them writing: read after
+write, write after read, write after write. The same two classes serve the builder, which adds the waits
+that are missing, and the verifier, which demands that none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from schedules.op import Op, Stream, Wait
+
+_STREAMS = {stream: i for i, stream in enumerate(Stream)}
+_HOST = _STREAMS[Stream.HOST]
+
+Clock = list[int]  # per stream: how many of its ops are known to have finished
+
+
+class Instance(NamedTuple):
+    """Op number `index` of step `step`."""
+
+    step: int
+    index: int
+
+
+class Hazard(NamedTuple):
+    """`first` must finish before the op at hand, because of `buffer`; `rule` is RAW, WAR or WAW."""
+
+    rule: str
+    buffer: str
+    first: Instance
+
+
+class Accesses:
+    """Who last wrote each buffer and who has read it since, over ops seen in program order."""
+
+    def __init__(self) -> None:
+        self._writer: dict[str, Instance] = {}
+        self._readers: dict[str, list[Instance]] = {}
+
+    def hazards(self, op: Op) -> Iterator[Hazard]:
+        """The hazards of `op` against everything recorded before it."""
+        for buffer in dict.fromkeys(access.buffer for access in op.reads):
+            if buffer in self._writer:
+                yield Hazard("RAW", buffer, self._writer[buffer])
+        for buffer in dict.fromkeys(access.buffer for access in op.writes):
+            for reader in self._readers.get(buffer, ()):
+                yield Hazard("WAR", buffer, reader)
+            if buffer in self._writer and not op.reads_from(buffer):
+                yield Hazard("WAW", buffer, self._writer[buffer])
+
+    def record(self, op: Op, instance: Instance) -> None:
+        """Take note of `op`'s accesses."""
+        written = {access.buffer for access in op.writes}
+        for buffer in written:
+            self._writer[buffer] = instance
+            self._readers[buffer] = []
+        for buffer in {access.buffer for access in op.reads} - written:
+            self._readers.setdefault(buffer, []).append(instance)
+
+
+@dataclass(slots=True)
+class _Finished:
+    stream: int
+    number: int  # position among its stream's ops, from 1, over all steps
+    clock: Clock  # what is known to have finished once this op has
+
+
+class HappensBefore:
+    """What must have finished before an op can start, by vector clocks, one entry per stream.
+
+    Order comes from three sources: a stream runs its ops one after another; a wait; and the host, which
+    issues nothing after a blocking op or a host op until that op is done.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[Clock] = [[0] * len(_STREAMS) for _ in _STREAMS]
+        self._host: Clock = self._streams[_HOST]
+        self._finished: dict[Instance, _Finished] = {}
+
+    def start(self, op: Op) -> Clock:
+        """What has finished when `op` starts, by its place in its stream and in the issue order."""
+        return _join(self._streams[_STREAMS[op.stream]], self._host)
+
+    def after(self, clock: Clock, first: Instance) -> Clock:
+        """`clock`, with `first` and all before it known to have finished."""
+        return _join(clock, self._finished[first].clock)
+
+    def implies(self, clock: Clock, first: Instance) -> bool:
+        """Whether an op that starts at `clock` starts after `first` has finished."""
+        done = self._finished[first]
+        return clock[done.stream] >= done.number
+
+    def knows(self, first: Instance) -> bool:
+        """Whether `first` has been issued."""
+        return first in self._finished
+
+    def finish(self, op: Op, instance: Instance, clock: Clock) -> None:
+        """Record that `op`, started at `clock`, is the last of its stream so far."""
+        stream = _STREAMS[op.stream]
+        done = list(clock)
+        done[stream] = self._streams[stream][stream] + 1
+        self._streams[stream] = done
+        self._finished[instance] = _Finished(stream, done[stream], done)
+        if op.blocking or stream == _HOST:
+            self._host = _join(self._host, done)
+
+
+def _join(a: Clock, b: Clock) -> Clock:
+    return [x if x > y else y for x, y in zip(a, b, strict=True)]
+
+
+def unrolled(ops: Sequence[Op], steps: int) -> Iterator[tuple[Instance, Op]]:
+    """The ops of `steps` consecutive steps in program order."""
+    for step in range(steps):
+        for index, op in enumerate(ops):
+            yield Instance(step, index), op
+
+
+def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
+    """The fewest waits that keep every hazard of the repeating program in order.
+
+    Two steps are unrolled; the waits of the second are those of the steady state. Hazards are taken latest
+    first, so that one already implied by a later one needs no wait: this is the transitive reduction,
+    because a predecessor can only be implied by one that stands after it in program order. A hazard inside
+    a step is implied inside that step alone, so the waits of distance 0 protect the first step as well.
+    """
+    accesses, order = Accesses(), HappensBefore()
+    waits: list[Wait] = []
+    for instance, op in unrolled(ops, 2):
+        clock = order.start(op)
+        for first in _latest_first(hazard.first for hazard in accesses.hazards(op)):
+            if order.implies(clock, first):
+                continue
+            clock = order.after(clock, first)
+            if instance.step == 1:
+                waits.append(Wait(op=op.name, on=ops[first.index].name, distance=1 - first.step))
+        order.finish(op, instance, clock)
+        accesses.record(op, instance)
+    return tuple(waits)
+
+
+def _latest_first(instances: Iterable[Instance]) -> list[Instance]:
+    return sorted(set(instances), reverse=True)

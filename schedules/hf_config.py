@@ -1,0 +1,176 @@
+"""What a Hugging Face `config.json` says, in the fields of our ModelSpec.
+
+Defaults are those of the configuration classes of Hugging Face transformers (`configuration_llama.py` and
+its neighbours); what those classes leave to the modelling code, such as which projections have a bias, is
+stated here per architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class ModelError(ValueError):
+    """A model that cannot be described, or that MegaTrain cannot train; the message says why."""
+
+
+# Per architecture: what transformers assumes when config.json is silent, and what its code fixes.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
+    "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "GptOssForCausalLM": {
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "rope_theta": 150000.0,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+ENCODERS = (
+    "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
+)  # fmt: skip
+ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian")
+
+# Fields without a default, whose names are ours as well.
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The keyword arguments of ModelSpec for `config`.
+
+    Raises ModelError when the architecture is not one of ARCHITECTURES, a field is missing, or the config
+    asks for something our blocks do not do.
+    """
+    architecture = _architecture(config, name)
+    settings = dict(ARCHITECTURES[architecture])
+    # an explicit null means "the default" for most fields, but "none" for a sliding window
+    settings |= {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+
+    def need(key: str) -> Any:
+        if key not in settings:
+            raise ModelError(f"{name}: the config lacks {key!r}, which {architecture} needs")
+        return settings[key]
+
+    heads = need("num_attention_heads")
+    if architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
+        need("num_key_value_heads")  # transformers has a default here, but a different one in each class
+    if "head_dim" not in settings:
+        settings["head_dim"] = _divide(need("hidden_size"), heads, name)
+    theta, scaling = _rope(settings, name)
+    return {
+        "name": name,
+        "architecture": architecture,
+        **{key: need(key) for key in REQUIRED},
+        "num_key_value_heads": settings.get("num_key_value_heads", heads),
+        "head_dim": settings["head_dim"],
+        "tie_word_embeddings": settings.get("tie_word_embeddings", False),
+        "max_position_embeddings": settings["max_position_embeddings"],
+        "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "hidden_act": settings.get("hidden_act", "silu"),
+        **_biases_and_norms(architecture, settings),
+        **_experts(architecture, settings, need),
+        **_windows(architecture, settings, _count("num_hidden_layers", need("num_hidden_layers"), name)),
+    }
+
+
+def _architecture(config: Mapping[str, Any], name: str) -> str:
+    listed = config.get("architectures")
+    if not isinstance(listed, (list, tuple)) or len(listed) != 1 or not isinstance(listed[0], str):
+        raise ModelError(f"{name}: the config must name one class in 'architectures', it has {listed!r}")
+    found: str = listed[0]
+    if found in ARCHITECTURES:
+        return found
+    family = found.partition("For")[0].removesuffix("Model")
+    if family in ENCODERS:
+        raise ModelError(f"{name}: {found} is an encoder; MegaTrain trains decoders")
+    if family in ENCODER_DECODERS:
+        raise ModelError(f"{name}: {found} is an encoder-decoder; MegaTrain trains decoders")
+    raise ModelError(f"{name}: {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _divide(hidden: Any, heads: Any, name: str) -> int:
+    width, count = _count("hidden_size", hidden, name), _count("num_attention_heads", heads, name)
+    if width % count:
+        raise ModelError(f"{name}: hidden_size {width} is not divisible by {count} attention heads")
+    return width // count
+
+
+def _count(key: str, value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{name}: {key} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+    """Base and scaling. transformers 5 writes both into `rope_parameters`, older versions apart."""
+    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelError(f"{name}: rope_scaling must be a dictionary, not {scaling!r}")
+    pairs = {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
+    theta = pairs.pop("rope_theta", settings.get("rope_theta", 10000.0))
+    if pairs.get("rope_type", "default") == "default":
+        return theta, ()
+    return theta, tuple(sorted(pairs.items()))
+
+
+def _biases_and_norms(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    asked = settings.get("attention_bias", architecture == "GptOssForCausalLM")
+    if architecture == "Qwen2ForCausalLM":
+        return {"attention_bias": True}
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        return {}
+    return {
+        "attention_bias": asked,
+        "attention_out_bias": asked,
+        "mlp_bias": settings.get("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
+        "qk_norm": architecture.startswith("Qwen3"),
+        "attention_sinks": architecture == "GptOssForCausalLM",
+    }
+
+
+def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
+        biased = architecture == "GptOssForCausalLM"
+        return {
+            "num_experts": need("num_local_experts"),
+            "num_experts_per_tok": need("num_experts_per_tok"),
+            "moe_intermediate_size": need("intermediate_size"),
+            "router_bias": biased,
+            "expert_bias": biased,
+        }
+    if architecture == "Qwen3MoeForCausalLM":
+        if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
+            raise ModelError("a Qwen3-MoE with dense blocks between its expert blocks is not supported")
+        # configs saved by transformers 5 may have the field under the name Mixtral gives it
+        count = "num_experts" if "num_experts" in settings else "num_local_experts"
+        return {
+            "num_experts": need(count),
+            "num_experts_per_tok": need("num_experts_per_tok"),
+            "moe_intermediate_size": need("moe_intermediate_size"),
+            "norm_topk_prob": settings.get("norm_topk_prob", False),
+        }
+    return {}
+
+
+def _windows(architecture: str, settings: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    window = settings.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or window is None:
+        return {}
+    # Qwen states a window and switches it on apart
+    if architecture.startswith("Qwen") and not settings.get("use_sliding_window", False):
+        return {}
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return {"sliding_window": window}
+    types = settings.get("layer_types")
+    if types is None:
+        first = settings.get("max_window_layers", 28)
+        sliding = [i % 2 == 0 if architecture == "GptOssForCausalLM" else i >= first for i in range(blocks)]
+        types = ["sliding_attention" if s else "full_attention" for s in sliding]
+    return {"sliding_window": window, "layer_types": tuple(types)}

@@ -1,0 +1,453 @@
+"""The shape of a decoder-only language model, and what follows from it: parameters, FLOPs and bytes.
+
+Every number a schedule carries about a model is computed here from Hugging Face's `config.json` fields.
+Nothing is measured and nothing depends on a machine.
+
+Layers are numbered as in a schedule: -1 is the embedding, 0 .. L-1 are the decoder blocks, L is the head
+(final norm and output projection).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from schedules.hf_config import ARCHITECTURES, ModelError, read_config
+from schedules.op import Phase
+from schedules.workload import Workload
+
+__all__ = ["LOSS_CHUNK_TOKENS", "ModelError", "ModelSpec"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+FP32 = 4  # bytes
+# The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
+LOSS_CHUNK_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A pre-norm decoder with rotary attention and a gated MLP, dense or mixture of experts.
+
+    Fields have the names and meanings of Hugging Face's `config.json`, except those that other libraries
+    leave to code: `attention_bias` is for q, k, v and `attention_out_bias` for o; `qk_norm` is an RMSNorm
+    over each query and key head; `attention_sinks` is one learned logit per head. `layer_types` names each
+    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. `rope_scaling` is
+    the config's dictionary as sorted pairs; it changes no cost. Raises ModelError when a value has no
+    meaning.
+    """
+
+    name: str
+    architecture: str = "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_sinks: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    router_bias: bool = False
+    expert_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, Any], ...] = ()
+    hidden_act: str = "silu"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check_type(field.name, str(field.type), getattr(self, field.name))
+        if self.architecture not in ARCHITECTURES:
+            raise ModelError(f"{self.name}: architecture {self.architecture!r} is not supported")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelError(
+                f"{self.name}: {self.num_attention_heads} attention heads cannot share "
+                f"{self.num_key_value_heads} key-value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"{self.name}: head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        if self.hidden_act != "silu":
+            raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only 'silu'")
+        self._check_experts()
+        self._check_attention()
+
+    def _check_type(self, name: str, kind: str, value: object) -> None:
+        optional = name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ModelError(f"{self.name}: {name} must be true or false, not {value!r}")
+        if kind == "int" or (kind == "int | None" and value is not None):
+            least = 0 if optional else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ModelError(f"{self.name}: {name} must be a whole number of at least {least}, not {value!r}")
+        if kind == "float" and not _positive(value):
+            raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
+        if kind == "str" and not (isinstance(value, str) and value):
+            raise ModelError(f"{self.name}: {name} must be a non-empty string, not {value!r}")
+
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            return
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ModelError(
+                f"{self.name}: num_experts_per_tok is {self.num_experts_per_tok}, "
+                f"which is not between 1 and num_experts ({self.num_experts})"
+            )
+        if not self.moe_intermediate_size:
+            raise ModelError(f"{self.name}: a mixture of experts needs moe_intermediate_size")
+
+    def _check_attention(self) -> None:
+        unknown = set(self.layer_types) - {FULL, SLIDING}
+        if unknown:
+            raise ModelError(f"{self.name}: layer_types holds {min(unknown)!r}, not {FULL!r} or {SLIDING!r}")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ModelError(
+                f"{self.name}: layer_types names {len(self.layer_types)} blocks, "
+                f"num_hidden_layers is {self.num_hidden_layers}"
+            )
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise ModelError(f"{self.name}: layer_types asks for sliding attention without a sliding_window")
+
+    # ---- files
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
+        """The model that a Hugging Face `config.json` describes; raises ModelError if we cannot train it."""
+        return cls(**read_config(config, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` restores an equal spec."""
+        data = asdict(self)
+        data["layer_types"] = list(self.layer_types)
+        data["rope_scaling"] = dict(self.rope_scaling)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
+        """The inverse of `to_dict`. Raises ModelError on an unknown, missing or meaningless field."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(data) - set(known))
+        if unknown:
+            raise ModelError(f"a model has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+        values = dict(data)
+        values["layer_types"] = tuple(data.get("layer_types", ()))
+        values["rope_scaling"] = tuple(sorted(data.get("rope_scaling", {}).items()))
+        try:
+            return cls(**values)
+        except TypeError as error:  # what dataclasses raise for a field left out
+            raise ModelError(f"incomplete model: {error}") from None
+
+    # ---- layers
+
+    @property
+    def embed(self) -> int:
+        return -1
+
+    @property
+    def head(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def layers(self) -> range:
+        """All layers in forward order, embedding and head included."""
+        return range(self.embed, self.head + 1)
+
+    @property
+    def blocks(self) -> range:
+        return range(self.num_hidden_layers)
+
+    def layer_name(self, i: int) -> str:
+        """'embed', 'head', or the block's number. Raises ModelError when there is no layer i."""
+        if i not in self.layers:
+            raise ModelError(f"{self.name} has no layer {i}; its layers are {self.embed} to {self.head}")
+        return "embed" if i == self.embed else "head" if i == self.head else str(i)
+
+    def layer_index(self, name: str) -> int:
+        """The inverse of `layer_name`. Raises ModelError when no layer has that name."""
+        for i in self.layers:
+            if self.layer_name(i) == name:
+                return i
+        raise ModelError(f"{self.name} has no layer {name!r}; it has embed, 0 to {self.head - 1}, and head")
+
+    def window(self, i: int) -> int | None:
+        """How many keys, its own included, a token of block i may attend to; None for all before it."""
+        if i not in self.blocks:
+            raise ModelError(f"{self.name} has no block {i}; its blocks are 0 to {self.head - 1}")
+        sliding = self.layer_types[i] == SLIDING if self.layer_types else self.sliding_window is not None
+        return self.sliding_window if sliding else None
+
+    def layer_kind(self, i: int) -> str:
+        """Layers of one kind have the same parameters and the same computation, hence the same cost."""
+        if self._is_block(i):
+            return "block" if self.window(i) is None else "block.sliding"
+        return self.layer_name(i)
+
+    def _is_block(self, i: int) -> bool:
+        return self.layer_name(i) not in ("embed", "head")
+
+    # ---- parameters
+
+    def parameter_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        """Name within the layer -> shape, in the order in which they lie in the layer's slab.
+
+        Names and shapes are those of the modules of Hugging Face transformers 5, where a layer's experts are
+        stacked in one tensor. A tied head has no projection of its own.
+        """
+        h, v = self.hidden_size, self.vocab_size
+        if i == self.embed:
+            return {"embed_tokens.weight": (v, h)}
+        if i == self.head:
+            return {"norm.weight": (h,)} | ({} if self.tie_word_embeddings else {"lm_head.weight": (v, h)})
+        self.layer_name(i)  # raises for a layer that is not there
+        return (
+            {"input_layernorm.weight": (h,)}
+            | self._attention_shapes()
+            | {"post_attention_layernorm.weight": (h,)}
+            | (self._expert_shapes() if self.num_experts else self._mlp_shapes())
+        )
+
+    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        q, kv = self._q_width, self._kv_width
+        shapes: dict[str, tuple[int, ...]] = {}
+        for letter, width in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"self_attn.{letter}_proj.weight"] = (width, self.hidden_size)
+            if self.attention_bias:
+                shapes[f"self_attn.{letter}_proj.bias"] = (width,)
+        shapes["self_attn.o_proj.weight"] = (self.hidden_size, q)
+        if self.attention_out_bias:
+            shapes["self_attn.o_proj.bias"] = (self.hidden_size,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        if self.attention_sinks:
+            shapes["self_attn.sinks"] = (self.num_attention_heads,)
+        return shapes
+
+    def _mlp_shapes(self) -> dict[str, tuple[int, ...]]:
+        h, f = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, (rows, columns) in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
+            shapes[f"mlp.{part}_proj.weight"] = (rows, columns)
+            if self.mlp_bias:
+                shapes[f"mlp.{part}_proj.bias"] = (rows,)
+        return shapes
+
+    def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
+        n, h, f = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        # gpt-oss calls its gate a router and stores expert matrices as (in, out), the others as (out, in)
+        transposed = self.architecture == "GptOssForCausalLM"
+        router = "mlp.router" if transposed else "mlp.gate"
+        shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (n, h)}
+        if self.router_bias:
+            shapes[f"{router}.bias"] = (n,)
+        shapes["mlp.experts.gate_up_proj"] = (n, h, 2 * f) if transposed else (n, 2 * f, h)
+        if self.expert_bias:
+            shapes["mlp.experts.gate_up_proj_bias"] = (n, 2 * f)
+        shapes["mlp.experts.down_proj"] = (n, f, h) if transposed else (n, h, f)
+        if self.expert_bias:
+            shapes["mlp.experts.down_proj_bias"] = (n, h)
+        return shapes
+
+    def params(self, i: int) -> int:
+        """Parameters of layer i."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes(i).values())
+
+    def active_params(self, i: int) -> int:
+        """Parameters of layer i that one token uses: all of them but the experts it is not routed to."""
+        unused = self.num_experts - self.num_experts_per_tok
+        shapes = self.parameter_shapes(i).items()
+        return self.params(i) - sum(unused * math.prod(s[1:]) for name, s in shapes if ".experts." in name)
+
+    @property
+    def total_params(self) -> int:
+        return sum(self.params(i) for i in self.layers)
+
+    @property
+    def _q_width(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def _kv_width(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def _mlp_width(self) -> int:
+        """Intermediate elements of one token: of all its experts together, where there are experts."""
+        if self.num_experts:
+            return self.num_experts_per_tok * self.moe_intermediate_size
+        return self.intermediate_size
+
+    # ---- FLOPs of one micro-batch
+
+    def attended_pairs(self, i: int, seq_len: int) -> int:
+        """(query, key) pairs that causal attention of block i computes in one sequence.
+
+        Query t (from 1) sees min(t, window) keys.
+        """
+        reach = min(seq_len, self.window(i) or seq_len)
+        return reach * (reach + 1) // 2 + (seq_len - reach) * reach
+
+    def forward_flops(self, i: int, workload: Workload) -> int:
+        """FLOPs of one micro-batch through layer i, a multiply-add being 2.
+
+        Matrix products only: 2 * tokens * weights of every matrix a token meets, and 4 * pairs * heads *
+        head_dim for QK^T and PV over the pairs the causal mask leaves. Norms, rotary, softmax and biases are
+        not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The
+        embedding is a lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied.
+        """
+        tokens, h = workload.tokens_per_microbatch, self.hidden_size
+        if i == self.embed:
+            return 0
+        if i == self.head:
+            return 2 * tokens * h * self.vocab_size
+        projections = 2 * h * self._q_width + 2 * h * self._kv_width
+        mlp = 3 * h * self._mlp_width + h * self.num_experts  # the router is a matrix of h x experts
+        pairs = workload.micro_batch_size * self.attended_pairs(i, workload.seq_len)
+        return 2 * tokens * (projections + mlp) + 4 * pairs * self._q_width
+
+    def backward_flops(self, i: int, workload: Workload) -> int:
+        """Twice the forward: one product for the input's gradient and one for the weight's. No recompute."""
+        return 2 * self.forward_flops(i, workload)
+
+    def model_flops_per_step(self, workload: Workload) -> int:
+        """FLOPs of one step as MFU counts them: forward and backward of every micro-batch."""
+        return 3 * workload.accumulation * sum(self.forward_flops(i, workload) for i in self.layers)
+
+    # ---- bytes of one micro-batch
+
+    def hidden_bytes(self, workload: Workload) -> int:
+        """Bytes of a layer's output (tokens, hidden_size), and of its gradient."""
+        return workload.tokens_per_microbatch * self.hidden_size * workload.bytes.activation
+
+    def saved_bytes(self, i: int, workload: Workload) -> int:
+        """Bytes that block i keeps from forward for its backward, without its input and its weights.
+
+        Per token, in activation elements (h hidden, q and kv projection widths, f MLP width):
+          h        normalised input, read by the q, k, v projections
+          q + 2kv  queries and keys after rotary and values, read by attention
+          q        attention output, read by attention's backward and by the o projection
+          q + kv   queries and keys before their norm, with qk_norm only
+          h        residual sum after attention, the second norm's input
+          h        its normalised value, read by gate and up; with experts k copies more, one per choice
+          3f       gate, up, and their product
+          k h      the experts' outputs, weighted by the router, with experts only
+        and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
+        and with experts their probabilities and, per choice, a weight and an int64 index (3 words).
+        Rotary needs only its shared cos and sin table. Embedding and head keep nothing: the head's backward
+        is in the loss op, the embedding's reads the token ids.
+        """
+        if not self._is_block(i):
+            return 0
+        h, q, kv, f = self.hidden_size, self._q_width, self._kv_width, self._mlp_width
+        heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
+        elements = 3 * h + 2 * q + 2 * kv + 3 * f
+        words = 2 + heads
+        if self.qk_norm:
+            elements += q + kv
+            words += heads + kv_heads
+        if self.num_experts:
+            elements += 2 * k * h
+            words += self.num_experts + 3 * k
+        return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
+
+    def elementwise_bytes(self, i: int, phase: Phase, workload: Workload) -> int:
+        """Device-memory traffic of one micro-batch through layer i, for a roofline estimate.
+
+        Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is
+        left out. Forward per token, in activation elements, for a block: `_block_traffic`; plus all weights,
+        read once. Backward: twice the forward's activations (each product has two in its backward, each
+        pointwise kernel reads what it saved and a gradient), the weights read and their gradients written.
+        Embedding: one row read and one written per token; its backward reads d and updates gradient rows.
+        Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
+        token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
+        and norm input, output and both gradients.
+        Raises ModelError for a phase that layer i does not compute.
+        """
+        tokens, b = workload.tokens_per_microbatch, workload.bytes
+        if self._is_block(i) and phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
+            activations = tokens * self._block_traffic() * b.activation
+            weights = self.params(i) * b.weight
+            if phase == Phase.BACKWARD:
+                return 2 * activations + weights + self.params(i) * b.grad
+            return activations + weights
+        if i == self.embed and phase == Phase.EMBED:
+            return tokens * self.hidden_size * (b.weight + b.activation)
+        if i == self.embed and phase == Phase.BACKWARD:
+            return tokens * self.hidden_size * (b.activation + 2 * b.grad)
+        if i == self.head and phase == Phase.LOSS:
+            chunks = -(-tokens // LOSS_CHUNK_TOKENS)
+            matrix = self.vocab_size * self.hidden_size
+            logits = tokens * self.vocab_size * FP32
+            return chunks * matrix * 2 * (b.weight + b.grad) + 5 * logits + 8 * self.hidden_bytes(workload)
+        raise ModelError(f"{self.name}: layer {self.layer_name(i)} has no compute op of phase {phase}")
+
+    def _block_traffic(self) -> int:
+        """Activation elements that a block's forward reads and writes per token.
+
+        4h          two norms, read and written
+        3h + q+2kv  q, k, v projections
+        2(q + kv)   rotary; again for qk_norm
+        2q + 2kv    attention reads q, k, v and writes its output
+        q + h       o projection
+        6h          two residual sums
+        2h + 2f     gate and up; with experts their input is one copy per choice
+        3f          activation and product
+        f + h       down; with experts one output per choice, then gathered into one
+        """
+        h, q, kv, f = self.hidden_size, self._q_width, self._kv_width, self._mlp_width
+        k = self.num_experts_per_tok
+        elements = 17 * h + 6 * q + 6 * kv + 6 * f
+        if self.qk_norm:
+            elements += 2 * (q + kv)
+        if self.num_experts:
+            # router input and logits; copies written; inputs and outputs per choice; the weighted sum
+            elements += h + self.num_experts + (h + k * h) + 3 * (k - 1) * h + (k * h + h)
+        return elements
+
+    def workspace_bytes(self, i: int, workload: Workload, phase: Phase) -> int:
+        """Estimate of the device bytes a compute op allocates and frees, beside the buffers it names.
+
+        Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
+        hidden states, since the norm's backward works in fp32.
+        Backward of a block: the gradient of its largest parameter, held until it is in its buffer, and the
+        larger of the MLP's gradients (product, gate, up, and two hidden) and attention's (output, q, k, v,
+        two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
+        Forward, which may run without saving: the larger of what lives at once in attention (normalised
+        input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
+        saves all but q and k before rotary and the two branches' outputs. Experts add their copies of the
+        hidden state. Embedding: none forward; an fp32 index sort of the tokens is ignored.
+        """
+        if i == self.head:
+            chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
+            return chunk * FP32 * (2 * self.vocab_size + 5 * self.hidden_size)
+        if not self._is_block(i):
+            return 0
+        h, q, kv, f = self.hidden_size, self._q_width, self._kv_width, self._mlp_width
+        copies = 2 * self.num_experts_per_tok * h
+        tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
+        if phase == Phase.BACKWARD:
+            largest = max(math.prod(shape) for shape in self.parameter_shapes(i).values())
+            per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
+            return largest * workload.bytes.grad + tokens * per_token
+        if phase == Phase.RECOMPUTE:
+            per_token = (q + kv + 2 * h) * a
+        else:
+            per_token = max(h + 3 * q + 3 * kv, 2 * h + 3 * f + copies) * a
+        return tokens * per_token
+
+
+def _positive(value: object) -> bool:
+    """A finite number above zero; NaN is neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

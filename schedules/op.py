@@ -1,0 +1,112 @@
+"""What one step of training is made of: ops, the buffers they touch, and the waits between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """The four kinds of op, the field's own words."""
+
+    PREFETCH = "prefetch"  # toward the GPU: NVMe to host, host to device
+    COMPUTE = "compute"  # the model's forward and backward work
+    OFFLOAD = "offload"  # away from the GPU: device to host, host to NVMe
+    UPDATE = "update"  # the optimizer and its passes over gradients and states, wherever they run
+
+
+class Phase(StrEnum):
+    """What an op does to the tensors it names. The executor's table of (kind, phase) gives the code."""
+
+    COPY = "copy"  # the one tensor read is copied to the buffer written
+    EMBED = "embed"  # token embedding, forward
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"  # a forward run again for its activations
+    LOSS = "loss"  # final norm, head and cross-entropy, forward and backward in one pass
+    BACKWARD = "backward"
+    ACCUMULATE = "accumulate"  # add a gradient to another (a plain store where the target is not read)
+    CAST = "cast"  # copy with a change of element type
+    ZERO = "zero"  # clear a gradient whose contents are no longer needed
+    NORM = "norm"  # add the squares of gradients to the global norm
+    SCALE = "scale"  # multiply gradients by the clipping coefficient (by one without clipping)
+    ADAM = "adam"  # the optimizer's step on one layer
+    SYNC = "sync"  # no work: the issuing host waits until the named tensors are ready
+
+
+class Stream(StrEnum):
+    """The queues. Ops of one stream run one after another, in the order they were issued."""
+
+    H2D = "h2d"
+    COMPUTE = "compute"
+    D2H = "d2h"
+    CPU = "cpu"  # optimizer workers on the host
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+    HOST = "host"  # the issuing thread itself: it issues nothing while it works
+
+
+class Tier(StrEnum):
+    """Where a buffer lives."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """A named, static allocation of `nbytes` bytes in one tier; it holds one tensor at a time."""
+
+    name: str
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Access:
+    """A buffer together with the tensor it is expected to hold: *slot 0, holding the weights of layer 7*."""
+
+    buffer: str
+    tensor: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One unit of work queued on one stream.
+
+    `reads` and `writes` decide everything that is derived: edges, waits, races, memory. An op that both
+    reads and writes a gradient adds to it. The demand is in amounts, never in time:
+    `nbytes` is the payload of a copy, the host-memory traffic of an update, and the device-memory traffic
+    of a compute op; `flops` are those executed (causal attention once); `params` are parameters touched.
+    """
+
+    name: str
+    kind: Kind
+    phase: Phase
+    stream: Stream
+    layer: int | None = None
+    microbatch: int | None = None
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    nbytes: int = 0
+    flops: int = 0
+    params: int = 0
+    blocking: bool = False  # the host waits for it before it issues the next op
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """Reads, then writes."""
+        return self.reads + self.writes
+
+    def reads_from(self, buffer: str) -> bool:
+        """Whether the op reads any tensor in `buffer`."""
+        return any(access.buffer == buffer for access in self.reads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """`op` starts only after `on` has finished: of the same step (distance 0) or the one before (1)."""
+
+    op: str
+    on: str
+    distance: int = 0

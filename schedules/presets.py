@@ -1,0 +1,52 @@
+"""Models by name: the files in `models/`, and any Hugging Face `config.json`.
+
+The files are excerpts of the `config.json` published with each model (for Qwen, the base model's), named as
+people write the model's name. `tiny`, `demo` and `demo-tied` are our own, with bytes for a vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from schedules.model import ModelError, ModelSpec
+
+_FOLDER = Path(__file__).parent / "models"
+
+
+def names() -> list[str]:
+    """The presets, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def load(name_or_path: str | Path) -> ModelSpec:
+    """The model of a preset's name, of a `config.json`, or of a folder that holds one.
+
+    A preset's name wins over a path of the same spelling. Raises ModelError when there is neither, when the
+    file is not JSON, or when it describes no model that MegaTrain can train.
+    """
+    wanted = str(name_or_path)
+    preset = wanted.lower()
+    if preset in names():
+        return _read(_FOLDER / f"{preset}.json", preset)
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _read(path, path.resolve().parent.name if path.name == "config.json" else path.stem)
+    if path.suffix == ".json" or len(path.parts) > 1:
+        raise ModelError(f"there is no file {path}")
+    near = difflib.get_close_matches(preset, names(), n=3)
+    hint = f"nearest are {', '.join(near)}" if near else f"there are {', '.join(names())}"
+    raise ModelError(f"no model is called {wanted!r}; {hint}, or give the path of a config.json")
+
+
+def _read(path: Path, name: str) -> ModelSpec:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return ModelSpec.from_hf_config(config, name)

@@ -1,0 +1,523 @@
+"""The sequential program that a policy writes: one thing after another, over named buffers.
+
+The program knows what each op touches and what it costs in bytes and FLOPs; hazards, waits and sizes follow.
+A policy decides only order and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from schedules import tensor as tensors
+from schedules.hazards import minimal_waits
+from schedules.model import ModelSpec
+from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Knob, Schedule
+from schedules.tensor import Tensor, parse
+from schedules.workload import Workload
+
+Keep = Literal["all", "input", "nothing"]
+
+NORM_BYTES = 8  # the sum of squares is kept in fp64
+
+
+class ProgramError(ValueError):
+    """A policy asked for something that its own program makes impossible, such as a tensor that is nowhere."""
+
+
+class Ring:
+    """Slots of one kind, handed out least recently used first: the double buffer, and all there is to it."""
+
+    def __init__(self, program: Program, names: Sequence[str]) -> None:
+        self._program = program
+        self._names = list(names)  # least recently used first
+
+    @property
+    def current(self) -> str:
+        """The slot used last."""
+        return self._names[-1]
+
+    def next(self) -> str:
+        """The slot used longest ago, emptied for new contents."""
+        slot = self._names.pop(0)
+        self._names.append(slot)
+        self._program.discard(slot)
+        return slot
+
+    def holding(self, tensor: str) -> str | None:
+        """The slot in which `tensor` still stands, now the one used last; None if it is in none."""
+        for slot in self._names:
+            if self._program.holds(slot) == tensor:
+                self._names.remove(slot)
+                self._names.append(slot)
+                return slot
+        return None
+
+
+class Program:
+    """Builds a schedule op by op, in the order in which one thread would do the work.
+
+    Tensors have a home: the buffer in which they live between steps, on the host unless `keep_on_device`
+    says otherwise. Activations live in device buffers that are taken and given back as the program goes.
+    A buffer is as large as the largest tensor that is ever put into it.
+    """
+
+    def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0) -> None:
+        self.model = model
+        self.workload = workload
+        self._staleness = staleness
+        self._ops: list[Op] = []
+        self._names: dict[str, int] = {}
+        self._tiers: dict[str, Tier] = {}
+        self._sizes: dict[str, int] = {}
+        self._homes: dict[str, str] = {}
+        self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
+        self._free: dict[tuple[str, int], list[str]] = {}  # activation buffers given back, oldest first
+        self._taken: dict[str, int] = {}
+        self._activation: dict[str, str] = {}  # live activation -> its buffer
+
+    # ---- tensors and buffers
+
+    def weight(self, i: int) -> str:
+        """The weights of layer i."""
+        return str(Tensor(tensors.WEIGHT, self.model.layer_name(i)))
+
+    def grad(self, i: int, *, wide: bool = False) -> str:
+        """The gradient of layer i's weights, in fp32 if `wide`."""
+        return str(Tensor(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i)))
+
+    def state(self, i: int) -> str:
+        """The optimizer state of layer i."""
+        return str(Tensor(tensors.STATE, self.model.layer_name(i)))
+
+    def output(self, i: int, m: int) -> str:
+        """The output of layer i for micro-batch m."""
+        return str(Tensor(tensors.OUTPUT, self.model.layer_name(i), m))
+
+    def saved(self, i: int, m: int) -> str:
+        """What layer i keeps inside for its backward of micro-batch m."""
+        return str(Tensor(tensors.SAVED, self.model.layer_name(i), m))
+
+    def output_grad(self, i: int, m: int) -> str:
+        """The gradient of layer i's output for micro-batch m."""
+        return str(Tensor(tensors.OUTPUT_GRAD, self.model.layer_name(i), m))
+
+    def nbytes(self, tensor: str) -> int:
+        """Bytes of a tensor at this workload's precision."""
+        name, precision = parse(tensor), self.workload.bytes
+        if name.cls == tensors.NORM:
+            return NORM_BYTES
+        layer = self.model.layer_index(name.layer)
+        if name.cls == tensors.SAVED:
+            return self.model.saved_bytes(layer, self.workload)
+        if name.cls in tensors.MICROBATCH_CLASSES:
+            return self.model.hidden_bytes(self.workload)
+        per_param = {
+            tensors.WEIGHT: precision.weight,
+            tensors.GRAD: precision.grad,
+            tensors.GRAD32: 4,
+            tensors.STATE: precision.state,
+        }[name.cls]
+        return self.model.params(layer) * per_param
+
+    def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
+        """Declare a buffer; its size follows from what is put into it."""
+        if self._tiers.setdefault(name, tier) != tier:
+            raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")
+        return name
+
+    def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
+        """A ring of `count` buffers of one tier."""
+        if count < 1:
+            raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
+        return Ring(self, [self.buffer(f"{name}{i}", tier) for i in range(count)])
+
+    def keep_on_device(self, *kept: str) -> None:
+        """Make the device the home of these tensors."""
+        for tensor in kept:
+            self._homes[tensor] = self.buffer(f"device.{tensor}")
+
+    def home(self, tensor: str) -> str:
+        """The buffer in which `tensor` lives between steps."""
+        if tensor not in self._homes:
+            self._homes[tensor] = self.buffer(f"host.{tensor}", Tier.HOST)
+        return self._homes[tensor]
+
+    def holds(self, buffer: str) -> str | None:
+        """The tensor that `buffer` holds at this point of the program; None if its contents are void."""
+        return self._holds.get(buffer)
+
+    def discard(self, buffer: str) -> None:
+        """Declare the contents of `buffer` void: what is written there next does not add to them."""
+        self._holds.pop(buffer, None)
+
+    # ---- copies
+
+    def prefetch(
+        self,
+        tensor: str,
+        *,
+        into: str,
+        out_of: str | None = None,
+        stream: Stream = Stream.H2D,
+        blocking: bool = False,
+    ) -> str:
+        """Copy `tensor` toward the GPU, from its home unless `out_of` names another buffer; returns `into`."""
+        source = out_of or self.home(tensor)
+        self._copy(Kind.PREFETCH, tensor, source, into, stream, blocking)
+        return into
+
+    def load(self, tensor: str, ring: Ring, *, stream: Stream = Stream.H2D, blocking: bool = False) -> str:
+        """The slot of `ring` that holds `tensor`, copied there from its home unless it still stands in one."""
+        return ring.holding(tensor) or self.prefetch(tensor, into=ring.next(), stream=stream, blocking=blocking)
+
+    def offload(
+        self,
+        tensor: str,
+        *,
+        out_of: str,
+        into: str | None = None,
+        stream: Stream = Stream.D2H,
+        blocking: bool = False,
+    ) -> str:
+        """Copy `tensor` away from the GPU, to its home unless `into` says otherwise; returns the target."""
+        target = into or self.home(tensor)
+        self._copy(Kind.OFFLOAD, tensor, out_of, target, stream, blocking)
+        return target
+
+    def _copy(self, kind: Kind, tensor: str, source: str, target: str, stream: Stream, blocking: bool) -> None:
+        name = parse(tensor)
+        self._emit(
+            f"{'P' if kind == Kind.PREFETCH else 'O'}.{tensor}",
+            kind,
+            Phase.COPY,
+            stream,
+            layer=self.model.layer_index(name.layer) if name.layer else None,
+            microbatch=name.microbatch,
+            reads=[(source, tensor)],
+            writes=[(target, tensor)],
+            nbytes=self.nbytes(tensor),
+            blocking=blocking,
+        )
+
+    def evict(self, tensor: str, *, tier: Tier = Tier.HOST) -> None:
+        """Move a live activation off the device and give its device buffer back."""
+        source = self._live(tensor)
+        target = self._take(tensor, tier)
+        self.offload(tensor, out_of=source, into=target)
+        self._give_back(tensor, source)
+        self._activation[tensor] = target
+
+    def restore(self, tensor: str) -> None:
+        """Bring an evicted activation back to the device."""
+        source = self._live(tensor)
+        target = self._take(tensor, Tier.DEVICE)
+        self.prefetch(tensor, into=target, out_of=source)
+        self._give_back(tensor, source)
+        self._activation[tensor] = target
+
+    # ---- compute
+
+    def forward(
+        self, i: int, m: int = 0, *, weights: str | None = None, keep: Keep = "all", blocking: bool = False
+    ) -> None:
+        """Run layer i (the embedding or a block) on micro-batch m.
+
+        `weights` is the device buffer holding them (their home if left out). `keep` is what stays for the
+        backward: "all" the input and the activations inside, "input" only the input, "nothing" neither.
+        """
+        if i == self.model.head:
+            raise ProgramError("the head has no forward of its own: loss() is its forward and backward")
+        if i == self.model.embed:
+            self._compute(Phase.EMBED, i, m, weights, writes=[self._new(self.output(i, m))], blocking=blocking)
+            return
+        self._run_block(Phase.FORWARD, i, m, weights, keep, output=True, blocking=blocking)
+
+    def recompute(
+        self, i: int, m: int = 0, *, weights: str | None = None, keep: Keep = "all", output: bool = False
+    ) -> None:
+        """Run block i again for its activations (`keep="all"`), for its output, or for both."""
+        self._run_block(Phase.RECOMPUTE, i, m, weights, keep, output=output)
+
+    def _run_block(
+        self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool = False
+    ) -> None:
+        source = self.output(i - 1, m)
+        writes = [self._new(self.output(i, m))] if output else []
+        if keep == "all":
+            writes.append(self._new(self.saved(i, m)))
+        reads = [(self._live(source), source)]
+        self._compute(phase, i, m, weights, reads=reads, writes=writes, blocking=blocking)
+        if keep == "nothing":
+            self.free(source)
+
+    def loss(
+        self,
+        m: int = 0,
+        *,
+        weights: str | None = None,
+        grad: str | None = None,
+        embed_weights: str | None = None,
+        embed_grad: str | None = None,
+        blocking: bool = False,
+    ) -> None:
+        """Final norm, head and cross-entropy of micro-batch m, forward and backward at once.
+
+        With tied embeddings the table is read too, and its gradient added to.
+        """
+        head, source = self.model.head, self.output(self.model.head - 1, m)
+        reads, writes = [(self._live(source), source)], []
+        if self.model.tie_word_embeddings:
+            reads.append((embed_weights or self.home(self.weight(self.model.embed)), self.weight(self.model.embed)))
+            self._add_to(self.grad(self.model.embed), embed_grad, reads, writes)
+        self._add_to(self.grad(head), grad, reads, writes)
+        writes.append(self._new(self.output_grad(head - 1, m)))
+        self._compute(Phase.LOSS, head, m, weights, reads=reads, writes=writes, blocking=blocking)
+        self.free(source)
+
+    def backward(
+        self, i: int, m: int = 0, *, weights: str | None = None, grad: str | None = None, blocking: bool = False
+    ) -> None:
+        """Backward of layer i (the embedding or a block) for micro-batch m.
+
+        The gradient is added to a buffer that already holds this layer's gradient, and stored otherwise.
+        What the layer kept is freed.
+        """
+        if i == self.model.head:
+            raise ProgramError("the head has no backward of its own: loss() is its forward and backward")
+        incoming = self.output_grad(i, m)
+        reads, writes = [(self._live(incoming), incoming)], []
+        self._add_to(self.grad(i), grad, reads, writes)
+        if i == self.model.embed:
+            self._compute(Phase.BACKWARD, i, m, None, reads=reads, writes=writes, blocking=blocking, bound=False)
+            self.free(incoming)
+            return
+        for kept in (self.output(i - 1, m), self.saved(i, m)):
+            reads.append((self._live(kept), kept))
+        writes.append(self._new(self.output_grad(i - 1, m)))
+        self._compute(Phase.BACKWARD, i, m, weights, reads=reads, writes=writes, blocking=blocking)
+        self.free(incoming, self.output(i - 1, m), self.saved(i, m))
+
+    def free(self, *activations: str) -> None:
+        """Give back the buffers of activations that nobody reads any more."""
+        for tensor in activations:
+            self._give_back(tensor, self._live(tensor))
+            del self._activation[tensor]
+
+    def _compute(
+        self,
+        phase: Phase,
+        i: int,
+        m: int,
+        weights: str | None,
+        *,
+        reads: Sequence[tuple[str, str]] = (),
+        writes: Sequence[tuple[str, str]] = (),
+        blocking: bool = False,
+        bound: bool = True,
+    ) -> None:
+        model, workload = self.model, self.workload
+        if bound:
+            reads = [(weights or self.home(self.weight(i)), self.weight(i)), *reads]
+        forward = model.forward_flops(i, workload)
+        flops = {Phase.BACKWARD: model.backward_flops(i, workload), Phase.LOSS: 3 * forward}.get(phase, forward)
+        letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
+        self._emit(
+            f"{letter}.{model.layer_name(i)}.{m}",
+            Kind.COMPUTE,
+            phase,
+            Stream.COMPUTE,
+            layer=i,
+            microbatch=m,
+            reads=reads,
+            writes=writes,
+            nbytes=model.elementwise_bytes(i, phase, workload),
+            flops=flops,
+            params=model.params(i),
+            blocking=blocking,
+        )
+
+    def _add_to(
+        self,
+        grad: str,
+        buffer: str | None,
+        reads: list[tuple[str, str]],
+        writes: list[tuple[str, str]],
+    ) -> None:
+        buffer = buffer or self.home(grad)
+        if self.holds(buffer) == grad:
+            reads.append((buffer, grad))
+        writes.append((buffer, grad))
+
+    # ---- the optimizer and its passes
+
+    def accumulate(self, i: int, *, out_of: str, into: str | None = None, stream: Stream = Stream.CPU) -> None:
+        """Add layer i's gradient in `out_of` to its home; a plain store where the home holds none yet."""
+        grad = self.grad(i)
+        reads, writes = [(out_of, grad)], []
+        self._add_to(grad, into, reads, writes)
+        self._update(f"A.{grad}", Phase.ACCUMULATE, i, stream, reads, writes)
+
+    def cast(self, source: tuple[str, str], target: tuple[str, str], *, stream: Stream) -> None:
+        """Copy one (buffer, tensor) to another of a different element type."""
+        layer = self.model.layer_index(parse(target[1]).layer)
+        self._update(f"C.{target[1]}", Phase.CAST, layer, stream, [source], [target])
+
+    def norm(self, grads: Iterable[tuple[str, str]], *, stream: Stream = Stream.CPU, name: str = "N") -> None:
+        """Add the squares of these (buffer, gradient) pairs to the global norm."""
+        reads, writes = list(grads), []
+        self._add_to(tensors.NORM, self.buffer("norm", Tier.HOST), reads, writes)
+        self._update(name, Phase.NORM, None, stream, reads, writes)
+
+    def scale(self, i: int, *, grad: tuple[str, str], stream: Stream = Stream.CPU) -> None:
+        """Multiply a gradient by the clipping coefficient; a full pass over memory even where it is one."""
+        self._update(f"S.{grad[1]}", Phase.SCALE, i, stream, [grad, *self._clip()], [grad])
+
+    def zero(self, i: int, *, grad: tuple[str, str], stream: Stream = Stream.CPU) -> None:
+        """Clear a gradient buffer: a pass over memory that some systems make."""
+        self._update(f"Z.{grad[1]}", Phase.ZERO, i, stream, [], [grad])
+        self.discard(grad[0])
+
+    def update(
+        self,
+        i: int,
+        *,
+        grad: tuple[str, str] | None = None,
+        weights: str | None = None,
+        state: str | None = None,
+        scaled: bool = False,
+        stream: Stream = Stream.CPU,
+    ) -> None:
+        """The optimizer's step on layer i, in the buffers named, or at home.
+
+        With gradient clipping it reads the global norm, unless the gradient was `scaled` before.
+        Copies of the weights elsewhere are out of date afterwards.
+        """
+        grad = grad or (self.home(self.grad(i)), self.grad(i))
+        own = [
+            (state or self.home(self.state(i)), self.state(i)),
+            (weights or self.home(self.weight(i)), self.weight(i)),
+        ]
+        reads = [grad, *own, *([] if scaled else self._clip())]
+        self._update(f"U.{self.model.layer_name(i)}", Phase.ADAM, i, stream, reads, own)
+        target = own[1][0]
+        for buffer in [b for b, held in self._holds.items() if held == self.weight(i) and b != target]:
+            self.discard(buffer)
+        self.discard(grad[0])
+
+    def _clip(self) -> list[tuple[str, str]]:
+        return [] if self.workload.grad_clip is None else [(self.buffer("norm", Tier.HOST), tensors.NORM)]
+
+    def _update(
+        self,
+        name: str,
+        phase: Phase,
+        i: int | None,
+        stream: Stream,
+        reads: Sequence[tuple[str, str]],
+        writes: Sequence[tuple[str, str]],
+    ) -> None:
+        params = 0 if i is None else self.model.params(i)
+        nbytes = sum(self.nbytes(tensor) for _, tensor in [*reads, *writes])
+        self._emit(name, Kind.UPDATE, phase, stream, layer=i, reads=reads, writes=writes, nbytes=nbytes, params=params)
+
+    def synchronize(self, *until: tuple[str, str], kind: Kind = Kind.UPDATE, name: str = "H") -> None:
+        """The issuing host waits until these (buffer, tensor) pairs are ready."""
+        self._emit(name, kind, Phase.SYNC, Stream.HOST, reads=until)
+
+    # ---- the schedule
+
+    def build(self, *, policy: str, knobs: Mapping[str, Knob] | None = None) -> Schedule:
+        """The finished schedule, with the waits that its hazards need.
+
+        Raises:
+            ProgramError: an activation was made and never freed, so that it would grow from step to step.
+        """
+        if self._activation:
+            raise ProgramError(f"never freed: {', '.join(sorted(self._activation))}")
+        return Schedule(
+            ops=tuple(self._ops),
+            buffers=tuple(
+                Buffer(name=name, tier=tier, nbytes=self._sizes[name])
+                for name, tier in self._tiers.items()
+                if name in self._sizes
+            ),
+            waits=minimal_waits(self._ops),
+            model=self.model,
+            workload=self.workload,
+            policy=policy,
+            knobs=dict(knobs or {}),
+            staleness=self._staleness,
+        )
+
+    def _emit(
+        self,
+        name: str,
+        kind: Kind,
+        phase: Phase,
+        stream: Stream,
+        *,
+        layer: int | None = None,
+        microbatch: int | None = None,
+        reads: Sequence[tuple[str, str]] = (),
+        writes: Sequence[tuple[str, str]] = (),
+        nbytes: int = 0,
+        flops: int = 0,
+        params: int = 0,
+        blocking: bool = False,
+    ) -> None:
+        for buffer, tensor in [*reads, *writes]:
+            if buffer not in self._tiers:
+                raise ProgramError(f"{name}: there is no buffer {buffer}; declare it with buffer() or slots()")
+            self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
+        for buffer, tensor in writes:
+            self._holds[buffer] = tensor
+        self._names[name] = self._names.get(name, 0) + 1
+        if self._names[name] > 1:
+            name = f"{name}#{self._names[name]}"
+        self._ops.append(
+            Op(
+                name=name,
+                kind=kind,
+                phase=phase,
+                stream=stream,
+                layer=layer,
+                microbatch=microbatch,
+                reads=tuple(Access(*pair) for pair in reads),
+                writes=tuple(Access(*pair) for pair in writes),
+                nbytes=nbytes,
+                flops=flops,
+                params=params,
+                blocking=blocking,
+            )
+        )
+
+    # ---- activation buffers
+
+    def _new(self, tensor: str) -> tuple[str, str]:
+        buffer = self._take(tensor, Tier.DEVICE)
+        self._activation[tensor] = buffer
+        return buffer, tensor
+
+    def _live(self, tensor: str) -> str:
+        if tensor not in self._activation:
+            raise ProgramError(f"{tensor} is needed but no longer kept (or not yet made); keep or recompute it")
+        return self._activation[tensor]
+
+    def _pool(self, tensor: str, tier: Tier) -> tuple[str, int]:
+        # inputs and their gradients have one size and share their buffers
+        cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
+        return f"{'' if tier == Tier.DEVICE else f'{tier}.'}{cls}", self.nbytes(tensor)
+
+    def _take(self, tensor: str, tier: Tier) -> str:
+        pool = self._pool(tensor, tier)
+        if free := self._free.get(pool):
+            return free.pop(0)
+        number = self._taken.get(pool[0], 0)
+        self._taken[pool[0]] = number + 1
+        return self.buffer(f"{pool[0]}{number}", tier)
+
+    def _give_back(self, tensor: str, buffer: str) -> None:
+        self.discard(buffer)
+        self._free.setdefault(self._pool(tensor, self._tiers[buffer]), []).append(buffer)

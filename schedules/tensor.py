@@ -1,0 +1,59 @@
+"""The names of tensors: a class letter, a layer, and for activations a micro-batch (`w.3`, `x.embed.0`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT = "w"  # weights in the type they are computed with
+GRAD = "g"  # gradient in the type backward produces
+GRAD32 = "g32"  # gradient widened to fp32
+STATE = "o"  # optimizer state: moments, and the master copy where the precision keeps one
+OUTPUT = "x"  # output of a layer, the input of the next
+SAVED = "s"  # activations kept inside a layer for its backward
+OUTPUT_GRAD = "d"  # gradient of a layer's output
+NORM = "norm"  # the global gradient norm
+
+LAYER_CLASSES = frozenset({WEIGHT, GRAD, GRAD32, STATE})
+MICROBATCH_CLASSES = frozenset({OUTPUT, SAVED, OUTPUT_GRAD})
+PERSISTENT = frozenset({WEIGHT, STATE})  # carried from one step to the next
+GRADIENTS = frozenset({GRAD, GRAD32})
+
+
+class TensorError(ValueError):
+    """A tensor name that is not of the language."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A parsed tensor name; `layer` is "embed", "head" or a decimal block number, "" for the norm."""
+
+    cls: str
+    layer: str = ""
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.cls, self.layer] if self.layer else [self.cls]
+        return ".".join(parts if self.microbatch is None else [*parts, str(self.microbatch)])
+
+
+def parse(name: str) -> Tensor:
+    """Parse a tensor name.
+
+    Raises:
+        TensorError: the name has an unknown class, or the wrong number of parts.
+    """
+    cls, *rest = name.split(".")
+    if cls == NORM and not rest:
+        return Tensor(NORM)
+    if cls in LAYER_CLASSES and len(rest) == 1 and _is_layer(rest[0]):
+        return Tensor(cls, rest[0])
+    if cls in MICROBATCH_CLASSES and len(rest) == 2 and _is_layer(rest[0]) and rest[1].isdecimal():
+        return Tensor(cls, rest[0], int(rest[1]))
+    raise TensorError(
+        f"unknown tensor {name!r}: expected w|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH or norm, "
+        "with LAYER a block number, embed or head"
+    )
+
+
+def _is_layer(text: str) -> bool:
+    return text in ("embed", "head") or text.isdecimal()

@@ -1,0 +1,137 @@
+"""What is asked of one training step, and how much memory there is for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes per parameter of weights, gradients and optimizer state, and bytes per activation element.
+
+    Weights and gradients are what streams to and from the device. The state is what the optimizer alone
+    reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy.
+    """
+
+    name: str
+    weight: int
+    grad: int
+    state: int
+    activation: int
+
+    @property
+    def per_param(self) -> int:
+        """Bytes of training state per parameter: weight, gradient and optimizer state."""
+        return self.weight + self.grad + self.state
+
+
+PRECISIONS: dict[str, Precision] = {
+    p.name: p
+    for p in (
+        # no master copy: bf16 weights are updated in place
+        Precision(name="bf16", weight=2, grad=2, state=8, activation=2),
+        # the bf16 weight is the upper half of an fp32 master, the state holds the lower 16 bits
+        Precision(name="bf16_split", weight=2, grad=2, state=10, activation=2),
+        # a whole fp32 master beside the bf16 weight
+        Precision(name="bf16_fp32", weight=2, grad=2, state=12, activation=2),
+        Precision(name="fp32", weight=4, grad=4, state=8, activation=4),
+    )
+}
+
+OPTIMIZERS = ("adamw",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step: `accumulation` micro-batches of `micro_batch_size` sequences of `seq_len` tokens.
+
+    `precision` names a row of PRECISIONS. `grad_clip` is the largest global gradient norm; None does not
+    clip. Raises ValueError when a value has no meaning.
+    """
+
+    micro_batch_size: int
+    accumulation: int = 1
+    seq_len: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    grad_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "accumulation", "seq_len"):
+            _whole_number(name, getattr(self, name), least=1)
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is unknown; known are {', '.join(PRECISIONS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is unknown; known are {', '.join(OPTIMIZERS)}")
+        clip = self.grad_clip
+        if clip is None:
+            return
+        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
+            raise ValueError(f"grad_clip must be a positive finite number or None, not {clip!r}")
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.accumulation * self.tokens_per_microbatch
+
+    @property
+    def microbatches(self) -> range:
+        return range(self.accumulation)
+
+    @property
+    def bytes(self) -> Precision:
+        """Bytes per parameter and per activation element at this workload's precision."""
+        return PRECISIONS[self.precision]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Workload:
+        """The inverse of `to_dict`. Raises ValueError on a missing, unknown or meaningless field."""
+        _known_fields(cls, data, required=("micro_batch_size", "seq_len"))
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """Bytes a schedule may fill on each tier. No NVMe by default. Raises ValueError on a negative number."""
+
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _whole_number(field.name, getattr(self, field.name), least=0)
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MemoryBudget:
+        """The inverse of `to_dict`. Raises ValueError on a missing, unknown or meaningless field."""
+        _known_fields(cls, data, required=("device_bytes", "host_bytes"))
+        return cls(**data)
+
+
+def _whole_number(name: str, value: object, *, least: int) -> None:
+    # bool is an int in Python, but `accumulation=True` is a mistake
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _known_fields(cls: type[Workload | MemoryBudget], data: Mapping[str, Any], *, required: tuple[str, ...]) -> None:
+    known = [field.name for field in fields(cls)]
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+    missing = [name for name in required if name not in data]
+    if missing:
+        raise ValueError(f"{cls.__name__} lacks the field {missing[0]!r}")

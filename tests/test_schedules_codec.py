@@ -1,0 +1,92 @@
+"""Schedule files: round trip, digest, and what a broken file is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules.codec import CodecError, dumps, loads, read, save
+from schedules.presets import load
+from schedules.program import Program
+from schedules.schedule import Schedule
+from schedules.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    p = Program(load("tiny"), Workload(micro_batch_size=1, seq_len=8, precision="fp32", grad_clip=1.5))
+    ring = p.slots("weight", 2)
+    p.forward(p.model.embed, weights=p.load("w.embed", ring), blocking=True)
+    p.forward(0, weights=p.load("w.0", ring))
+    p.free("x.0.0", "x.embed.0", "s.0.0")
+    return p.build(policy="part", knobs={"slots": 2, "order": "layers", "none": None})
+
+
+def test_round_trip_is_byte_for_byte(schedule: Schedule, tmp_path: Path) -> None:
+    text = dumps(schedule)
+    assert dumps(loads(text)) == text
+    assert loads(text) == schedule
+    save(schedule, tmp_path / "s.json")
+    assert read(tmp_path / "s.json") == schedule
+    assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_digest_covers_what_is_executed_and_nothing_else(schedule: Schedule) -> None:
+    assert replace(schedule, policy="other", knobs={}).digest == schedule.digest
+    first, *rest = schedule.ops
+    assert replace(schedule, ops=(replace(first, blocking=not first.blocking), *rest)).digest != schedule.digest
+    assert replace(schedule, waits=schedule.waits[1:]).digest != schedule.digest
+    assert replace(schedule, buffers=schedule.buffers[::-1]).digest != schedule.digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 10**6))
+def test_a_truncated_file_is_refused(schedule: Schedule, cut: int) -> None:
+    text = dumps(schedule)
+    with pytest.raises(CodecError):
+        loads(text[: cut % (len(text) - 2)])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("format",), "megatrain-schedule/9", "format 'megatrain-schedule/9'"),
+        (("ops", 0, "kind"), "prefech", "ops[0].kind is 'prefech'; it must be one of prefetch"),
+        (("ops", 1, "stream"), "gpu", "ops[1].stream is 'gpu'"),
+        (("ops", 0, "nbytes"), -4, "ops[0].nbytes must be a whole number of at least 0, not -4"),
+        (("ops", 0, "nbytes"), 1.5, "ops[0].nbytes must be a whole number"),
+        (("ops", 0, "reads"), [["a"]], "ops[0].reads[0] must be a pair [buffer, tensor]"),
+        (("ops", 0, "colour"), 1, "ops[0]: unknown field 'colour'"),
+        (("buffers", 0, "tier"), "disk", "buffers[0].tier is 'disk'"),
+        (("waits", 0, "distance"), True, "waits[0].distance must be a whole number"),
+        (("workload", "seq_len"), 0, "workload: seq_len must be a whole number of at least 1"),
+        (("model", "vocab_size"), None, "model: "),
+        (("ops",), {}, "ops must be a list"),
+        (("policy",), "", "policy must be a non-empty string"),
+    ],
+)
+def test_a_broken_field_is_named(schedule: Schedule, path: tuple[str | int, ...], value: object, told: str) -> None:
+    data = json.loads(dumps(schedule))
+    target = data
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(CodecError) as error:
+        loads(json.dumps(data))
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": NaN}', "\x00"])
+def test_other_files_are_refused(text: str) -> None:
+    with pytest.raises(CodecError):
+        loads(text)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CodecError, match=r"cannot read .*gone\.json"):
+        read(tmp_path / "gone.json")

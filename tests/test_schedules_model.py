@@ -1,0 +1,363 @@
+"""The shape of a model: parameters against published totals, FLOPs and bytes against hand counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import presets
+from schedules.model import LOSS_CHUNK_TOKENS, ModelError, ModelSpec
+from schedules.op import Phase
+from schedules.workload import PRECISIONS, MemoryBudget, Workload
+
+# Published totals: the parameter counts shown on the models' Hugging Face pages (safetensors metadata).
+PUBLISHED = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+OURS = {"tiny", "demo", "demo-tied"}
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+WORKLOAD = Workload(micro_batch_size=3, accumulation=2, seq_len=8)
+
+
+def spec(**changes: Any) -> ModelSpec:
+    return ModelSpec.from_hf_config(CONFIG | changes, "small")
+
+
+def experts(**changes: Any) -> ModelSpec:
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    return spec(**(mixtral | changes))
+
+
+def test_every_preset_is_accounted_for() -> None:
+    assert set(presets.names()) == set(PUBLISHED) | OURS
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_total_parameters_are_the_published_ones(name: str) -> None:
+    assert presets.load(name).total_params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) | OURS))
+def test_layers_add_up_and_come_back_from_json(name: str) -> None:
+    model = presets.load(name)
+    for i in model.layers:
+        assert model.params(i) == sum(math.prod(shape) for shape in model.parameter_shapes(i).values())
+        assert 0 < model.active_params(i) <= model.params(i)
+        assert model.layer_index(model.layer_name(i)) == i
+    assert ModelSpec.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
+def test_layers_of_one_kind_cost_the_same() -> None:
+    model = presets.load("gpt-oss-20b")
+    workload = Workload(micro_batch_size=1, seq_len=512)
+    cost: dict[str, set[tuple[Any, ...]]] = {}
+    for i in model.layers:
+        shapes = tuple(model.parameter_shapes(i).items())
+        cost.setdefault(model.layer_kind(i), set()).add((shapes, model.forward_flops(i, workload)))
+    assert set(cost) == {"embed", "block", "block.sliding", "head"}
+    assert all(len(variants) == 1 for variants in cost.values())
+
+
+def test_layer_numbers_and_names() -> None:
+    model = spec()
+    assert (model.embed, list(model.blocks), model.head) == (-1, [0, 1], 2)
+    assert [model.layer_name(i) for i in model.layers] == ["embed", "0", "1", "head"]
+    for wrong in (lambda: model.layer_name(3), lambda: model.layer_index("2"), lambda: model.params(-2)):
+        with pytest.raises(ModelError, match="has no layer"):
+            wrong()
+
+
+def test_tied_head_keeps_its_work_but_not_its_matrix() -> None:
+    tied, untied = spec(tie_word_embeddings=True), spec()
+    assert list(tied.parameter_shapes(tied.head)) == ["norm.weight"]
+    assert untied.total_params - tied.total_params == 100 * 32
+    assert tied.forward_flops(tied.head, WORKLOAD) == untied.forward_flops(untied.head, WORKLOAD) > 0
+
+
+def test_only_the_chosen_experts_are_active() -> None:
+    model = experts()
+    one_expert = 3 * 32 * 48
+    assert model.params(0) - model.active_params(0) == (8 - 2) * one_expert
+    total = sum(presets.load("qwen3-30b-a3b").active_params(i) for i in presets.load("qwen3-30b-a3b").layers)
+    assert round(total / 1e9, 1) == 3.4  # 3.3e9 on the model card, which rounds down
+
+
+def test_forward_flops_by_hand() -> None:
+    tokens = 3 * 8
+    q = o = 32 * 32
+    k = v = 32 * 16
+    mlp = 3 * 32 * 48
+    pairs = 3 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
+    block = 2 * tokens * (q + k + v + o + mlp) + 2 * (2 * pairs * 32)
+    head = 2 * tokens * 32 * 100
+    model = spec()
+    assert [model.forward_flops(i, WORKLOAD) for i in model.layers] == [0, block, block, head]
+    assert model.backward_flops(0, WORKLOAD) == 2 * block
+    assert model.model_flops_per_step(WORKLOAD) == 3 * 2 * (2 * block + head)
+
+
+def test_expert_flops_count_the_router_and_the_chosen_experts() -> None:
+    dense, mixture = spec(), experts()
+    extra = mixture.forward_flops(0, WORKLOAD) - dense.forward_flops(0, WORKLOAD)
+    assert extra == 2 * 24 * (3 * 32 * 48 + 32 * 8)  # one more expert than the dense MLP, and the router
+
+
+@given(seq_len=st.integers(1, 40), window=st.integers(1, 50))
+def test_sliding_window_counts_the_pairs_of_the_mask(seq_len: int, window: int) -> None:
+    model = spec(architectures=["MistralForCausalLM"], sliding_window=window)
+    mask = sum(query - window < key <= query for query in range(seq_len) for key in range(seq_len))
+    assert model.attended_pairs(0, seq_len) == mask
+
+
+def test_saved_bytes_by_hand() -> None:
+    h, q, kv, f, heads = 32, 32, 16, 48, 4
+    elements = h + (q + 2 * kv) + q + 2 * h + 3 * f
+    assert spec().saved_bytes(0, WORKLOAD) == 24 * (2 * elements + 4 * (2 + heads))
+    assert spec().saved_bytes(-1, WORKLOAD) == spec().saved_bytes(2, WORKLOAD) == 0
+    assert spec().hidden_bytes(WORKLOAD) == 24 * 32 * 2
+
+
+def test_saved_bytes_of_a_known_block() -> None:
+    # Llama-3.1-8B, 1 token: 3*4096 + 2*4096 + 2*1024 + 3*14336 = 65536 elements, and 34 fp32 words
+    workload = Workload(micro_batch_size=1, seq_len=1)
+    assert presets.load("llama-3.1-8b").saved_bytes(0, workload) == 2 * 65_536 + 4 * 34
+
+
+@pytest.mark.parametrize("model", [spec(), experts(), presets.load("gpt-oss-20b"), presets.load("qwen3-8b")])
+def test_bytes_grow_with_the_batch_and_hold_what_they_must(model: ModelSpec) -> None:
+    small, large = Workload(micro_batch_size=1, seq_len=64), Workload(micro_batch_size=2, seq_len=64)
+    assert model.saved_bytes(0, large) == 2 * model.saved_bytes(0, small)
+    assert model.saved_bytes(0, small) > 2 * model.hidden_bytes(small)
+    for phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
+        assert model.elementwise_bytes(0, phase, small) > model.params(0) * 2
+        assert model.elementwise_bytes(0, phase, large) > model.elementwise_bytes(0, phase, small)
+        assert model.workspace_bytes(0, large, phase) > model.workspace_bytes(0, small, phase) > 0
+
+
+def test_loss_workspace_is_bounded_by_its_chunk() -> None:
+    model = spec()
+    sizes = [
+        model.workspace_bytes(model.head, Workload(micro_batch_size=1, seq_len=n), Phase.LOSS)
+        for n in (LOSS_CHUNK_TOKENS // 2, LOSS_CHUNK_TOKENS, 8 * LOSS_CHUNK_TOKENS)
+    ]
+    assert sizes[0] * 2 == sizes[1] == sizes[2]
+    assert sizes[1] >= 2 * LOSS_CHUNK_TOKENS * 100 * 4
+
+
+def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
+    with pytest.raises(ModelError, match="layer head has no compute op of phase forward"):
+        spec().elementwise_bytes(2, Phase.FORWARD, WORKLOAD)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertModel"]}, "is an encoder; MegaTrain trains decoders"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "is an encoder-decoder"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; supported are Llama"),
+        ({"architectures": None}, "must name one class in 'architectures'"),
+        ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({"architectures": ["MixtralForCausalLM"]}, "lacks 'num_local_experts'"),
+        ({"hidden_size": -32}, "hidden_size must be a whole number of at least 1, not -32"),
+        ({"intermediate_size": NAN}, "intermediate_size must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number"),
+        ({"rms_norm_eps": NAN}, "rms_norm_eps must be a positive finite number, not nan"),
+        ({"rope_theta": math.inf}, "rope_theta must be a positive finite number, not inf"),
+        ({"rope_scaling": 2.0}, "rope_scaling must be a dictionary"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by 5 attention heads"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_bad_configs_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec(**changes)
+
+
+def test_bad_experts_and_windows_say_what_is_wrong() -> None:
+    with pytest.raises(ModelError, match="not between 1 and num_experts"):
+        experts(num_experts_per_tok=9)
+    with pytest.raises(ModelError, match="needs moe_intermediate_size"):
+        dataclasses.replace(experts(), moe_intermediate_size=0)
+    with pytest.raises(ModelError, match="layer_types names 1 blocks"):
+        dataclasses.replace(spec(), layer_types=("full_attention",))
+    with pytest.raises(ModelError, match="without a sliding_window"):
+        dataclasses.replace(spec(), layer_types=("full_attention", "sliding_attention"))
+    with pytest.raises(ModelError, match="dense blocks between"):
+        spec(architectures=["Qwen3MoeForCausalLM"], num_experts=4, mlp_only_layers=[0])
+
+
+def test_configs_are_read_as_transformers_reads_them() -> None:
+    assert spec().head_dim == 8
+    no_kv = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
+    assert ModelSpec.from_hf_config(no_kv, "small").num_key_value_heads == 4
+    with pytest.raises(ModelError, match="lacks 'num_key_value_heads'"):
+        ModelSpec.from_hf_config(no_kv | {"architectures": ["MistralForCausalLM"]}, "small")
+    assert spec(architectures=["MistralForCausalLM"]).sliding_window == 4096
+    assert spec(architectures=["MistralForCausalLM"], sliding_window=None).sliding_window is None
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 1}
+    assert spec(**qwen).window(1) is None
+    switched_on = spec(**qwen, use_sliding_window=True)
+    assert [switched_on.layer_kind(i) for i in switched_on.blocks] == ["block", "block.sliding"]
+    old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    assert old == new
+    assert old.rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
+
+
+def test_from_dict_names_the_field_at_fault() -> None:
+    data = spec().to_dict()
+    with pytest.raises(ModelError, match="no field 'n_layer'"):
+        ModelSpec.from_dict(data | {"n_layer": 2})
+    del data["head_dim"]
+    with pytest.raises(ModelError, match="'head_dim'"):
+        ModelSpec.from_dict(data)
+
+
+def test_load_takes_names_files_and_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "other.json").write_text(json.dumps(CONFIG))
+    assert presets.load(folder) == presets.load(str(folder / "config.json"))
+    assert (presets.load(folder).name, presets.load(tmp_path / "other.json").name) == ("my-model", "other")
+    assert presets.load("Qwen2.5-7B") == presets.load("qwen2.5-7b")
+
+
+def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model is called 'llama3.1-8b'; nearest are llama-3.1-8b"):
+        presets.load("llama3.1-8b")
+    with pytest.raises(ModelError, match="there are demo, demo-tied"):
+        presets.load("zzzzzz")
+    with pytest.raises(ModelError, match="there is no file"):
+        presets.load(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        presets.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds no JSON object"):
+        presets.load(tmp_path)
+
+
+def test_workload_counts_tokens_and_round_trips() -> None:
+    assert (WORKLOAD.tokens_per_microbatch, WORKLOAD.tokens_per_step) == (24, 48)
+    assert list(WORKLOAD.microbatches) == [0, 1]
+    assert Workload.from_dict(json.loads(json.dumps(WORKLOAD.to_dict()))) == WORKLOAD
+    budget = MemoryBudget(device_bytes=80, host_bytes=1000)
+    assert MemoryBudget.from_dict(budget.to_dict()) == budget
+
+
+def test_bytes_per_parameter_of_each_precision() -> None:
+    assert {name: p.per_param for name, p in PRECISIONS.items()} == {
+        "bf16": 12,  # the paper's
+        "bf16_split": 14,
+        "bf16_fp32": 16,
+        "fp32": 16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1, not 0"),
+        ({"accumulation": 1.5}, "accumulation must be a whole number"),
+        ({"seq_len": NAN}, "seq_len must be a whole number"),
+        ({"precision": "fp8"}, "precision 'fp8' is unknown; known are bf16, "),
+        ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown"),
+        ({"grad_clip": 0.0}, "grad_clip must be a positive finite number or None"),
+        ({"grad_clip": NAN}, "grad_clip must be a positive finite number or None"),
+        ({"batch": 1}, "Workload has no field 'batch'"),
+    ],
+)
+def test_bad_workloads_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Workload.from_dict(WORKLOAD.to_dict() | changes)
+
+
+def test_bad_budgets_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="host_bytes must be a whole number of at least 0, not -1"):
+        MemoryBudget(device_bytes=1, host_bytes=-1)
+    with pytest.raises(ValueError, match="lacks the field 'host_bytes'"):
+        MemoryBudget.from_dict({"device_bytes": 1})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3.1-8b",
+        "llama-3.2-1b",
+        "mistral-7b",
+        "qwen2.5-7b",
+        "qwen3-8b",
+        "mixtral-8x7b",
+        "qwen3-30b-a3b",
+        "gpt-oss-20b",
+    ],
+)
+def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    folder = Path(presets.__file__).parent / "models"
+    config = json.loads((folder / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:2]
+    model = ModelSpec.from_hf_config(config, name)
+    theirs_class = getattr(transformers, model.architecture)
+    with torch.device("meta"):
+        theirs = theirs_class(theirs_class.config_class(**config))
+    ours = {
+        ("lm_head.weight" if key == "lm_head.weight" else f"model.{prefix}{key}"): shape
+        for i in model.layers
+        for prefix in [f"layers.{i}." if i in model.blocks else ""]
+        for key, shape in model.parameter_shapes(i).items()
+    }
+    assert ours == {key: tuple(value.shape) for key, value in theirs.named_parameters()}
+    assert model.total_params == sum(value.numel() for value in theirs.parameters())
+    assert model.head_dim == theirs.model.layers[0].self_attn.head_dim
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
+    if model.architecture != "MistralForCausalLM":  # which builds the window into its mask
+        assert windows == [model.window(i) for i in model.blocks]

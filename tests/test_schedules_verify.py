@@ -1,0 +1,247 @@
+"""The verifier: what is safe passes, and each kind of fault is found and told well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from schedules.op import Access, Op, Phase, Stream, Tier, Wait
+from schedules.presets import load
+from schedules.program import Program, Ring
+from schedules.schedule import Schedule
+from schedules.verify import ScheduleError, Violation, verify
+from schedules.workload import Workload
+
+MODEL = replace(load("tiny"), num_hidden_layers=3)
+CLIPPED = Workload(micro_batch_size=1, seq_len=8, precision="fp32", grad_clip=1.0)
+PLAIN = replace(CLIPPED, grad_clip=None)
+
+
+def streaming(workload: Workload = PLAIN, accumulation: int = 1) -> Program:
+    """Two weight slots, two gradient slots, every layer streamed."""
+    p = Program(MODEL, replace(workload, accumulation=accumulation))
+    weights, grads = p.slots("weight", 2), p.slots("grad", 2)
+    for i in MODEL.layers[:-1]:
+        slot = p.load(p.weight(i), weights)
+        for m in p.workload.microbatches:
+            p.forward(i, m, weights=slot)
+    backward(p, weights, grads)
+    if workload.grad_clip is not None:
+        p.norm((p.home(p.grad(i)), p.grad(i)) for i in MODEL.layers)
+        for i in MODEL.layers:
+            p.update(i)
+    return p
+
+
+def backward(p: Program, weights: Ring, grads: Ring) -> None:
+    for i in reversed(MODEL.layers):
+        slot = None if i == MODEL.embed else p.load(p.weight(i), weights)
+        grad = grads.next()
+        for m in p.workload.microbatches:
+            if i == MODEL.head:
+                p.loss(m, weights=slot, grad=grad)
+            else:
+                p.backward(i, m, weights=slot, grad=grad)
+        p.offload(p.grad(i), out_of=grad)
+        if p.workload.grad_clip is None:
+            p.update(i)
+
+
+def problems(schedule: Schedule) -> list[Violation]:
+    with pytest.raises(ScheduleError) as error:
+        verify(schedule)
+    assert schedule.short_digest in str(error.value)
+    return error.value.violations
+
+
+def edit(schedule: Schedule, name: str, change: Callable[[Op], Op]) -> Schedule:
+    ops = tuple(change(op) if op.name == name else op for op in schedule.ops)
+    return replace(schedule, ops=ops)
+
+
+def without(schedule: Schedule, name: str) -> Schedule:
+    """The schedule with one op left out, and its waits handed on so that only the contents are wrong."""
+    ops = tuple(op for op in schedule.ops if op.name != name)
+    waits = tuple(w for w in schedule.waits if name not in (w.op, w.on))
+    return replace(schedule, ops=ops, waits=waits)
+
+
+@pytest.mark.parametrize("workload", [PLAIN, CLIPPED])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_sound_schedule_passes(workload: Workload, accumulation: int) -> None:
+    schedule = streaming(workload, accumulation).build(policy="streaming")
+    verified = verify(schedule)
+    assert verified.digest == schedule.digest
+    assert set(verified.initial.values()) == {f"{c}.{MODEL.layer_name(i)}" for c in "wo" for i in MODEL.layers}
+    slots = 2 * max(MODEL.params(i) for i in MODEL.layers) * 4
+    grads = slots
+    hidden = sum(b.nbytes for b in schedule.buffers if b.name.startswith(("hidden", "saved")))
+    assert verified.allocated_bytes()[Tier.DEVICE] == slots + grads + hidden
+
+
+@pytest.mark.parametrize("workload", [PLAIN, CLIPPED])
+def test_every_wait_matters(workload: Workload) -> None:
+    schedule = streaming(workload, 2).build(policy="streaming")
+    for i, wait in enumerate(schedule.waits):
+        found = problems(replace(schedule, waits=schedule.waits[:i] + schedule.waits[i + 1 :]))
+        assert {v.rule for v in found} == {"race"}
+        assert any(wait.op == v.op and wait.on == v.on for v in found), wait
+
+
+def test_a_race_names_ops_buffer_tensors_and_the_missing_wait() -> None:
+    schedule = streaming().build(policy="streaming")
+    wait = Wait(op="P.w.1", on="F.embed.0", distance=0)
+    assert wait in schedule.waits
+    with pytest.raises(ScheduleError) as error:
+        verify(replace(schedule, waits=tuple(w for w in schedule.waits if w != wait)))
+    told = str(error.value)
+    assert "race on weight0: P.w.1 overwrites the weights of layer embed while F.embed.0 may still read it" in told
+    assert "nothing orders F.embed.0 before P.w.1; add  wait P.w.1 on F.embed.0" in told
+    assert "P.w.1 -> weight0" in told and "<-- here" in told
+
+
+def test_a_race_across_the_step_is_told_with_its_distance() -> None:
+    schedule = streaming().build(policy="streaming")
+    wait = Wait(op="P.w.embed", on="U.embed", distance=1)
+    found = problems(replace(schedule, waits=tuple(w for w in schedule.waits if w != wait)))
+    assert any("U.embed of the step before" in str(v) and "at distance 1" in v.fix for v in found)
+
+
+def test_reading_a_slot_that_holds_another_layer() -> None:
+    schedule = streaming().build(policy="streaming")
+
+    def other_slot(op: Op) -> Op:
+        reads = tuple(Access("weight0", a.tensor) if a.tensor == "w.0" else a for a in op.reads)
+        return replace(op, reads=reads)
+
+    found = problems(edit(schedule, "F.0.0", other_slot))
+    stale = [v for v in found if v.rule == "stale read"]
+    assert [v.op for v in stale] == ["F.0.0"]
+    assert "reads the weights of layer 0 from weight0, which then holds the weights of layer embed" in str(stale[0])
+
+
+def test_weights_that_missed_an_update_are_stale() -> None:
+    """A copy that stays on the device is right in the first step and one update old in the second."""
+    p = streaming()
+    p2 = Program(MODEL, PLAIN)
+    weights, grads = p2.slots("weight", 2), p2.slots("grad", 2)
+    p2.buffer("resident")
+    for i in MODEL.layers[:-1]:
+        p2.forward(i, weights="resident" if i == 0 else p2.load(p2.weight(i), weights))
+    backward(p2, weights, grads)
+    verify(p.build(policy="fresh"))
+    found = problems(p2.build(policy="stale"))
+    assert [(v.rule, v.op) for v in found] == [("stale read", "F.0.0"), ("stale read", "B.0.0")]
+    assert "version 0 where version 1 is due" in str(found[0])
+    assert "its forward read version 0" in str(found[1])
+    declared = replace(p2.build(policy="stale"), staleness=1)
+    assert any("version 0 where version 2" in str(v) for v in problems(declared)), "two is more than declared"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "told"),
+    [
+        ("U.1", "gradient coverage", "gradient of layer 1 is never applied"),
+        ("O.g.1", "stale read", "reads the gradient of layer 1 from host.g.1, which then holds nothing"),
+        ("F.1.0", "stale read", "reads the output of layer 1, micro-batch 0"),
+        ("P.w.1", "stale read", "reads the weights of layer 1"),
+    ],
+)
+def test_a_missing_op_is_found(name: str, rule: str, told: str) -> None:
+    found = problems(without(streaming().build(policy="streaming"), name))
+    assert any(v.rule == rule and told in str(v) for v in found), [str(v) for v in found]
+
+
+def test_a_micro_batch_left_out_of_a_gradient() -> None:
+    p = Program(MODEL, replace(PLAIN, accumulation=2))
+    weights, grads = p.slots("weight", 2), p.slots("grad", 2)
+    for i in MODEL.layers[:-1]:
+        slot = p.load(p.weight(i), weights)
+        for m in range(2):
+            p.forward(i, m, weights=slot)
+    grad = grads.next()
+    slot = p.load(p.weight(MODEL.head), weights)
+    p.loss(0, weights=slot, grad=grad)
+    p.discard(grad)  # the second micro-batch overwrites the first
+    p.loss(1, weights=slot, grad=grad)
+    p.offload(p.grad(MODEL.head), out_of=grad)
+    p.update(MODEL.head)
+    for i in reversed(MODEL.layers[:-1]):
+        slot = None if i == MODEL.embed else p.load(p.weight(i), weights)
+        grad = grads.next()
+        for m in range(2):
+            p.backward(i, m, weights=slot, grad=grad)
+        p.offload(p.grad(i), out_of=grad)
+        p.update(i)
+    found = problems(p.build(policy="lossy"))
+    assert [(v.rule, v.op) for v in found] == [("gradient coverage", "U.head")]
+    assert "without backward of head.0" in str(found[0])
+
+
+def test_clipping_needs_the_norm_of_every_layer() -> None:
+    p = Program(MODEL, CLIPPED)
+    backward_only = streaming(CLIPPED).build(policy="streaming")
+    assert verify(backward_only)
+    norm = next(op for op in backward_only.ops if op.phase == Phase.NORM)
+    short = edit(backward_only, norm.name, lambda op: replace(op, reads=op.reads[1:]))
+    found = problems(short)
+    assert {v.rule for v in found} == {"gradient clipping"}
+    assert p.workload.grad_clip == 1.0
+
+
+def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
+    schedule = streaming().build(policy="streaming")
+    cycle = (*schedule.waits, Wait(op="F.embed.0", on="F.1.0"), Wait(op="P.w.embed", on="U.embed"))
+    found = problems(replace(schedule, waits=cycle))
+    assert [(v.rule, v.op, v.on) for v in found] == [
+        ("deadlock", "F.embed.0", "F.1.0"),
+        ("deadlock", "P.w.embed", "U.embed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda op: replace(op, nbytes=-1), "has nbytes -1"),
+        (lambda op: replace(op, nbytes=op.nbytes - 4), "moves"),
+        (lambda op: replace(op, phase=Phase.ADAM), "is a prefetch of phase adam"),
+        (lambda op: replace(op, reads=()), "is a copy with 0 sources and 1 targets"),
+        (lambda op: replace(op, writes=(Access("nowhere", "w.1"),)), "touches buffer nowhere, which is not declared"),
+        (lambda op: replace(op, writes=(Access("weight0", "q.1"),)), "unknown tensor 'q.1'"),
+        (lambda op: replace(op, writes=(Access("weight0", "w.99"),)), "no layer '99'"),
+        (lambda op: replace(op, writes=(Access("weight0", "w.2"),)), "copies w.1 into w.2"),
+        (lambda op: replace(op, name="F.1.0"), "the name F.1.0 stands for two ops"),
+    ],
+)
+def test_structure_is_checked(change: Callable[[Op], Op], told: str) -> None:
+    schedule = streaming().build(policy="streaming")
+    found = problems(edit(schedule, "P.w.1", change))
+    assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
+
+
+def test_a_buffer_too_small_is_told_with_both_sizes() -> None:
+    schedule = streaming().build(policy="streaming")
+    small = tuple(replace(b, nbytes=b.nbytes - 1) if b.name == "weight1" else b for b in schedule.buffers)
+    found = problems(replace(schedule, buffers=small))
+    assert all(v.rule == "structure" and "into weight1" in str(v) for v in found)
+
+
+def test_compute_needs_its_tensors_on_the_device() -> None:
+    schedule = streaming().build(policy="streaming")
+
+    def from_host(op: Op) -> Op:
+        return replace(op, reads=tuple(Access("host.w.0", a.tensor) if a.tensor == "w.0" else a for a in op.reads))
+
+    found = problems(edit(schedule, "F.0.0", from_host))
+    assert any("computes with host.w.0, not on the device" in str(v) for v in found)
+
+
+def test_all_violations_are_told_at_once() -> None:
+    schedule = streaming().build(policy="streaming")
+    broken = replace(edit(schedule, "F.0.0", lambda op: replace(op, stream=Stream.H2D)), waits=())
+    found = problems(broken)
+    assert found and all(v.rule == "structure" for v in found)
+    found = problems(replace(schedule, waits=()))
+    assert len(found) > 20
