@@ -8,13 +8,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Schedule
 from schedules.workload import Workload
 
 
-class CodecError(ValueError):
+class CodecError(InputError):
     """A file that is not a schedule; the message says where in the file and what is wrong."""
 
 
@@ -182,9 +183,10 @@ def _part(parse: Any, data: Any, where: str) -> Any:
 
 
 def _rows(data: Mapping[str, Any], key: str) -> list[Any]:
-    if not isinstance(data[key], list):
+    rows = data[key]
+    if not isinstance(rows, list):
         raise CodecError(f"{key} must be a list")
-    return data[key]
+    return rows
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:

@@ -20,10 +20,10 @@ Clock = list[int]  # per stream: how many of its ops are known to have finished
 
 
 class Instance(NamedTuple):
-    """Op number `index` of step `step`."""
+    """Op number `place` of step `step`."""
 
     step: int
-    index: int
+    place: int
 
 
 class Hazard(NamedTuple):
@@ -137,7 +137,7 @@ def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
                 continue
             clock = order.after(clock, first)
             if instance.step == 1:
-                waits.append(Wait(op=op.name, on=ops[first.index].name, distance=1 - first.step))
+                waits.append(Wait(op=op.name, on=ops[first.place].name, distance=1 - first.step))
         order.finish(op, instance, clock)
         accesses.record(op, instance)
     return tuple(waits)

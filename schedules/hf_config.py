@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from schedules.errors import InputError
 
-class ModelError(ValueError):
+
+class ModelError(InputError):
     """A model that cannot be described, or that MegaTrain cannot train; the message says why."""
 
 

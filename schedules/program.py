@@ -10,19 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from schedules import tensor as tensors
+from schedules.errors import InputError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Knob, Schedule
 from schedules.tensor import Tensor, parse
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
 
 NORM_BYTES = 8  # the sum of squares is kept in fp64
 
 
-class ProgramError(ValueError):
+class ProgramError(InputError):
     """A policy asked for something that its own program makes impossible, such as a tensor that is nowhere."""
 
 
@@ -235,10 +236,17 @@ class Program:
         self._run_block(Phase.FORWARD, i, m, weights, keep, output=True, blocking=blocking)
 
     def recompute(
-        self, i: int, m: int = 0, *, weights: str | None = None, keep: Keep = "all", output: bool = False
+        self,
+        i: int,
+        m: int = 0,
+        *,
+        weights: str | None = None,
+        keep: Keep = "all",
+        output: bool = False,
+        blocking: bool = False,
     ) -> None:
         """Run block i again for its activations (`keep="all"`), for its output, or for both."""
-        self._run_block(Phase.RECOMPUTE, i, m, weights, keep, output=output)
+        self._run_block(Phase.RECOMPUTE, i, m, weights, keep, output=output, blocking=blocking)
 
     def _run_block(
         self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool = False
@@ -267,7 +275,8 @@ class Program:
         With tied embeddings the table is read too, and its gradient added to.
         """
         head, source = self.model.head, self.output(self.model.head - 1, m)
-        reads, writes = [(self._live(source), source)], []
+        reads = [(self._live(source), source)]
+        writes: list[tuple[str, str]] = []
         if self.model.tie_word_embeddings:
             reads.append((embed_weights or self.home(self.weight(self.model.embed)), self.weight(self.model.embed)))
             self._add_to(self.grad(self.model.embed), embed_grad, reads, writes)
@@ -287,7 +296,8 @@ class Program:
         if i == self.model.head:
             raise ProgramError("the head has no backward of its own: loss() is its forward and backward")
         incoming = self.output_grad(i, m)
-        reads, writes = [(self._live(incoming), incoming)], []
+        reads = [(self._live(incoming), incoming)]
+        writes: list[tuple[str, str]] = []
         self._add_to(self.grad(i), grad, reads, writes)
         if i == self.model.embed:
             self._compute(Phase.BACKWARD, i, m, None, reads=reads, writes=writes, blocking=blocking, bound=False)
@@ -355,7 +365,8 @@ class Program:
     def accumulate(self, i: int, *, out_of: str, into: str | None = None, stream: Stream = Stream.CPU) -> None:
         """Add layer i's gradient in `out_of` to its home; a plain store where the home holds none yet."""
         grad = self.grad(i)
-        reads, writes = [(out_of, grad)], []
+        reads = [(out_of, grad)]
+        writes: list[tuple[str, str]] = []
         self._add_to(grad, into, reads, writes)
         self._update(f"A.{grad}", Phase.ACCUMULATE, i, stream, reads, writes)
 
@@ -366,7 +377,8 @@ class Program:
 
     def norm(self, grads: Iterable[tuple[str, str]], *, stream: Stream = Stream.CPU, name: str = "N") -> None:
         """Add the squares of these (buffer, gradient) pairs to the global norm."""
-        reads, writes = list(grads), []
+        reads = list(grads)
+        writes: list[tuple[str, str]] = []
         self._add_to(tensors.NORM, self.buffer("norm", Tier.HOST), reads, writes)
         self._update(name, Phase.NORM, None, stream, reads, writes)
 
@@ -425,6 +437,25 @@ class Program:
     def synchronize(self, *until: tuple[str, str], kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""
         self._emit(name, kind, Phase.SYNC, Stream.HOST, reads=until)
+
+    # ---- fitting
+
+    def blocks_that_fit(self, memory: MemoryBudget, *, copies: int) -> int:
+        """How many blocks may keep the activations of `copies` micro-batches each at once, on the device.
+
+        To be asked of the whole program written so that every block is recomputed: what it holds already,
+        its largest workspace included, is taken from the budget, and the one buffer for what a recompute
+        saves is counted once.
+        """
+        one = self.nbytes(self.saved(0, 0))
+        held = sum(size for buffer, size in self._sizes.items() if self._tiers[buffer] == Tier.DEVICE)
+        workspace = max(
+            self.model.workspace_bytes(op.layer, self.workload, op.phase)
+            for op in self._ops
+            if op.kind == Kind.COMPUTE and op.layer is not None
+        )
+        spare = memory.device_bytes - held - workspace + one
+        return min(max(spare // (one * copies), 0), self.model.num_hidden_layers)
 
     # ---- the schedule
 

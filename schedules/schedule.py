@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,7 +93,7 @@ class Schedule:
         for op in self.ops:
             graph.add_node(op.name, op=op)
         for stream, ops in self.streams.items():
-            for before, after in zip(ops, ops[1:], strict=False):
+            for before, after in itertools.pairwise(ops):
                 graph.add_edge(before.name, after.name, why=f"order of {stream}", distance=0)
             graph.add_edge(ops[-1].name, ops[0].name, why=f"order of {stream}", distance=1)
         for wait in self.waits:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from schedules.errors import InputError
+
 WEIGHT = "w"  # weights in the type they are computed with
 GRAD = "g"  # gradient in the type backward produces
 GRAD32 = "g32"  # gradient widened to fp32
@@ -19,7 +21,7 @@ PERSISTENT = frozenset({WEIGHT, STATE})  # carried from one step to the next
 GRADIENTS = frozenset({GRAD, GRAD32})
 
 
-class TensorError(ValueError):
+class TensorError(InputError):
     """A tensor name that is not of the language."""
 
 

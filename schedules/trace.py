@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.errors import InputError
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
 
@@ -25,7 +26,7 @@ COLUMNS = ("op", "step", "issue_ns", "start_ns", "end_ns", "waited_on")
 Ints = NDArray[np.int64]
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """A trace file that cannot be read, or a trace that is not of the schedule at hand."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from schedules.contents import Contents, Violation, describe
+from schedules.errors import Refused
 from schedules.hazards import Accesses, HappensBefore, Hazard, Instance, unrolled
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.program import Program
@@ -18,7 +19,7 @@ from schedules.show import excerpt
 from schedules.tensor import TensorError, parse
 
 
-class ScheduleError(ValueError):
+class ScheduleError(Refused):
     """A schedule that must not run; `violations` lists why, all of them."""
 
     def __init__(self, schedule: Schedule, violations: list[Violation]) -> None:
@@ -243,7 +244,7 @@ def _races(schedule: Schedule) -> Iterator[Violation]:
             if order.knows(on):
                 clock = order.after(clock, on)
         for hazard in accesses.hazards(op):
-            first = schedule.ops[hazard.first.index]
+            first = schedule.ops[hazard.first.place]
             key = (op.name, first.name, hazard.buffer, instance.step - hazard.first.step)
             if not order.implies(clock, hazard.first) and key not in told:
                 told.add(key)

@@ -1,0 +1,1 @@
+"""What we see: comparisons, plots, timelines, reports. Measures and simulates nothing itself."""

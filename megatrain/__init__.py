@@ -1,0 +1,1 @@
+"""Execution: the same schedule that was verified and simulated, run on memory, streams and a real model."""

@@ -1,0 +1,201 @@
+"""AdamW on a layer's slabs, on whichever device they lie; one pass over them, in chunks that fit a cache.
+
+The state slab is flat bytes, for n parameters: m fp32 [n], v fp32 [n], and then by precision
+  bf16        nothing: the bf16 weight is updated in place and loses what it cannot represent
+  bf16_split  int16 [n], the lower half of an fp32 master whose rounding is the bf16 weight
+  bf16_fp32   fp32 [n], the master
+  fp32        nothing: the weight is the master
+which are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32.
+
+A split master is exact: master bits = (weight bits << 16) + low, low signed. The weight is the master rounded
+to nearest, a tie away from zero; rounding ties to even would leave one of 65537 cases without a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from schedules.workload import PRECISIONS
+
+# Elements worked on at a time: on a CPU 2 to 4 MB with its scratch; on a GPU enough to fill it.
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Hyperparameters of AdamW (Loshchilov and Hutter, arXiv:1711.05101). Raises ValueError when meaningless.
+
+    The learning rate is that of the step at hand: a schedule makes a new Adam (`dataclasses.replace`).
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.lr >= 0 and self.eps >= 0 and self.weight_decay >= 0):
+            raise ValueError(f"lr, eps and weight_decay must not be negative: {self}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), not {self.betas}")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The parts of a state slab, as views."""
+
+    m: Tensor
+    v: Tensor
+    low: Tensor | None
+    master: Tensor | None
+
+
+def split_state(state: Tensor, n: int, precision: str) -> State:
+    """Views of a state slab, uint8, of n parameters. Raises ValueError when its size is another."""
+    expected = n * PRECISIONS[precision].state
+    if state.dtype != torch.uint8 or state.dim() != 1 or state.numel() != expected:
+        raise ValueError(
+            f"the state of {n} parameters in {precision} is uint8 [{expected}], "
+            f"not {state.dtype} {list(state.shape)}"
+        )
+    rest = state[8 * n :]
+    return State(
+        m=state[: 4 * n].view(torch.float32),
+        v=state[4 * n : 8 * n].view(torch.float32),
+        low=rest.view(torch.int16) if precision == "bf16_split" else None,
+        master=rest.view(torch.float32) if precision == "bf16_fp32" else None,
+    )
+
+
+def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | None = None) -> None:
+    """Set the state before the first step, and the weights from `source` (fp32 [n]) where one is given.
+
+    Without a source the master starts at the weights as they are.
+    """
+    parts = split_state(state, weights.numel(), precision)
+    parts.m.zero_()
+    parts.v.zero_()
+    master = weights.float() if source is None else source.clone()  # storing may change the pattern of a NaN
+    _store(master, weights, parts.low, parts.master)
+
+
+def master_weights(weights: Tensor, state: Tensor, precision: str) -> Tensor:
+    """The most exact weights there are, a new fp32 [n]: what a checkpoint holds."""
+    parts = split_state(state, weights.numel(), precision)
+    master = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+    _load(master, weights, parts.low, parts.master)
+    return master
+
+
+def decayed(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
+    """The ranges [start, stop) of a slab that weight decay applies to: matrices, not norms and biases."""
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for shape in shapes.values():
+        stop = start + torch.Size(shape).numel()
+        if len(shape) > 1:
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+        start = stop
+    return ranges
+
+
+def step(
+    weights: Tensor,
+    grad: Tensor,
+    state: Tensor,
+    hyper: Adam,
+    step_number: int,
+    *,
+    precision: str,
+    grad_scale: Tensor | None = None,
+    decay: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """Update `weights` (bf16 or fp32 [n]) and `state` (uint8) in place from `grad` (any floating type [n]).
+
+    `step_number` counts from 1. `grad_scale`, fp32 [] on the same device, multiplies the gradient, which is
+    left as it is. `decay` are the sorted ranges that weight decay applies to, all when None. All on one
+    device; nothing waits for it. Raises ValueError when sizes or types do not agree with `precision`.
+    """
+    n = weights.numel()
+    expected = torch.float32 if precision == "fp32" else torch.bfloat16
+    if weights.dtype != expected or weights.shape != (n,) or grad.shape != (n,):
+        raise ValueError(
+            f"{precision} updates {expected} [n], not {weights.dtype} {list(weights.shape)} "
+            f"from a gradient {list(grad.shape)}"
+        )
+    if not (weights.is_contiguous() and grad.is_contiguous() and state.is_contiguous()):
+        raise ValueError("slabs must be contiguous: the fused kernel would read the wrong elements")
+    if step_number < 1:
+        raise ValueError(f"steps count from 1, not {step_number}")
+    parts = split_state(state, n, precision)
+    size = min(n, CHUNK[weights.device.type])
+    scratch = torch.empty(2, size, dtype=torch.float32, device=weights.device)
+    count = torch.full((), float(step_number), device=weights.device)
+    with torch.no_grad():
+        for start, stop, weight_decay in _chunks(n, size, hyper.weight_decay, decay):
+            part = slice(start, stop)
+            w, low = weights[part], None if parts.low is None else parts.low[part]
+            g = grad[part]
+            if g.dtype != torch.float32 or grad_scale is not None:
+                g = scratch[0, : stop - start].copy_(g)
+                if grad_scale is not None:
+                    g.mul_(grad_scale)
+            if parts.master is not None:
+                p = parts.master[part]
+            elif w.dtype == torch.float32:
+                p = w
+            else:
+                p = scratch[1, : stop - start]
+                _load(p, w, low, None)
+            torch._fused_adamw_(
+                [p], [g], [parts.m[part]], [parts.v[part]], [], [count],
+                lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
+                weight_decay=weight_decay, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            if p is not w:
+                _store(p, w, low, None)
+
+
+def _chunks(
+    n: int, size: int, weight_decay: float, decay: Sequence[tuple[int, int]] | None
+) -> list[tuple[int, int, float]]:
+    """(start, stop, weight decay) of pieces that cover [0, n), none longer than `size`."""
+    pieces: list[tuple[int, int, float]] = []
+    if decay is None or not weight_decay:
+        pieces.append((0, n, weight_decay))
+    else:
+        at = 0
+        for start, stop in [*decay, (n, n)]:
+            pieces += [(at, start, 0.0), (start, stop, weight_decay)]
+            at = stop
+    return [
+        (at, min(at + size, stop), value) for start, stop, value in pieces for at in range(start, stop, size)
+    ]
+
+
+def _load(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:
+    """master (fp32, overwritten) from the weights and what the state keeps of it."""
+    master.copy_(weights if kept is None else kept)
+    if low is not None:
+        # a bf16 widened to fp32 is its bits shifted by 16; a mixed-type add would be many times slower
+        master.view(torch.int32).add_(low.to(torch.int32))
+
+
+def _store(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:
+    """The weights, and what the state keeps, from master (fp32, left with one pattern for every NaN)."""
+    if kept is not None:
+        kept.copy_(master)
+    if low is None:
+        weights.copy_(master)
+        return
+    # half a unit added to the bits of a NaN of all ones would wrap it around to zero
+    bits = master.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+    low.copy_(bits)  # narrowing keeps the lower half
+    weights.view(torch.int16).copy_(bits.add(0x8000).bitwise_right_shift_(16))

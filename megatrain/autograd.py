@@ -1,0 +1,266 @@
+"""Late-bound weights: a layer's activations are kept for its backward, its weights and its input are not.
+
+Autograd saves every tensor that backward reads. Here saved-tensor hooks sort them while a layer runs forward:
+views of a parameter or of the layer's input become names, resolved at backward against whichever buffers
+hold them by then; all else goes into a `Saved`, whose bytes can be counted, moved to the host and back. So
+weights may leave after forward and come back elsewhere before backward, and nothing is recomputed.
+
+The graph's leaves still alias the buffers that forward ran in, but backward never reads them there. The
+version check of autograd does not apply to hooked tensors: overwriting a slot between forward and
+backward is the point, and that it holds the right layer again is for the schedule's verifier to prove.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+INPUT = "<input>"  # no parameter can have this name
+
+
+class SavedError(RuntimeError):
+    """Saved activations that are used twice, are not on the device, or do not fit the buffer named."""
+
+
+class Layer(Protocol):
+    """What can be run here: a function of its parameters and its input, that owns no parameters.
+
+    Without saving, as before a recompute, `forward` is simply called, outside of this module.
+
+    `constants` are tensors that forward reads and that outlive every step, such as rotary tables. Forward
+    must not change in place what autograd has saved.
+    """
+
+    @property
+    def constants(self) -> Sequence[Tensor]: ...
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where a gradient goes: `view` is overwritten, whatever it held, or added to."""
+
+    view: Tensor
+    accumulate: bool
+
+    def put(self, grad: Tensor) -> None:
+        """Store or add `grad`, of the view's shape and any floating type."""
+        if self.accumulate:
+            self.view.add_(grad)
+        else:
+            self.view.copy_(grad)
+
+    def put_product(self, a: Tensor, b: Tensor) -> None:
+        """Store or add the matrix product a @ b, without a temporary if the types agree."""
+        if a.dtype == self.view.dtype:
+            # with beta=0 what the view held is ignored, NaN included
+            torch.addmm(self.view, a, b, beta=int(self.accumulate), out=self.view)
+        else:
+            self.put(a @ b)
+
+    def put_zero(self) -> None:
+        """The gradient is zero."""
+        if not self.accumulate:
+            self.view.zero_()
+
+    def adding(self) -> Sink:
+        """The same place, for the second and later terms of a sum."""
+        return Sink(self.view, True)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Part of a named tensor (`of` is a name) or of a kept storage (`of` is its number); units: elements."""
+
+    of: str | int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of_base(self, base: Tensor) -> Tensor:
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+class _Bag:
+    """The kept storages of one forward run, and the names that its graph's handles refer to.
+
+    The autograd graph owns this object through its hooks, so it must not refer to the graph: storages are
+    held as plain byte tensors, or graph and bag would keep each other alive for ever.
+    """
+
+    def __init__(
+        self, bound: Mapping[str, Tensor], constants: Sequence[Tensor], device: torch.device
+    ) -> None:
+        for name, tensor in bound.items():
+            if not tensor.is_contiguous():
+                raise SavedError(f"{name} is not contiguous: it could not be found again in another buffer")
+        # by address, not by storage: slots may be parts of one arena
+        ranges = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in bound.items() if t.nbytes
+        )
+        self._starts = [start for start, _, _ in ranges]
+        self._ranges = ranges
+        self._dtypes = {name: t.dtype for name, t in bound.items()}
+        self._constants = {t.untyped_storage().data_ptr() for t in constants}
+        self._device = device
+        self._numbers: dict[int, int] = {}  # storage address -> its number
+        self.storages: list[Tensor] = []  # uint8, one dimension, whole storages
+        self.dropped = False
+        self.bound: Mapping[str, Tensor] = {}  # set for the time of a backward
+
+    def pack(self, t: Tensor) -> Tensor | _View:
+        start = t.data_ptr()
+        at = bisect_right(self._starts, start) - 1
+        if at >= 0 and start < self._ranges[at][1]:
+            begin, _, name = self._ranges[at]
+            if t.dtype != self._dtypes[name]:
+                raise SavedError(
+                    f"{name} was saved as {t.dtype}, not {self._dtypes[name]}: it cannot be late-bound"
+                )
+            return _View(name, t.dtype, (start - begin) // t.itemsize, tuple(t.shape), t.stride())
+        storage = t.untyped_storage()
+        address = storage.data_ptr()
+        # attention on a GPU keeps the state of its random numbers, two words that may lie on the host
+        few_words = storage.nbytes() <= 16 and not t.is_floating_point()
+        if address in self._constants or few_words or t.device != self._device or not storage.nbytes():
+            return t.detach()
+        if address not in self._numbers:
+            self._numbers[address] = len(self.storages)
+            self.storages.append(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage))
+        return _View(self._numbers[address], t.dtype, int(t.storage_offset()), tuple(t.shape), t.stride())
+
+    def unpack(self, handle: Tensor | _View) -> Tensor:
+        if isinstance(handle, Tensor):
+            return handle
+        if isinstance(handle.of, str):
+            return handle.of_base(self.bound[handle.of])
+        if self.dropped:
+            raise SavedError("the saved activations are not on the device: bind them to a buffer first")
+        return handle.of_base(self.storages[handle.of].view(handle.dtype))
+
+
+class Saved:
+    """What one layer keeps from one forward run for its backward, without its weights and its input.
+
+    On the way to the host and back: `copy_to` a host buffer, `drop` once that copy is complete, later copy
+    the host buffer to one on the device and `bind` that. Nothing here waits for a device or a stream.
+    """
+
+    def __init__(self, bag: _Bag, output: GradientEdge, params: dict[str, Tensor], x: Tensor) -> None:
+        self._bag = bag
+        self._output: GradientEdge | None = output
+        self._params = params  # leaves of the graph
+        self._x = x  # another leaf
+        # Largest power of two that divides the size first: each part then starts at a multiple of its own,
+        # which aligns every type without padding.
+        self._sizes = [storage.nbytes for storage in bag.storages]
+        self._order = sorted(range(len(self._sizes)), key=lambda i: -(self._sizes[i] & -self._sizes[i]))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, each storage once, wherever it is by now."""
+        return sum(self._sizes)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The kept storages, uint8 on the device: what another stream that reads them must be told of."""
+        return tuple(self._bag.storages)
+
+    def copy_to(self, buffer: Tensor) -> None:
+        """Copy all into `buffer`, uint8 [nbytes] or longer, asynchronously where the memory allows."""
+        if self._bag.dropped:
+            raise SavedError("the saved activations are not on the device")
+        for number, part in self._parts(buffer):
+            part.copy_(self._bag.storages[number], non_blocking=True)
+
+    def drop(self) -> None:
+        """Let go of the device memory."""
+        self._bag.storages = []
+        self._bag.dropped = True
+
+    def bind(self, buffer: Tensor) -> None:
+        """From now on the activations are those in `buffer`, uint8, as `copy_to` wrote them."""
+        self._bag.storages = [part for _, part in sorted(self._parts(buffer))]
+        self._bag.dropped = False
+
+    def poison(self) -> None:
+        """Overwrite all with one bits, a NaN in every floating type: whoever still reads this shows it."""
+        for storage in self._bag.storages:
+            storage.fill_(0xFF)
+
+    def _parts(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise SavedError(
+                f"activations move through flat byte buffers, not {buffer.dtype} {list(buffer.shape)}"
+            )
+        if buffer.nbytes < self.nbytes:
+            raise SavedError(
+                f"a buffer of {buffer.nbytes} B cannot hold {self.nbytes} B of saved activations"
+            )
+        parts, start = [], 0
+        for number in self._order:
+            parts.append((number, buffer[start : start + self._sizes[number]]))
+            start += self._sizes[number]
+        return parts
+
+
+def forward(layer: Layer, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Saved]:
+    """Run `layer` and keep what its backward needs.
+
+    `params` and `x` are contiguous; returns the output, outside any graph, and the activations saved.
+    Raises SavedError for a tensor that could not be late-bound.
+    """
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    leaf = x.detach().requires_grad_()
+    bag = _Bag({**params, INPUT: x}, layer.constants, x.device)
+    with torch.enable_grad(), saved_tensors_hooks(bag.pack, bag.unpack):
+        y = layer.forward(leaves, leaf)
+    return y.detach(), Saved(bag, get_gradient_edge(y), leaves, leaf)
+
+
+def backward(
+    saved: Saved, params: Mapping[str, Tensor], x: Tensor, dy: Tensor, sinks: Mapping[str, Sink]
+) -> Tensor:
+    """The gradient of the layer's input; each parameter's gradient goes to its sink as soon as it is known.
+
+    `params` and `x` hold the values that forward saw, in these or other buffers; `dy` is the gradient of the
+    output. `saved` is used up. Raises SavedError when it had been before, or is not on the device.
+    """
+    if saved._output is None:
+        raise SavedError("the saved activations were used by a backward before")
+    missing = dict(sinks)
+
+    def deliver_to(name: str) -> RemovableHandle:
+        def deliver(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            missing.pop(name).put(leaf.grad)
+            leaf.grad = None  # one parameter's gradient at a time is held outside the sinks
+
+        leaf = saved._params[name]
+        handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(deliver)  # type: ignore[no-untyped-call]
+        return handle
+
+    hooks = [deliver_to(name) for name in sinks]
+    saved._bag.bound = {**params, INPUT: x}
+    try:
+        inputs = [saved._x, *(saved._params[name] for name in sinks)]
+        torch.autograd.backward(saved._output, dy, inputs=inputs)
+    finally:
+        saved._bag.bound = {}
+        for hook in hooks:
+            hook.remove()
+    for sink in missing.values():
+        sink.put_zero()  # the output does not depend on this parameter
+    dx = saved._x.grad
+    saved._output, saved._x.grad = None, None
+    saved.drop()
+    return torch.zeros_like(x) if dx is None else dx

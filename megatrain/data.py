@@ -1,0 +1,104 @@
+"""Where training tokens come from: text that every Python brings along, or random numbers for benchmarks.
+
+A batch is a function of (seed, step) alone, so a run resumes at any step without replaying those before.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schedules.errors import InputError
+from schedules.workload import Workload
+
+
+class DataError(InputError):
+    """There is too little text for one sequence, or no batch of that number."""
+
+
+class TokenSource(Protocol):
+    """Batches by number, and how many different tokens may occur in them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def batch(self, step: int) -> Tensor:
+        """int64 [accumulation, micro_batch_size, seq_len + 1] on the host: inputs and, one later, targets."""
+        ...
+
+
+def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """A micro-batch [batch, seq + 1] as what is read and what is predicted, both contiguous [batch, seq]."""
+    return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+
+def read_bytes(folder: Path, limit: int) -> Tensor:
+    """Up to `limit` bytes of the folder's *.py files, one after another by name, as uint8 [bytes]."""
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        if len(text) >= limit:
+            break
+        text += path.read_bytes()
+    return torch.from_numpy(np.frombuffer(bytes(text[:limit]), dtype=np.uint8).copy())
+
+
+def standard_library() -> Path:
+    """The folder of the running Python's own modules."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByteText:
+    """Sequences from random places of a text, a token per byte. Raises DataError if it is too short."""
+
+    text: Tensor  # uint8 [bytes]
+    workload: Workload
+    seed: int = 0
+
+    vocab_size = 256
+
+    def __post_init__(self) -> None:
+        if len(self.text) <= self.workload.seq_len:
+            raise DataError(
+                f"a text of {len(self.text)} bytes is too short for a sequence "
+                f"of {self.workload.seq_len} tokens and the one that follows"
+            )
+
+    def batch(self, step: int) -> Tensor:
+        """See TokenSource."""
+        length = self.workload.seq_len + 1
+        places = _integers(self.seed, step, len(self.text) - length + 1, _sequences(self.workload))
+        return self.text[places[..., None] + torch.arange(length)].long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens:
+    """Independent, uniform tokens: nothing to learn, and every model's whole vocabulary."""
+
+    vocab_size: int
+    workload: Workload
+    seed: int = 0
+
+    def batch(self, step: int) -> Tensor:
+        """See TokenSource."""
+        return _integers(
+            self.seed, step, self.vocab_size, (*_sequences(self.workload), self.workload.seq_len + 1)
+        )
+
+
+def _sequences(workload: Workload) -> tuple[int, int]:
+    return workload.accumulation, workload.micro_batch_size
+
+
+def _integers(seed: int, step: int, below: int, shape: tuple[int, ...]) -> Tensor:
+    """Uniform int64 in [0, below), a function of the arguments alone, independent between steps and seeds."""
+    if step < 0 or seed < 0:
+        raise DataError(f"steps and seeds count from 0, not step {step}, seed {seed}")
+    # not torch's generator: on the CPU it reads only 32 bits of a seed, too few for both numbers
+    return torch.from_numpy(np.random.default_rng((seed, step)).integers(below, size=shape, dtype=np.int64))

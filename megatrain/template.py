@@ -1,0 +1,311 @@
+"""Stateless layers of Llama-type decoders: functions of parameters that lie in whichever slot an op names.
+
+A template owns no parameters. It is called with `params`, names to views into one contiguous slab (`views`),
+the names and shapes being those of `ModelSpec.parameter_shapes`. Anything else with `constants` and
+`forward(params, x)`, such as `torch.func.functional_call` on an unmodified module, fits in a block's place.
+
+What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.autograd import Sink
+from schedules.errors import InputError
+from schedules.model import LOSS_CHUNK_TOKENS, ModelSpec
+
+
+class TemplateError(InputError):
+    """A model that has no template, or a slab that does not have a layer's shapes."""
+
+
+def views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The parameters of a layer as views into its slab, in the order of `shapes`; nothing is copied.
+
+    `flat` is one-dimensional and has exactly the layer's elements; raises TemplateError otherwise.
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    if flat.dim() != 1 or flat.numel() != sum(sizes):
+        raise TemplateError(f"a slab of shape {list(flat.shape)} does not hold {sum(sizes)} parameters")
+    parts = torch.split(flat, sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bool) -> dict[str, Sink]:
+    """The gradients of a layer as places in its gradient slab; see `views`."""
+    return {name: Sink(view, accumulate) for name, view in views(flat, shapes).items()}
+
+
+# ---- functions that save less than their composition would
+
+
+def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) over the last dimension and the factor, both in at least fp32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * rstd, rstd
+
+
+def _rms_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x (in x's type) and of weight (in rstd's type, summed over rows)."""
+    normed = x.to(rstd.dtype) * rstd
+    wide = dy.to(rstd.dtype)
+    dnormed = wide * weight
+    dx = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (wide * normed).flatten(0, -2).sum(0)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves its input, its weight and one factor per row; torch's composition saves copies of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, rstd = _rms(x, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return (normed * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = _rms_backward(grads[0], x, rstd, weight)
+        return dx, dweight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, computed in at least fp32 and rounded once."""
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)  # one kernel there, which saves the same
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up; saves gate and up and computes silu(gate) again, which is cheaper than keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        dgate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return dgate, grads[0] * F.silu(gate)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, element by element."""
+    return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ---- rotary embedding
+
+
+def rotary_frequencies(model: ModelSpec) -> Tensor:
+    """Radians per position of each pair of a head's dimensions, fp32 [head_dim / 2].
+
+    Plain (Su et al., arXiv:2104.09864), "linear" (all slowed by `factor`), or "llama3": wavelengths longer
+    than original / low_freq_factor positions are slowed by `factor`, those shorter than
+    original / high_freq_factor are kept, and between the two the change is gradual (Llama 3.1's
+    rope_scaling in config.json).
+    Raises TemplateError for another kind.
+    """
+    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
+    plain = 1.0 / model.rope_theta**exponents
+    scaling = dict(model.rope_scaling)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return plain / float(scaling["factor"])
+    if kind == "llama3":
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return plain * (keep + (1 - keep) / float(scaling["factor"]))
+    raise TemplateError(f"{model.name}: rope_scaling of type {kind!r} has no template")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [batch, seq, heads, head_dim]; dimension j is paired with j + head_dim / 2.
+
+    cos and sin are [seq, 1, head_dim / 2]. Only they are needed for backward.
+    """
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+# ---- layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed:
+    """Token embedding: a row of the table per token."""
+
+    def forward(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """tokens int64 [batch, seq], table [vocab, hidden] -> [batch, seq, hidden]."""
+        return F.embedding(tokens, table)
+
+    def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
+        """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, also on a GPU."""
+        sink.put_zero()
+        rows = dy.flatten(0, -2).to(sink.view.dtype)
+        sink.view.index_put_((tokens.flatten(),), rows, accumulate=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP.
+
+    cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        return self.cos, self.sin
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`."""
+        normed = rms_norm(x, params["input_layernorm.weight"], self.eps)
+        x = x + self._attention(params, normed)
+        normed = rms_norm(x, params["post_attention_layernorm.weight"], self.eps)
+        gate = _linear(params, "mlp.gate_proj", normed)
+        up = _linear(params, "mlp.up_proj", normed)
+        return x + _linear(params, "mlp.down_proj", swiglu(gate, up))
+
+    def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        if seq > len(self.cos):
+            raise TemplateError(f"a sequence of {seq} tokens is longer than the {len(self.cos)} prepared for")
+        q = _linear(params, "self_attn.q_proj", x).view(batch, seq, self.heads, self.head_dim)
+        k = _linear(params, "self_attn.k_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
+        v = _linear(params, "self_attn.v_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
+        if "self_attn.q_norm.weight" in params:
+            q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps)
+            k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps)
+        q, k = rotate(q, self.cos[:seq], self.sin[:seq]), rotate(k, self.cos[:seq], self.sin[:seq])
+        # Attention wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that
+        # neither its inputs nor its output are copied.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = self.heads != self.kv_heads
+        if grouped and x.is_cuda and x.dtype == torch.float32:
+            # no fp32 kernel on a GPU shares keys among heads, and the fallback would keep seq x seq scores
+            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
+            v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+            grouped = False
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _linear(params, "self_attn.o_proj", y.transpose(1, 2).reshape(batch, seq, -1))
+
+
+def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens."""
+
+    eps: float
+
+    @torch.no_grad()
+    def loss_and_grads(
+        self,
+        norm: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        total_tokens: int,
+        d_hidden: Tensor,
+        norm_sink: Sink,
+        table_sink: Sink,
+        chunk: int = LOSS_CHUNK_TOKENS,
+    ) -> Tensor:
+        """The summed loss of these tokens over `total_tokens`, fp32 [] on the device (nothing waits for it).
+
+        norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden
+        [batch, seq, hidden], targets int64 [batch, seq]. Overwrites `d_hidden`, of hidden's shape and
+        contiguous. Logits exist for `chunk` tokens at a time, so a bf16 table gradient is rounded once per
+        chunk.
+        """
+        rows, d_rows, labels = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1]), targets.flatten()
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        d_norm = torch.zeros(norm.shape, dtype=wide, device=hidden.device)
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            normed, rstd = _rms(rows[part], self.eps)
+            normed = (normed * norm).to(hidden.dtype)
+            logits = (normed @ table.t()).to(wide)
+            label = labels[part, None]
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            loss += (log_sum - logits.gather(-1, label)).sum()
+            # softmax minus one at the label, in the logits' own memory
+            d_logits = logits.sub_(log_sum).exp_()
+            d_logits.scatter_add_(-1, label, torch.full_like(log_sum, -1.0))
+            d_logits = d_logits.div_(total_tokens).to(hidden.dtype)
+            table_sink.put_product(d_logits.t(), normed)
+            table_sink = table_sink.adding()
+            d_rows[part], d_weight = _rms_backward(d_logits @ table, rows[part], rstd, norm)
+            d_norm += d_weight
+        norm_sink.put(d_norm)
+        return loss / total_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Templates:
+    """One template per kind of layer; `blocks` is keyed by `ModelSpec.layer_kind`."""
+
+    embed: Embed
+    blocks: Mapping[str, Block]
+    head: Head
+
+
+def templates(model: ModelSpec, *, seq_len: int, device: torch.device, dtype: torch.dtype) -> Templates:
+    """Templates for sequences of up to `seq_len` tokens.
+
+    Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
+    Raises TemplateError for a mixture of experts, attention sinks, an unknown rope_scaling, or a sliding
+    window shorter than the sequence.
+    """
+    if model.num_experts:
+        raise TemplateError(
+            f"{model.name}: a mixture of experts can be planned but has no template to train with"
+        )
+    if model.attention_sinks:
+        raise TemplateError(f"{model.name}: attention sinks have no template to train with")
+    for i in model.blocks:
+        window = model.window(i)
+        if window is not None and window < seq_len:
+            raise TemplateError(
+                f"{model.name}: block {i} attends to {window} tokens only, sequences have {seq_len}; "
+                "sliding-window attention has no template to train with"
+            )
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(model))[:, None, :]
+    block = Block(
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        eps=model.rms_norm_eps,
+        cos=angles.cos().to(device, dtype),
+        sin=angles.sin().to(device, dtype),
+    )
+    kinds = {model.layer_kind(i) for i in model.blocks}
+    return Templates(
+        embed=Embed(), blocks=dict.fromkeys(sorted(kinds), block), head=Head(eps=model.rms_norm_eps)
+    )

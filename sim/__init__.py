@@ -1,0 +1,1 @@
+"""How long it would take: hardware, cost, two engines, bounds. Never imports torch."""

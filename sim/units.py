@@ -1,0 +1,36 @@
+"""Units of the numbers in hardware profiles: each dimension is named by its base unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+
+# dimension -> unit -> how many base units it is
+UNITS: Mapping[str, Mapping[str, int]] = {
+    "bytes": {
+        "bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+        "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+    },
+    "B/s": {"B/s": 1, "MB/s": 10**6, "GB/s": 10**9, "TB/s": 10**12},
+    "FLOP/s": {"FLOP/s": 1, "GFLOP/s": 10**9, "TFLOP/s": 10**12, "PFLOP/s": 10**15},
+    "ns": {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9},
+    "params/s": {"params/s": 1, "Mparams/s": 10**6, "Gparams/s": 10**9},
+    "fraction": {"fraction": 1},
+    "cores": {"cores": 1},
+}  # fmt: skip
+
+
+def to_base(number: float, unit: str, dimension: str) -> float:
+    """The number in the base unit, as the decimal it was written as: 4.8 TB/s is 4800000000000.0 B/s."""
+    return float(Decimal(repr(number)) * UNITS[dimension][unit])
+
+
+def readable(value: float, dimension: str) -> tuple[float, str]:
+    """A base-unit value in the unit that writes it shortest, among those that read back exactly."""
+    number, unit = value, dimension
+    for candidate, factor in UNITS[dimension].items():
+        scaled = float(Decimal(repr(value)) / factor)
+        exact = to_base(scaled, candidate, dimension) == value
+        if exact and scaled >= 1 and len(f"{scaled:.15g}") <= len(f"{number:.15g}"):
+            number, unit = scaled, candidate
+    return number, unit

@@ -1,0 +1,231 @@
+"""AdamW: torch's own bits in fp32, an exact master in bf16_split, and fp64 as the judge of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatrain.adam import Adam, decayed, initialise, master_weights, split_state, step
+from schedules.workload import PRECISIONS
+
+SIZES = [1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 255, 257, 1000, 4095, 4096, 4097]
+HYPER = Adam(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+DTYPES = {name: torch.float32 if name == "fp32" else torch.bfloat16 for name in PRECISIONS}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A chunk split among threads has other vector tails, whose last bits may differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(n, precision, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.randn(n, generator=generator)
+    weights = torch.empty(n, dtype=DTYPES[precision])
+    state = torch.full((n * PRECISIONS[precision].state,), 0xFF, dtype=torch.uint8)
+    initialise(weights, state, precision, source)
+    grads = [torch.randn(n, generator=generator).to(DTYPES[precision]) for _ in range(3)]
+    return source, weights, state, grads
+
+
+def adam64(w, g, m, v, t, hyper, weight_decay):
+    """One step in fp64, straight from the definition."""
+    b1, b2 = hyper.betas
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g * g
+    w = w * (1 - hyper.lr * weight_decay)
+    return w - hyper.lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + hyper.eps), m, v
+
+
+def bits(x):
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_fp32_has_the_bits_of_torch_adamw(n):
+    source, weights, state, grads = make(n, "fp32")
+    parameter = torch.nn.Parameter(source.clone())
+    theirs = torch.optim.AdamW(
+        [parameter],
+        lr=HYPER.lr,
+        betas=HYPER.betas,
+        eps=HYPER.eps,
+        weight_decay=HYPER.weight_decay,
+        fused=True,
+    )
+    for number, grad in enumerate(grads, 1):
+        parameter.grad = grad.clone()
+        theirs.step()
+        step(weights, grad, state, HYPER, number, precision="fp32")
+    assert torch.equal(bits(weights), bits(parameter.detach()))
+    parts = split_state(state, n, "fp32")
+    assert torch.equal(bits(parts.m), bits(theirs.state[parameter]["exp_avg"]))
+    assert torch.equal(bits(parts.v), bits(theirs.state[parameter]["exp_avg_sq"]))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("n", SIZES)
+def test_every_element_agrees_with_fp64(n, precision):
+    _, weights, state, grads = make(n, precision)
+    w = master_weights(weights, state, precision).double()
+    m = v = torch.zeros(n, dtype=torch.float64)
+    for number, grad in enumerate(grads, 1):
+        step(weights, grad, state, HYPER, number, precision=precision)
+        w, m, v = adam64(w, grad.double(), m, v, number, HYPER, HYPER.weight_decay)
+        if precision == "bf16":
+            # what a step rounds away is lost: the fp64 weight restarts from the rounded one
+            torch.testing.assert_close(weights.double(), w, rtol=2**-8, atol=1e-7)
+            w = weights.double()
+    parts = split_state(state, n, precision)
+    torch.testing.assert_close(parts.m.double(), m, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(parts.v.double(), v, rtol=1e-6, atol=1e-9)
+    if precision != "bf16":
+        torch.testing.assert_close(
+            master_weights(weights, state, precision).double(), w, rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("precision", ["bf16_split", "bf16_fp32"])
+@pytest.mark.parametrize("n", SIZES)
+def test_a_kept_master_is_updated_as_fp32_weights_are(n, precision):
+    source, weights, state, grads = make(n, precision)
+    plain, plain_state = source.clone(), torch.zeros(8 * n, dtype=torch.uint8)
+    for number, grad in enumerate(grads, 1):
+        step(weights, grad, state, HYPER, number, precision=precision)
+        step(plain, grad.float(), plain_state, HYPER, number, precision="fp32")
+    assert torch.equal(bits(master_weights(weights, state, precision)), bits(plain))
+    assert torch.equal(state[: 8 * n], plain_state)
+    # nearest, so never further than half a unit in the last place
+    assert ((weights.double() - plain.double()).abs() <= plain.double().abs() * 2**-8).all()
+
+
+def test_a_split_keeps_every_bit_pattern():
+    low = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    # signs, zero, denormals, the least and largest normals, and the neighbours of infinity and of a tie
+    tops = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80]
+    patterns = torch.cat([low + (top << 16) for top in tops])
+    patterns = torch.cat([patterns, patterns ^ -(2**31)])
+    source = patterns.view(torch.float32)
+    source = source[~source.isnan()]
+    weights = torch.empty(len(source), dtype=torch.bfloat16)
+    state = torch.empty(10 * len(source), dtype=torch.uint8)
+    initialise(weights, state, "bf16_split", source)
+    assert torch.equal(bits(master_weights(weights, state, "bf16_split")), bits(source))
+    finite = source.isfinite() & weights.isfinite()
+    even = source.to(torch.bfloat16)
+    tie = (bits(source) & 0xFFFF) == 0x8000
+    assert torch.equal(weights[finite & ~tie], even[finite & ~tie])
+    assert (weights[tie & finite].abs() > source[tie & finite].abs()).all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_special_values_go_where_fp64_sends_them(precision):
+    values = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1e-30, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
+    grads = [0.0, 1e-40, 1e-20, 1.0, 1e18, math.inf, math.nan]
+    pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(grads))
+    grad = pairs[:, 1].to(DTYPES[precision]).contiguous()
+    n = len(pairs)
+    weights = torch.empty(n, dtype=DTYPES[precision])
+    state = torch.empty(n * PRECISIONS[precision].state, dtype=torch.uint8)
+    initialise(weights, state, precision, pairs[:, 0])
+    before = master_weights(weights, state, precision).double()
+    step(weights, grad, state, HYPER, 1, precision=precision)
+    zero = torch.zeros(n, dtype=torch.float64)
+    expected, _, _ = adam64(before, grad.double(), zero, zero, 1, HYPER, HYPER.weight_decay)
+    after = master_weights(weights, state, precision).double()
+    tolerance = 2**-8 if precision == "bf16" else 1e-6
+    torch.testing.assert_close(after, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
+    # 1e18 squared overflows neither type; a NaN must reach the weights that are streamed
+    assert torch.equal(weights.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_nan_of_all_ones_reaches_the_weights(precision):
+    _, weights, state, _ = make(5, precision)
+    grad = torch.full((5,), -1, dtype=torch.int32).view(torch.float32)  # as a poisoned buffer holds
+    step(weights, grad, state, HYPER, 1, precision=precision)
+    assert weights.isnan().all() and master_weights(weights, state, precision).isnan().all()
+
+
+def test_chunks_and_ranges_change_nothing_but_the_decay(monkeypatch):
+    n = 4097
+    source, weights, state, grads = make(n, "bf16_split")
+    monkeypatch.setattr("megatrain.adam.CHUNK", {"cpu": 256})
+    _, small, small_state, _ = make(n, "bf16_split")
+    step(small, grads[0], small_state, HYPER, 1, precision="bf16_split")
+    monkeypatch.undo()
+    step(weights, grads[0], state, HYPER, 1, precision="bf16_split")
+    assert torch.equal(small, weights) and torch.equal(small_state, state)
+
+    _, ranged, ranged_state, _ = make(n, "bf16_split")
+    step(ranged, grads[0], ranged_state, HYPER, 1, precision="bf16_split", decay=[(16, 1024), (2048, 2064)])
+    mask = torch.zeros(n, dtype=torch.bool)
+    mask[16:1024] = mask[2048:2064] = True
+    zero = torch.zeros(n, dtype=torch.float64)
+    yes, _, _ = adam64(source.double(), grads[0].double(), zero, zero, 1, HYPER, HYPER.weight_decay)
+    no, _, _ = adam64(source.double(), grads[0].double(), zero, zero, 1, HYPER, 0.0)
+    after = master_weights(ranged, ranged_state, "bf16_split").double()
+    torch.testing.assert_close(after, torch.where(mask, yes, no), rtol=1e-6, atol=1e-7)
+    assert ((yes - no).abs() > 1e-5).any()
+
+
+def test_decay_is_for_matrices():
+    shapes = {"norm": (4,), "q": (4, 4), "k": (2, 4), "bias": (2,), "o": (4, 4), "last": (4,)}
+    assert decayed(shapes) == [(4, 28), (30, 46)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_gradient_is_scaled_and_left_alone(precision):
+    _, weights, state, grads = make(100, precision)
+    _, other, other_state, _ = make(100, precision)
+    grad = grads[0].clone()
+    step(weights, grad, state, HYPER, 1, precision=precision, grad_scale=torch.tensor(0.25))
+    assert torch.equal(grad, grads[0])
+    step(other, grads[0] * 0.25, other_state, HYPER, 1, precision=precision)  # exact: a power of two
+    assert torch.equal(weights, other) and torch.equal(state, other_state)
+
+
+def test_a_wider_gradient_is_used_as_it_is():
+    _, weights, state, _ = make(64, "bf16_split")
+    grad = torch.full((64,), 1.0 + 2**-12)  # not a bf16 number
+    step(weights, grad, state, HYPER, 1, precision="bf16_split")
+    assert split_state(state, 64, "bf16_split").m[0].item() == pytest.approx(0.1 * (1 + 2**-12), rel=1e-6)
+
+
+def test_steps_below_a_bf16_unit_add_up_in_the_master_only():
+    hyper = dataclasses.replace(HYPER, lr=1e-4, weight_decay=0.0)
+    ends = {}
+    for precision in ("bf16", "bf16_split"):
+        weights, state = torch.ones(8, dtype=torch.bfloat16), torch.empty(8 * 10, dtype=torch.uint8)
+        state = state[: 8 * PRECISIONS[precision].state]
+        initialise(weights, state, precision)
+        for number in range(1, 101):
+            step(weights, torch.ones(8, dtype=torch.bfloat16), state, hyper, number, precision=precision)
+        ends[precision] = weights[0].item()
+    assert ends["bf16"] == 1.0
+    assert ends["bf16_split"] == pytest.approx(0.99, abs=2**-8)
+
+
+def test_sizes_and_types_that_disagree_are_refused():
+    weights, grad = torch.zeros(4), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"is uint8 \[32\]"):
+        step(weights, grad, torch.zeros(40, dtype=torch.uint8), HYPER, 1, precision="fp32")
+    with pytest.raises(ValueError, match=r"updates torch\.bfloat16"):
+        step(weights, grad, torch.zeros(40, dtype=torch.uint8), HYPER, 1, precision="bf16_split")
+    with pytest.raises(ValueError, match="from a gradient"):
+        step(weights, torch.zeros(5), torch.zeros(32, dtype=torch.uint8), HYPER, 1, precision="fp32")
+    with pytest.raises(ValueError, match="count from 1"):
+        step(weights, grad, torch.zeros(32, dtype=torch.uint8), HYPER, 0, precision="fp32")
+    with pytest.raises(ValueError, match="contiguous"):
+        step(weights, torch.zeros(4, 2)[:, 0], torch.zeros(32, dtype=torch.uint8), HYPER, 1, precision="fp32")
+    with pytest.raises(ValueError, match="betas"):
+        Adam(lr=1e-3, betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="negative"):
+        Adam(lr=-1e-3)

@@ -1,0 +1,67 @@
+"""Batches: their shapes, where they come from, and that a number is all it takes to get one again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatrain.data import ByteText, DataError, RandomTokens, inputs_and_targets, read_bytes, standard_library
+from schedules.workload import Workload
+
+WORKLOAD = Workload(micro_batch_size=3, accumulation=2, seq_len=16)
+TEXT = torch.arange(200, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "source", [ByteText(text=TEXT, workload=WORKLOAD), RandomTokens(vocab_size=1000, workload=WORKLOAD)]
+)
+def test_a_batch_is_a_function_of_seed_and_step(source):
+    batch = source.batch(5)
+    assert batch.shape == (2, 3, 17) and batch.dtype == torch.int64
+    assert batch.min() >= 0 and batch.max() < source.vocab_size
+    source.batch(7)
+    assert torch.equal(source.batch(5), batch)
+    assert torch.equal(dataclasses.replace(source).batch(5), batch)
+    assert not torch.equal(source.batch(6), batch)
+    assert not torch.equal(dataclasses.replace(source, seed=1).batch(5), batch)
+
+
+def test_sequences_are_consecutive_bytes_of_the_text():
+    batch = ByteText(text=TEXT, workload=WORKLOAD).batch(0)
+    assert (batch.diff(dim=-1) == 1).all()
+    inputs, targets = inputs_and_targets(batch[0])
+    assert inputs.shape == targets.shape == (3, 16)
+    assert torch.equal(inputs + 1, targets) and inputs.is_contiguous() and targets.is_contiguous()
+
+
+def test_every_place_can_be_drawn_even_the_last():
+    text = torch.arange(18, dtype=torch.uint8)
+    source = ByteText(text=text, workload=WORKLOAD)
+    starts = {int(s) for step in range(20) for s in source.batch(step)[..., 0].flatten()}
+    assert starts == {0, 1}
+
+
+def test_a_text_shorter_than_one_sequence_is_refused():
+    ByteText(text=TEXT[:17], workload=WORKLOAD)
+    with pytest.raises(DataError, match="16 bytes is too short for a sequence of 16 tokens"):
+        ByteText(text=TEXT[:16], workload=WORKLOAD)
+    with pytest.raises(DataError, match="step -1"):
+        ByteText(text=TEXT, workload=WORKLOAD).batch(-1)
+
+
+def test_bytes_are_read_in_order_of_name_up_to_the_limit(tmp_path):
+    (tmp_path / "b.py").write_bytes(b"beta")
+    (tmp_path / "a.py").write_bytes(b"alpha")
+    (tmp_path / "c.txt").write_bytes(b"not python")
+    assert bytes(read_bytes(tmp_path, 100).tolist()) == b"alphabeta"
+    assert bytes(read_bytes(tmp_path, 7).tolist()) == b"alphabe"
+    assert len(read_bytes(tmp_path / "nowhere", 7)) == 0
+
+
+def test_the_standard_library_is_text_enough_to_train_on():
+    text = read_bytes(standard_library(), 1_000_000)
+    assert len(text) == 1_000_000
+    assert torch.equal(text, read_bytes(standard_library(), 1_000_000))
+    assert len(text.unique()) > 90  # letters, digits, punctuation

@@ -1,0 +1,313 @@
+"""Templates: right gradients, views without copies, and a loss that never holds its logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatrain.autograd import Sink
+from megatrain.template import (
+    Embed,
+    Head,
+    TemplateError,
+    rms_norm,
+    rotary_frequencies,
+    rotate,
+    sinks,
+    swiglu,
+    templates,
+    views,
+)
+from schedules.model import ModelSpec
+
+TINY = ModelSpec(
+    name="tiny",
+    vocab_size=37,
+    hidden_size=12,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def spec(**changes):
+    return dataclasses.replace(TINY, **changes)
+
+
+def scaled(scaling, **changes):
+    return spec(rope_scaling=tuple(sorted(scaling.items())), **changes)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def parameters(model, i, dtype=torch.float64, seed=0):
+    shapes = model.parameter_shapes(i)
+    flat = randn(model.params(i), seed=seed, dtype=dtype) * 0.3
+    return flat, views(flat, shapes)
+
+
+# ---- views
+
+
+def test_parameters_are_views_into_the_slab_in_order():
+    flat, params = parameters(spec(attention_bias=True), 0)
+    assert list(params) == list(spec(attention_bias=True).parameter_shapes(0))
+    assert params["input_layernorm.weight"].data_ptr() == flat.data_ptr()
+    assert torch.equal(torch.cat([p.flatten() for p in params.values()]), flat)
+    flat.zero_()
+    assert not any(p.any() for p in params.values())
+
+
+def test_a_slab_of_another_size_is_refused():
+    with pytest.raises(TemplateError, match="does not hold"):
+        views(torch.zeros(TINY.params(0) - 1), TINY.parameter_shapes(0))
+    with pytest.raises(TemplateError, match="does not hold"):
+        views(torch.zeros(TINY.params(0), 1), TINY.parameter_shapes(0))
+
+
+# ---- functions
+
+
+def test_rms_norm_and_swiglu_have_the_gradients_of_their_definitions():
+    x, w, up = (t.requires_grad_() for t in (randn(3, 5, 8), randn(8, seed=1), randn(3, 5, 8, seed=2)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+    assert torch.autograd.gradcheck(swiglu, (x, up))
+    torch.testing.assert_close(rms_norm(x, w, 1e-3), F.rms_norm(x, (8,), w, 1e-3))
+    torch.testing.assert_close(swiglu(x, up), F.silu(x) * up)
+
+
+def test_rms_norm_of_bf16_is_rounded_once():
+    x, w = randn(64, 96, dtype=torch.float32).bfloat16(), randn(96, seed=1, dtype=torch.float32).bfloat16()
+    exact = F.rms_norm(x.double(), (96,), w.double(), 1e-6)
+    y = rms_norm(x, w, 1e-6)
+    assert y.dtype == torch.bfloat16
+    # half a unit in the last place of bf16's 8 bits, and fp32's own error on a near tie
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 * 1.0001).all()
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only():
+    angles = torch.outer(torch.arange(9.0), rotary_frequencies(spec(head_dim=8)))[:, None, :].double()
+    cos, sin = angles.cos(), angles.sin()
+    q, k = (randn(8, seed=s).expand(1, 9, 1, 8) for s in (0, 1))
+    rq, rk = rotate(q, cos, sin)[0, :, 0], rotate(k, cos, sin)[0, :, 0]
+    torch.testing.assert_close(rq.norm(dim=-1), q[0, :, 0].norm(dim=-1))
+    scores = rq @ rk.T
+    for distance in range(-8, 9):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert torch.equal(rq[0], q[0, 0, 0])  # position 0 is not turned
+
+
+def test_llama3_slows_long_wavelengths_keeps_short_ones_and_blends_between():
+    plain = rotary_frequencies(spec(head_dim=128, rope_theta=500000.0))
+    slowed = rotary_frequencies(scaled(LLAMA3, head_dim=128, rope_theta=500000.0))
+    for before, after in zip(plain.tolist(), slowed.tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4:
+            expected = before
+        elif wavelength > 8192 / 1:
+            expected = before / 8
+        else:
+            keep = (8192 / wavelength - 1) / (4 - 1)
+            expected = (1 - keep) * before / 8 + keep * before
+        assert after == pytest.approx(expected, rel=1e-5)
+    assert plain[0] == slowed[0] == 1.0 and slowed[-1] == pytest.approx(float(plain[-1]) / 8)
+    linear = rotary_frequencies(scaled({"type": "linear", "factor": 2.0}, head_dim=128))
+    assert torch.equal(linear * 2, rotary_frequencies(spec(head_dim=128)))
+
+
+# ---- block
+
+
+def reference_block(model, p, x):
+    """A decoder block written out: explicit softmax, explicit mask, heads repeated, complex rotation."""
+    batch, seq, _ = x.shape
+    heads, kv, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+
+    def norm(x, w):
+        return x / (x.square().mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * w
+
+    def linear(name, x):
+        y = x @ p[f"{name}.weight"].T
+        return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+    def rope(x):
+        angle = torch.outer(torch.arange(float(seq)), rotary_frequencies(model)).to(x.dtype)
+        z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None, :]
+        return torch.cat((z.real, z.imag), -1)
+
+    y = norm(x, p["input_layernorm.weight"])
+    q = linear("self_attn.q_proj", y).view(batch, seq, heads, d)
+    k = linear("self_attn.k_proj", y).view(batch, seq, kv, d)
+    v = linear("self_attn.v_proj", y).view(batch, seq, kv, d)
+    if model.qk_norm:
+        q, k = norm(q, p["self_attn.q_norm.weight"]), norm(k, p["self_attn.k_norm.weight"])
+    q, k = rope(q), rope(k)
+    k, v = (t.repeat_interleave(heads // kv, dim=2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(d)
+    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -math.inf).softmax(-1)
+    x = x + linear("self_attn.o_proj", torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
+    y = norm(x, p["post_attention_layernorm.weight"])
+    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+
+
+MODELS = {
+    "llama": spec(),
+    "llama3": scaled(LLAMA3 | {"original_max_position_embeddings": 4}),
+    "qwen2": spec(attention_bias=True),
+    "qwen3": spec(qk_norm=True),
+    "biases": spec(attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    "multi-head": spec(num_key_value_heads=4),
+    "multi-query": spec(num_key_value_heads=1),
+    "mistral": spec(sliding_window=7),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_is_its_definition_in_value_and_gradient(name):
+    model = MODELS[name]
+    block = templates(model, seq_len=7, device=CPU, dtype=torch.float64).blocks[model.layer_kind(0)]
+    _, params = parameters(model, 0)
+    params = {name: p.detach().requires_grad_() for name, p in params.items()}
+    x, dy = randn(2, 7, 12, seed=1).requires_grad_(), randn(2, 7, 12, seed=2)
+    y, expected = block.forward(params, x), reference_block(model, params, x)
+    # the rotary tables are computed in fp32
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    ours = torch.autograd.grad(y, [x, *params.values()], dy)
+    theirs = torch.autograd.grad(expected, [x, *params.values()], dy)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_passes_gradcheck():
+    model = spec(qk_norm=True, attention_bias=True)
+    block = templates(model, seq_len=3, device=CPU, dtype=torch.float64).blocks["block"]
+    flat, _ = parameters(model, 0)
+    x = randn(1, 3, 12, seed=1).requires_grad_()
+    shapes = model.parameter_shapes(0)
+    assert torch.autograd.gradcheck(
+        lambda flat, x: block.forward(views(flat, shapes), x), (flat.requires_grad_(), x), fast_mode=True
+    )
+
+
+def test_shorter_sequences_fit_and_longer_ones_are_refused():
+    block = templates(TINY, seq_len=7, device=CPU, dtype=torch.float64).blocks["block"]
+    _, params = parameters(TINY, 0)
+    x = randn(1, 7, 12)
+    torch.testing.assert_close(block.forward(params, x[:, :4]), block.forward(params, x)[:, :4])
+    with pytest.raises(TemplateError, match="longer than the 7"):
+        block.forward(params, randn(1, 8, 12))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (spec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), "mixture of experts"),
+        (spec(attention_sinks=True), "sinks"),
+        (spec(sliding_window=8), "attends to 8 tokens only, sequences have 9"),
+        (scaled({"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
+    ],
+)
+def test_a_model_without_a_template_is_refused(model, message):
+    with pytest.raises(TemplateError, match=message):
+        templates(model, seq_len=9, device=CPU, dtype=torch.float32)
+
+
+# ---- embedding and head
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_embedding_gradient_is_dense_and_sums_repeated_tokens(accumulate):
+    table, tokens, dy = randn(37, 12), torch.tensor([[1, 5, 1], [36, 5, 1]]), randn(2, 3, 12, seed=1)
+    leaf = table.clone().requires_grad_()
+    torch.autograd.backward(F.embedding(tokens, leaf), dy)
+    assert torch.equal(Embed().forward(table, tokens), table[tokens])
+    grad = torch.ones(37, 12).double() if accumulate else torch.full((37, 12), math.nan).double()
+    Embed().backward(tokens, dy, Sink(grad, accumulate))
+    torch.testing.assert_close(grad, leaf.grad + (1 if accumulate else 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 14, 100])
+def test_loss_and_gradients_are_those_of_whole_logits(chunk, accumulate, dtype):
+    norm, table = randn(12).to(dtype), (randn(37, 12, seed=1) * 0.5).to(dtype)
+    hidden = randn(2, 7, 12, seed=2).to(dtype)
+    targets = torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(3))
+    total = 28  # as with two micro-batches
+    leaves = [t.double().clone().requires_grad_() for t in (norm, table, hidden)]
+    logits = F.linear(F.rms_norm(leaves[2], (12,), leaves[0], 1e-6), leaves[1])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
+    references = torch.autograd.grad(expected, leaves)
+
+    start = 1.0 if accumulate else math.nan
+    d_norm, d_table = torch.full_like(norm, start), torch.full_like(table, start)
+    d_hidden = torch.full_like(hidden, math.nan)
+    loss = Head(eps=1e-6).loss_and_grads(
+        norm, table, hidden, targets, total_tokens=total, d_hidden=d_hidden,
+        norm_sink=Sink(d_norm, accumulate), table_sink=Sink(d_table, accumulate), chunk=chunk,
+    )  # fmt: skip
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    assert loss.shape == () and loss.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(loss.double(), expected, rtol=close, atol=close)
+    base = 1.0 if accumulate else 0.0
+    for mine, reference in zip((d_norm - base, d_table - base, d_hidden), references, strict=True):
+        torch.testing.assert_close(mine.double(), reference, rtol=close, atol=close)
+
+
+def test_a_wider_gradient_buffer_takes_the_same_products():
+    norm, table, hidden = (t.bfloat16() for t in (torch.ones(12), randn(37, 12), randn(1, 8, 12, seed=1)))
+    grads = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        d_table = torch.full((37, 12), math.nan, dtype=dtype)
+        Head(eps=1e-6).loss_and_grads(
+            norm, table, hidden, torch.arange(8)[None], total_tokens=8, d_hidden=torch.empty_like(hidden),
+            norm_sink=Sink(torch.empty(12), False), table_sink=Sink(d_table, False), chunk=8,
+        )  # fmt: skip
+        grads[dtype] = d_table
+    assert torch.equal(grads[torch.float32], grads[torch.bfloat16].float())
+
+
+def test_no_tensor_is_as_large_as_all_logits():
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor):
+                    self.elements = max(self.elements, t.numel())
+            return out
+
+    hidden = randn(1, 64, 12)
+    table = randn(500, 12)
+    with Largest() as seen:
+        Head(eps=1e-6).loss_and_grads(
+            randn(12), table, hidden, torch.zeros(1, 64, dtype=torch.long), total_tokens=64,
+            d_hidden=torch.empty_like(hidden), norm_sink=Sink(torch.empty(12).double(), False),
+            table_sink=Sink(torch.empty_like(table), False), chunk=16,
+        )  # fmt: skip
+    assert seen.elements == 16 * 500
+
+
+def test_sinks_are_views_of_the_gradient_slab():
+    flat = torch.ones(TINY.params(0))
+    places = sinks(flat, TINY.parameter_shapes(0), accumulate=True)
+    places["input_layernorm.weight"].put(torch.full((12,), 2.0))
+    assert flat[:12].tolist() == [3.0] * 12 and flat[12:].eq(1).all()
