@@ -59,8 +59,7 @@ def split_state(state: Tensor, n: int, precision: str) -> State:
     expected = n * PRECISIONS[precision].state
     if state.dtype != torch.uint8 or state.dim() != 1 or state.numel() != expected:
         raise ValueError(
-            f"the state of {n} parameters in {precision} is uint8 [{expected}], "
-            f"not {state.dtype} {list(state.shape)}"
+            f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
         )
     rest = state[8 * n :]
     return State(
@@ -175,9 +174,7 @@ def _chunks(
         for start, stop in [*decay, (n, n)]:
             pieces += [(at, start, 0.0), (start, stop, weight_decay)]
             at = stop
-    return [
-        (at, min(at + size, stop), value) for start, stop, value in pieces for at in range(start, stop, size)
-    ]
+    return [(at, min(at + size, stop), value) for start, stop, value in pieces for at in range(start, stop, size)]
 
 
 def _load(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:

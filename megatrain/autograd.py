@@ -97,16 +97,12 @@ class _Bag:
     held as plain byte tensors, or graph and bag would keep each other alive for ever.
     """
 
-    def __init__(
-        self, bound: Mapping[str, Tensor], constants: Sequence[Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, bound: Mapping[str, Tensor], constants: Sequence[Tensor], device: torch.device) -> None:
         for name, tensor in bound.items():
             if not tensor.is_contiguous():
                 raise SavedError(f"{name} is not contiguous: it could not be found again in another buffer")
         # by address, not by storage: slots may be parts of one arena
-        ranges = sorted(
-            (t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in bound.items() if t.nbytes
-        )
+        ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in bound.items() if t.nbytes)
         self._starts = [start for start, _, _ in ranges]
         self._ranges = ranges
         self._dtypes = {name: t.dtype for name, t in bound.items()}
@@ -123,9 +119,7 @@ class _Bag:
         if at >= 0 and start < self._ranges[at][1]:
             begin, _, name = self._ranges[at]
             if t.dtype != self._dtypes[name]:
-                raise SavedError(
-                    f"{name} was saved as {t.dtype}, not {self._dtypes[name]}: it cannot be late-bound"
-                )
+                raise SavedError(f"{name} was saved as {t.dtype}, not {self._dtypes[name]}: it cannot be late-bound")
             return _View(name, t.dtype, (start - begin) // t.itemsize, tuple(t.shape), t.stride())
         storage = t.untyped_storage()
         address = storage.data_ptr()
@@ -199,13 +193,9 @@ class Saved:
 
     def _parts(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise SavedError(
-                f"activations move through flat byte buffers, not {buffer.dtype} {list(buffer.shape)}"
-            )
+            raise SavedError(f"activations move through flat byte buffers, not {buffer.dtype} {list(buffer.shape)}")
         if buffer.nbytes < self.nbytes:
-            raise SavedError(
-                f"a buffer of {buffer.nbytes} B cannot hold {self.nbytes} B of saved activations"
-            )
+            raise SavedError(f"a buffer of {buffer.nbytes} B cannot hold {self.nbytes} B of saved activations")
         parts, start = [], 0
         for number in self._order:
             parts.append((number, buffer[start : start + self._sizes[number]]))
@@ -227,9 +217,7 @@ def forward(layer: Layer, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tens
     return y.detach(), Saved(bag, get_gradient_edge(y), leaves, leaf)
 
 
-def backward(
-    saved: Saved, params: Mapping[str, Tensor], x: Tensor, dy: Tensor, sinks: Mapping[str, Sink]
-) -> Tensor:
+def backward(saved: Saved, params: Mapping[str, Tensor], x: Tensor, dy: Tensor, sinks: Mapping[str, Sink]) -> Tensor:
     """The gradient of the layer's input; each parameter's gradient goes to its sink as soon as it is known.
 
     `params` and `x` hold the values that forward saw, in these or other buffers; `dy` is the gradient of the

@@ -87,9 +87,7 @@ class RandomTokens:
 
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
-        return _integers(
-            self.seed, step, self.vocab_size, (*_sequences(self.workload), self.workload.seq_len + 1)
-        )
+        return _integers(self.seed, step, self.vocab_size, (*_sequences(self.workload), self.workload.seq_len + 1))
 
 
 def _sequences(workload: Workload) -> tuple[int, int]:

@@ -284,9 +284,7 @@ def templates(model: ModelSpec, *, seq_len: int, device: torch.device, dtype: to
     window shorter than the sequence.
     """
     if model.num_experts:
-        raise TemplateError(
-            f"{model.name}: a mixture of experts can be planned but has no template to train with"
-        )
+        raise TemplateError(f"{model.name}: a mixture of experts can be planned but has no template to train with")
     if model.attention_sinks:
         raise TemplateError(f"{model.name}: attention sinks have no template to train with")
     for i in model.blocks:
@@ -306,6 +304,4 @@ def templates(model: ModelSpec, *, seq_len: int, device: torch.device, dtype: to
         sin=angles.sin().to(device, dtype),
     )
     kinds = {model.layer_kind(i) for i in model.blocks}
-    return Templates(
-        embed=Embed(), blocks=dict.fromkeys(sorted(kinds), block), head=Head(eps=model.rms_norm_eps)
-    )
+    return Templates(embed=Embed(), blocks=dict.fromkeys(sorted(kinds), block), head=Head(eps=model.rms_norm_eps))

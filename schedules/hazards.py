@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from schedules.op import Op, Stream, Wait
+from schedules.schedule import Schedule
 
 _STREAMS = {stream: i for i, stream in enumerate(Stream)}
 _HOST = _STREAMS[Stream.HOST]
@@ -118,6 +119,18 @@ def unrolled(ops: Sequence[Op], steps: int) -> Iterator[tuple[Instance, Op]]:
     for step in range(steps):
         for index, op in enumerate(ops):
             yield Instance(step, index), op
+
+
+def in_order(schedule: Schedule, order: HappensBefore, *, steps: int) -> Iterator[tuple[Instance, Op, Clock]]:
+    """The ops of `steps` steps, each with what has finished when it starts; fills `order` on the way."""
+    for instance, op in unrolled(schedule.ops, steps):
+        clock = order.start(op)
+        for wait in schedule.waits_of[op.name]:
+            first = Instance(instance.step - wait.distance, schedule.index[wait.on])
+            if order.knows(first):
+                clock = order.after(clock, first)
+        yield instance, op, clock
+        order.finish(op, instance, clock)
 
 
 def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:

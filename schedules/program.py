@@ -15,12 +15,11 @@ from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Knob, Schedule
+from schedules.sizes import tensor_bytes
 from schedules.tensor import Tensor, parse
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
-
-NORM_BYTES = 8  # the sum of squares is kept in fp64
 
 
 class ProgramError(InputError):
@@ -45,6 +44,11 @@ class Ring:
         self._names.append(slot)
         self._program.discard(slot)
         return slot
+
+    def clear(self) -> None:
+        """Empty all slots."""
+        for slot in self._names:
+            self._program.discard(slot)
 
     def holding(self, tensor: str) -> str | None:
         """The slot in which `tensor` still stands, now the one used last; None if it is in none."""
@@ -106,21 +110,7 @@ class Program:
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""
-        name, precision = parse(tensor), self.workload.bytes
-        if name.cls == tensors.NORM:
-            return NORM_BYTES
-        layer = self.model.layer_index(name.layer)
-        if name.cls == tensors.SAVED:
-            return self.model.saved_bytes(layer, self.workload)
-        if name.cls in tensors.MICROBATCH_CLASSES:
-            return self.model.hidden_bytes(self.workload)
-        per_param = {
-            tensors.WEIGHT: precision.weight,
-            tensors.GRAD: precision.grad,
-            tensors.GRAD32: 4,
-            tensors.STATE: precision.state,
-        }[name.cls]
-        return self.model.params(layer) * per_param
+        return tensor_bytes(tensor, self.model, self.workload)
 
     def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
         """Declare a buffer; its size follows from what is put into it."""

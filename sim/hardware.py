@@ -89,34 +89,22 @@ def _section(section: type, meaning: str) -> Rule:
 class Gpu:
     name: Annotated[str, _text("the accelerator, or the processor on a machine without one")]
     memory: Annotated[Value, _number("bytes", "device memory that one process can allocate")]
-    memory_bandwidth: Annotated[
-        Value, _number("B/s", "peak bandwidth of device memory, reads and writes together")
-    ]
-    matmul_flops: Annotated[
-        Value, _number("FLOP/s", "peak dense bf16 matrix rate, fp32 accumulation, no sparsity")
-    ]
-    matmul_efficiency: Annotated[
-        Value, _fraction("share of the peak that large GEMMs sustain during training")
-    ]
+    memory_bandwidth: Annotated[Value, _number("B/s", "peak bandwidth of device memory, reads and writes together")]
+    matmul_flops: Annotated[Value, _number("FLOP/s", "peak dense bf16 matrix rate, fp32 accumulation, no sparsity")]
+    matmul_efficiency: Annotated[Value, _fraction("share of the peak that large GEMMs sustain during training")]
     attention_efficiency: Annotated[
         Value, _fraction("share of the bf16 peak that attention sustains, mean of forward and backward")
     ]
-    memory_efficiency: Annotated[
-        Value, _fraction("share of the memory bandwidth that elementwise kernels sustain")
-    ]
+    memory_efficiency: Annotated[Value, _fraction("share of the memory bandwidth that elementwise kernels sustain")]
     fp32_flops: Annotated[Value, _number("FLOP/s", "peak matrix rate for fp32 tensors")]
-    copy_slowdown: Annotated[
-        Value, _fraction("compute takes longer by this share while a copy is active", zero=True)
-    ]
+    copy_slowdown: Annotated[Value, _fraction("compute takes longer by this share while a copy is active", zero=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
     name: Annotated[str, _text("processor and memory")]
     memory: Annotated[Value, _number("bytes", "host memory the training process may use")]
-    memory_bandwidth: Annotated[
-        Value, _number("B/s", "attainable host DRAM bandwidth, reads and writes together")
-    ]
+    memory_bandwidth: Annotated[Value, _number("B/s", "attainable host DRAM bandwidth, reads and writes together")]
     cores: Annotated[Value, _number("cores", "physical cores the training process may use")]
     adam_efficiency: Annotated[
         Value, _fraction("share of the host DRAM bandwidth that the optimizer attains when it runs alone")
@@ -141,9 +129,7 @@ class Link:
 
     bandwidth: Annotated[Value, _number("B/s", "large pinned copies, this direction alone")]
     latency: Annotated[Value, _number("ns", "from the start of a copy to its first byte", zero=True)]
-    half_size: Annotated[
-        Value, _number("bytes", "transfer size that reaches half of the bandwidth", zero=True)
-    ]
+    half_size: Annotated[Value, _number("bytes", "transfer size that reaches half of the bandwidth", zero=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +160,8 @@ class Issue:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    op_times: Annotated[
-        Table | None, _table("ns", "duration of a compute op running alone, by signature")
-    ] = None
-    workspace: Annotated[
-        Table | None, _table("bytes", "transient device memory of a compute op, by signature")
-    ] = None
+    op_times: Annotated[Table | None, _table("ns", "duration of a compute op running alone, by signature")] = None
+    workspace: Annotated[Table | None, _table("bytes", "transient device memory of a compute op, by signature")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +169,7 @@ class HardwareProfile:
     name: Annotated[str, _text("what to call this machine on the command line")]
     description: Annotated[str, _text("what the numbers describe")]
     date: Annotated[str, _text("when the numbers were collected")]
-    mode: Annotated[
-        Literal["datasheet", "measured"], _text("how op times are found", "datasheet", "measured")
-    ]
+    mode: Annotated[Literal["datasheet", "measured"], _text("how op times are found", "datasheet", "measured")]
     gpu: Annotated[Gpu, _section(Gpu, "the accelerator")]
     host: Annotated[Host, _section(Host, "the host")]
     links: Annotated[Links, _section(Links, "host to device and back")]
@@ -204,9 +184,7 @@ class HardwareProfile:
 def _rules(section: type) -> tuple[tuple[str, Rule, bool], ...]:
     """(field, rule, required) of one section."""
     hints = get_type_hints(section, include_extras=True)
-    return tuple(
-        (item.name, get_args(hints[item.name])[1], item.default is MISSING) for item in fields(section)
-    )
+    return tuple((item.name, get_args(hints[item.name])[1], item.default is MISSING) for item in fields(section))
 
 
 def _numbers(section: type, prefix: str = "") -> Iterator[tuple[str, Rule]]:
@@ -335,9 +313,7 @@ def _parse_table(document: object, rule: Rule, where: str) -> Table:
         raise HardwareError(f"{where}: values must be an object of signature to {rule.unit}; got {values!r}")
     for signature, number in values.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise HardwareError(
-                f"{where}: {signature!r} must be a whole number of {rule.unit}; got {number!r}"
-            )
+            raise HardwareError(f"{where}: {signature!r} must be a whole number of {rule.unit}; got {number!r}")
     return Table(values=dict(values), unit=rule.unit, source=_parse_source(data, where))
 
 

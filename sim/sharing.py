@@ -56,9 +56,7 @@ def _check(usages: Sequence[Mapping[str, float]], weights: Sequence[float]) -> N
                 raise ValueError(f"op {i}: use of {resource} must be from 0 to 1, got {fraction!r}")
 
 
-def _demand(
-    usages: Sequence[Mapping[str, float]], scale: Sequence[float], ops: Sequence[int]
-) -> dict[str, float]:
+def _demand(usages: Sequence[Mapping[str, float]], scale: Sequence[float], ops: Sequence[int]) -> dict[str, float]:
     """Use of each resource by `ops` at the given speeds, correctly rounded: ten times 0.1 is 1.0."""
     parts: dict[str, list[float]] = {}
     for i in ops:

@@ -87,9 +87,7 @@ def test_every_element_agrees_with_fp64(n, precision):
     torch.testing.assert_close(parts.m.double(), m, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(parts.v.double(), v, rtol=1e-6, atol=1e-9)
     if precision != "bf16":
-        torch.testing.assert_close(
-            master_weights(weights, state, precision).double(), w, rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(master_weights(weights, state, precision).double(), w, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16_split", "bf16_fp32"])

@@ -96,7 +96,9 @@ def test_a_trace_file_round_trips(trace: Trace, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": "megatrain-trace/9"}', "[1]", '{"format": "megatrain-trace/1"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"format": "megatrain-trace/9"}', "[1]", '{"format": "megatrain-trace/1"}']
+)
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)

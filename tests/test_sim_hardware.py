@@ -49,9 +49,9 @@ def test_every_shipped_profile_loads_under_its_own_name_with_a_source_for_every_
         assert shown, path
         assert meaning, path
         kind = source.replace(":", ",").split(",")[0]
-        assert kind.startswith(
-            ("datasheet", "estimate", "measured", "reported", "nvbandwidth", "dataflow")
-        ), f"{path}: {source!r} does not say what kind of source it is"
+        assert kind.startswith(("datasheet", "estimate", "measured", "reported", "nvbandwidth", "dataflow")), (
+            f"{path}: {source!r} does not say what kind of source it is"
+        )
 
 
 @pytest.mark.parametrize("name", names())
@@ -128,9 +128,7 @@ def test_a_missing_number_value_unit_or_source_is_refused_with_file_and_path(pat
 def test_units_are_read_strictly(unit: object) -> None:
     data = document()
     at(data, "links.h2d.bandwidth")["unit"] = unit
-    with pytest.raises(
-        HardwareError, match=r"links\.h2d\.bandwidth: unit must be one of B/s, MB/s, GB/s, TB/s"
-    ):
+    with pytest.raises(HardwareError, match=r"links\.h2d\.bandwidth: unit must be one of B/s, MB/s, GB/s, TB/s"):
         from_json(data, "h200.json")
 
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from sim.sharing import speeds
 
 RESOURCES = ["link.h2d", "link.d2h", "link.duplex", "dram", "cores"]
-SHARES = st.one_of(
-    st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 1.0]), st.floats(min_value=0.001, max_value=1.0)
-)
+SHARES = st.one_of(st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 1.0]), st.floats(min_value=0.001, max_value=1.0))
 USAGES = st.lists(st.dictionaries(st.sampled_from(RESOURCES), SHARES, max_size=4), max_size=7)
 WEIGHTS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0])
 
@@ -143,9 +141,7 @@ def test_only_an_over_subscribed_resource_slows_anyone(usages: list[dict[str, fl
 
 
 @given(weighted(), st.randoms())
-def test_the_order_of_the_ops_does_not_matter(
-    case: tuple[list[dict[str, float]], list[float]], random: object
-) -> None:
+def test_the_order_of_the_ops_does_not_matter(case: tuple[list[dict[str, float]], list[float]], random: object) -> None:
     usages, weights = case
     order = list(range(len(usages)))
     random.shuffle(order)  # type: ignore[attr-defined]

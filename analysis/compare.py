@@ -1,0 +1,215 @@
+"""Policies side by side: what each would do with the same models and steps on the same machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from schedules import policies
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from schedules.schedule import Knob, Schedule
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+from sim.hardware import HardwareProfile
+from sim.prediction import Prediction, memory_of, predict
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BASELINE = "zero3_offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One policy on one model and workload. GB is 10^9 bytes.
+
+    Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41 GB") and
+    `reason` whole; both are empty where it fits. `gap` is by what fraction the step exceeds its bound.
+    """
+
+    model: str
+    params_b: float  # 10^9 parameters, embeddings included
+    policy: str
+    label: str  # the policy, marked where its training is not exact
+    machine: str
+    source: str  # "predicted" or "measured"
+    micro_batch_size: int
+    accumulation: int
+    seq_len: int
+    precision: str  # as built: a policy may insist on its own
+    fits: bool
+    shortage: str
+    reason: str
+    tokens_per_s: float
+    model_tflops_per_s: float
+    mfu: float
+    hfu: float
+    step_s: float
+    bound_s: float
+    gap: float
+    binding: str
+    device_peak_gb: float
+    host_peak_gb: float
+    nvme_peak_gb: float
+    ratio_to_zero3_offload: float
+    digest: str
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def compare(
+    models: Sequence[ModelSpec],
+    names: Sequence[str],
+    profile: HardwareProfile,
+    workloads: Sequence[Workload],
+    budget: MemoryBudget | None = None,
+    *,
+    knobs: Mapping[str, Mapping[str, Knob]] | None = None,
+) -> pd.DataFrame:
+    """A row for every model, workload and policy, in this order; the columns are those of Row.
+
+    Args:
+        names: policies, by name or path.
+        budget: the machine's own memory if left out.
+        knobs: of a policy, by its name as given in `names`; the rest keeps the defaults.
+
+    Raises:
+        PolicyError: a policy or knob is unknown, or the policy fails.
+        ScheduleError: a policy's schedule is not safe.
+        MissingCost: the profile is a measured one and lacks an op's time.
+    """
+    return frame(
+        row
+        for model, workload in itertools.product(models, workloads)
+        for row in rows(model, names, profile, workload, budget, knobs=knobs)
+    )
+
+
+def rows(
+    model: ModelSpec,
+    names: Sequence[str],
+    profile: HardwareProfile,
+    workload: Workload,
+    budget: MemoryBudget | None = None,
+    *,
+    knobs: Mapping[str, Mapping[str, Knob]] | None = None,
+) -> Iterator[Row]:
+    """The rows of one model and workload, one by one as they are found. Raises as `compare` does."""
+    budget = budget or memory_of(profile)
+    for name in names:
+        schedule = policies.build(name, model, workload, budget, **(knobs or {}).get(name, {}))
+        verify(schedule)
+        if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
+            yield _without_nvme(schedule, profile)
+        else:
+            yield row_of(predict(schedule, profile, budget))
+
+
+def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
+    """Rows as a table, with each one's ratio of tokens/s to the baseline's of the same step."""
+    import pandas as pd
+
+    table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
+    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len"]
+    of_baseline = table["tokens_per_s"].where(table["policy"] == BASELINE)
+    baseline = of_baseline.groupby([table[name] for name in step]).transform("first")
+    table["ratio_to_zero3_offload"] = table["tokens_per_s"] / baseline
+    return table
+
+
+def row_of(prediction: Prediction) -> Row:
+    """What a prediction says, as a row; the ratio to the baseline is left open."""
+    short = prediction.does_not_fit
+    if short is not None:
+        return _row(
+            prediction.schedule,
+            prediction.profile,
+            prediction.peak_bytes,
+            shortage=f"does not fit: {short.tier} {_signed_gb(short.over)}",
+            reason=str(short),
+        )
+    return _row(
+        prediction.schedule,
+        prediction.profile,
+        prediction.peak_bytes,
+        tokens_per_s=prediction.tokens_per_s,
+        model_tflops_per_s=prediction.model_flops_per_s / 1e12,
+        mfu=prediction.mfu,
+        hfu=prediction.hfu,
+        step_s=prediction.period_ns / 1e9,
+        bound_s=prediction.bound_ns / 1e9,
+        gap=prediction.gap,
+        binding=prediction.binding,
+    )
+
+
+def measured_row(row: Row, step_s: float, machine: str) -> Row:
+    """A predicted row with the measured time of a step in its place: rates follow, bounds stay."""
+    factor = row.step_s / step_s
+    changes = {name: getattr(row, name) * factor for name in ("tokens_per_s", "model_tflops_per_s", "mfu", "hfu")}
+    changes |= {"step_s": step_s, "gap": step_s / row.bound_s - 1}
+    return Row(**asdict(row) | changes | {"source": "measured", "machine": machine})
+
+
+def _without_nvme(schedule: Schedule, profile: HardwareProfile) -> Row:
+    needed = schedule.allocated_bytes(Tier.NVME)
+    peaks = {tier: schedule.allocated_bytes(tier) for tier in Tier}
+    reason = f"the schedule keeps {needed / 1e9:.3g} GB on NVMe, and {profile.name} has none"
+    return _row(schedule, profile, peaks, shortage=f"does not fit: nvme {_signed_gb(needed)}", reason=reason)
+
+
+def _row(
+    schedule: Schedule,
+    profile: HardwareProfile,
+    peaks: Mapping[Tier, int],
+    *,
+    shortage: str = "",
+    reason: str = "",
+    tokens_per_s: float = math.nan,
+    model_tflops_per_s: float = math.nan,
+    mfu: float = math.nan,
+    hfu: float = math.nan,
+    step_s: float = math.nan,
+    bound_s: float = math.nan,
+    gap: float = math.nan,
+    binding: str = "",
+) -> Row:
+    workload = schedule.workload
+    return Row(
+        model=schedule.model.name,
+        params_b=schedule.model.total_params / 1e9,
+        policy=schedule.policy,
+        label=schedule.label,
+        machine=profile.name,
+        source="predicted",
+        micro_batch_size=workload.micro_batch_size,
+        accumulation=workload.accumulation,
+        seq_len=workload.seq_len,
+        precision=workload.precision,
+        fits=not shortage,
+        shortage=shortage,
+        reason=reason,
+        tokens_per_s=tokens_per_s,
+        model_tflops_per_s=model_tflops_per_s,
+        mfu=mfu,
+        hfu=hfu,
+        step_s=step_s,
+        bound_s=bound_s,
+        gap=gap,
+        binding=binding,
+        device_peak_gb=peaks[Tier.DEVICE] / 1e9,
+        host_peak_gb=peaks[Tier.HOST] / 1e9,
+        nvme_peak_gb=peaks[Tier.NVME] / 1e9,
+        ratio_to_zero3_offload=math.nan,
+        digest=schedule.digest,
+    )
+
+
+def _signed_gb(nbytes: int) -> str:
+    gb = nbytes / 1e9
+    return f"+{gb:.0f} GB" if gb >= 10 else f"+{gb:.2g} GB"

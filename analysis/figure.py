@@ -1,0 +1,69 @@
+"""Pictures and the numbers behind them. Figures are made without pyplot: nothing global, no display."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from analysis.files import whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+FONT_PT = 9  # the smallest text in a picture at the size it is saved
+DPI = 150
+
+# outlines would hide short ops; hatches need a line thin enough to see the colour
+_SETTINGS: Any = {
+    "font.size": FONT_PT,
+    "axes.titlesize": FONT_PT + 2,
+    "axes.labelsize": FONT_PT + 1,
+    "xtick.labelsize": FONT_PT,
+    "ytick.labelsize": FONT_PT,
+    "legend.fontsize": FONT_PT,
+    "hatch.linewidth": 0.7,
+    "svg.hashsalt": "megatrain",  # the same data gives the same file
+}
+
+
+def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
+    """The axes given, or those of a new figure of that size in inches."""
+    if ax is not None:
+        return ax
+    with matplotlib.rc_context(_SETTINGS):
+        return Figure(figsize=(width, height), layout="constrained").add_subplot()
+
+
+def stacked_axes(count: int, width: float, height_each: float) -> list[Axes]:
+    """`count` axes in one new figure, one under the other, with a common x axis."""
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(width, height_each * count), layout="constrained")
+        return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def figure_of(ax: Axes) -> Figure:
+    """The whole figure that axes belong to."""
+    found = ax.get_figure(root=True)
+    assert isinstance(found, Figure)
+    return found
+
+
+def save(figure: Figure, path_stem: Path, data: pd.DataFrame) -> list[Path]:
+    """Write a picture as PNG and SVG and the data behind it as CSV; returns the three paths.
+
+    Raises:
+        InputError: the folder cannot be made or written to.
+    """
+    paths = [path_stem.with_name(path_stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
+    with matplotlib.rc_context(_SETTINGS):
+        with whole(paths[0]) as partial:
+            figure.savefig(partial, format="png", dpi=DPI)
+        with whole(paths[1]) as partial:
+            figure.savefig(partial, format="svg", metadata={"Date": None})
+    with whole(paths[2]) as partial:
+        data.to_csv(partial, index=False)
+    return paths

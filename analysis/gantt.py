@@ -1,0 +1,151 @@
+"""What every stream does in one steady step: a lane per stream, predicted above measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.figure import FONT_PT, axes_for, figure_of
+from analysis.palette import OP_COLOURS, ink, op_class
+from analysis.perfetto import title
+from schedules.op import Op
+from schedules.schedule import Schedule
+from schedules.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Run = tuple[Schedule, Trace]
+Box = tuple[str, str, float, float]  # class, label, start, width
+
+IDLE = "#EEEEEE"
+_BOX = 0.8  # height of an op, of a lane of 1
+_EDGE_INCHES = 0.03  # wider boxes get a white edge; narrower ones would be nothing but edge
+_LETTER_INCHES = 0.64 * FONT_PT / 72  # width of a digit
+_MARGIN = 1.09  # of the step's time; what stands at the right of the lanes needs the rest
+_COLUMNS = ("run", "source", "stream", "op", "class", "label", "step", "start_ms", "end_ms", "whole_ms")
+
+
+def steady_step(trace: Trace) -> tuple[int, int]:
+    """From the end of one of the last steps to the end of the next, ns: no warm-up is left in it.
+
+    Where steps overlap, a step's window also holds ops of the step after. The trace has none after its last
+    step, so of three steps or more it is the one before the last.
+    """
+    ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
+    step = trace.steps - 1 if trace.steps < 3 else trace.steps - 2
+    return ends[step], ends[step + 1]
+
+
+def gantt_data(runs: Sequence[Run]) -> pd.DataFrame:
+    """The ops that run within each run's steady step, one row each, times in ms from its start.
+
+    `start_ms` and `end_ms` are clipped to the step; `whole_ms` is the op's whole duration.
+    """
+    import pandas as pd
+
+    rows = []
+    for number, (schedule, trace) in enumerate(runs):
+        since, until = steady_step(trace)
+        inside = (trace.end_ns > since) & (trace.start_ns < until)
+        for row in np.flatnonzero(inside).tolist():
+            op = schedule.ops[int(trace.op[row])]
+            start, end = int(trace.start_ns[row]), int(trace.end_ns[row])
+            rows.append(
+                {
+                    "run": number,
+                    "source": title(trace),
+                    "stream": str(op.stream),
+                    "op": op.name,
+                    "class": op_class(op),
+                    "label": _label(schedule, op),
+                    "step": int(trace.step[row]),
+                    "start_ms": (max(start, since) - since) / 1e6,
+                    "end_ms": (min(end, until) - since) / 1e6,
+                    "whole_ms": (end - start) / 1e6,
+                }
+            )
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _label(schedule: Schedule, op: Op) -> str:
+    return "" if op.layer is None else schedule.model.layer_name(op.layer)
+
+
+def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
+    """Draw one steady step of each run: all of one schedule, or of several to be compared.
+
+    Light grey is idle time; the share of the step that is busy stands at the right of every lane.
+    """
+    data = gantt_data(runs)
+    count = sum(len(schedule.streams) for schedule, _ in runs)
+    ax = axes_for(ax, width=12, height=1.4 + 0.42 * count + 0.3 * len(runs))
+    spans_ms = [(until - since) / 1e6 for since, until in (steady_step(trace) for _, trace in runs)]
+    unit, scale = ("s", 1e-3) if max(spans_ms) >= 1000 else ("ms", 1.0)
+    longest = max(spans_ms) * scale
+    label_fits = longest * _MARGIN / (figure_of(ax).get_figwidth() * 0.92)  # time per inch; axes span most of it
+    y, ticks, names = 0.0, [], []
+    for number, (schedule, trace) in enumerate(runs):
+        y += 1.0 if number == 0 else 1.2
+        span = spans_ms[number] * scale
+        heading = f"{schedule.label}, {schedule.model.name}, {title(trace)}: step of {span:.4g} {unit}"
+        ax.text(0, y - 0.62, heading, va="bottom", weight="bold", fontsize=FONT_PT)
+        for stream in schedule.streams:
+            rows = data[(data["run"] == number) & (data["stream"] == stream)]
+            boxes = [
+                (str(name), label, start * scale, (end - start) * scale)
+                for name, label, start, end in zip(
+                    rows["class"], rows["label"], rows["start_ms"], rows["end_ms"], strict=True
+                )
+            ]
+            _lane(ax, y, boxes, span, label_fits)
+            ticks.append(y)
+            names.append(str(stream))
+            y += 1.0
+    ax.set_yticks(ticks, names)
+    ax.set_ylim(y - 0.4, 0.0)
+    ax.set_xlim(0, longest * _MARGIN)
+    ax.set_xlabel(f"time within the step ({unit})")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    _legend(ax, [name for name in OP_COLOURS if name in set(data["class"])])
+    return ax
+
+
+def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, per_inch: float) -> None:
+    """One stream: grey where idle, boxes by class of op, labels where a box has room for its own."""
+    ax.broken_barh([(0, span)], (y - _BOX / 2, _BOX), facecolors=IDLE, zorder=1)
+    for name in dict.fromkeys(box[0] for box in boxes):
+        colour = OP_COLOURS[name]
+        of_class = [(start, width) for cls, _, start, width in boxes if cls == name]
+        for edge, wide in (("white", True), (colour, False)):
+            drawn = [box for box in of_class if (box[1] > per_inch * _EDGE_INCHES) == wide]
+            if drawn:
+                ax.broken_barh(drawn, (y - _BOX / 2, _BOX), facecolors=colour, edgecolors=edge, linewidth=0.5, zorder=2)
+    for name, label, start, width in boxes:
+        if label and width > per_inch * _LETTER_INCHES * (len(label) + 0.3):
+            colour = ink(OP_COLOURS[name])
+            ax.text(start + width / 2, y, label, ha="center", va="center", color=colour, fontsize=FONT_PT)
+    busy = sum(width for *_, width in boxes) / span
+    ax.text(span + 0.004 * per_inch * 12, y, f"{busy:.0%} busy", ha="left", va="center", fontsize=FONT_PT)
+
+
+def _legend(ax: Axes, names: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=OP_COLOURS[name], label=name) for name in names]
+    handles.append(Patch(facecolor=IDLE, label="idle"))
+    figure_of(ax).legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=FONT_PT,
+        columnspacing=1.2,
+        handlelength=1.4,
+        title="labels in boxes are layers",
+        title_fontsize=FONT_PT,
+    )

@@ -1,0 +1,273 @@
+"""Pictures of comparisons and runs. Each function draws on the axes it is given, or makes its own.
+
+Numbers come in DataFrames with the columns named here, in the units named here; nothing is computed that the
+caller could not write to a CSV file beside the picture.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.figure import FONT_PT, axes_for
+from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, policy_style
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from schedules.op import Tier
+    from schedules.schedule import Schedule
+    from schedules.trace import Trace
+
+BAND = 0.10  # of the identity line in `predicted_against_measured`
+_STEPS_SHOWN = 3  # in pictures of memory
+_TALL = 3.0  # a line higher than this many times the data is written, not drawn
+
+
+# ---- throughput
+
+
+def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Bars of model TFLOP/s by model and policy; over each, its ratio to ZeRO-3 offload.
+
+    Args:
+        comparison: as `compare.compare` returns it, of one workload on one machine. A row that does not fit
+            keeps its place as a dashed slot in which it says what is missing.
+
+    Raises:
+        ValueError: rows of several workloads or machines, which would stand on top of one another.
+    """
+    if comparison.duplicated(["model", "policy"]).any():
+        raise ValueError("more than one row for a model and policy: plot one workload and machine at a time")
+    rows = comparison.sort_values("params_b", kind="stable")
+    models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["policy"]))
+    ax = axes_for(ax, width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)
+    width = 0.86 / len(policies)
+    top = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)])) or 1.0
+    for row in rows.to_dict("records"):
+        x = models.index(row["model"]) + (policies.index(row["policy"]) - (len(policies) - 1) / 2) * width
+        style = policy_style(row["policy"])
+        if row["fits"]:
+            height, ratio = row["model_tflops_per_s"], row["ratio_to_zero3_offload"]
+            ax.bar(x, height, width, color=style.colour, hatch=style.hatch, edgecolor="white")
+            written = f"{height:.3g}" + (f"  ({ratio:.2f}x)" if np.isfinite(ratio) else "")
+        else:
+            height, written = 0.0, row["shortage"].replace(": ", ":\n")
+            ax.bar(x, 0.5 * top, 0.92 * width, fill=False, edgecolor=style.colour, linestyle="--")
+        ax.text(x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT)
+    ax.set_ylim(0, 1.45 * top)
+    ax.set_xlim(-0.5, len(models) - 0.5)
+    ax.set_xticks(range(len(models)), models)
+    ax.set_ylabel("model TFLOP/s")
+    ax.set_xlabel("model, by size; (x) is the ratio to zero3_offload; dashed: does not fit")
+    ax.set_title(_setting(comparison), loc="left", fontsize=FONT_PT + 1)
+    _open(ax)
+    _policy_legend(ax, dict(zip(rows["policy"], rows["label"], strict=True)))
+    return ax
+
+
+def _policy_legend(ax: Axes, labels: dict[str, str]) -> None:
+    """Above the axes, so that no bar is covered."""
+    from matplotlib.patches import Patch
+
+    styles = {label: policy_style(policy) for policy, label in labels.items()}
+    handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=label) for label, s in styles.items()]
+    ax.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.07), ncols=min(len(handles), 5), frameon=False,
+        fontsize=FONT_PT, borderaxespad=0,
+    )  # fmt: skip
+
+
+def _setting(comparison: pd.DataFrame) -> str:
+    """What all rows have in common: machine and workload."""
+    first = comparison.iloc[0]
+    count = first["accumulation"]
+    return (
+        f"{first['machine']}, {first['source']}; per step {count} micro-batch{'es' if count > 1 else ''}"
+        f" of {first['micro_batch_size']} sequences of {first['seq_len']} tokens"
+    )
+
+
+# ---- memory
+
+
+def memory_data(schedule: Schedule, trace: Trace, tier: Tier) -> pd.DataFrame:
+    """Live bytes of a tier over the last steps of a trace but the very last, after which nothing is read.
+
+    One row per change: `time_ms` from the start of the first of these steps, and `live_gb` from then on, in
+    GB (10^9 bytes).
+    """
+    import pandas as pd
+
+    moments, live = trace.live_bytes(schedule, tier)
+    ends = _shown_ends(trace)
+    # what is live at the left edge was written before it
+    first = max(int(np.searchsorted(moments, ends[0], side="right")) - 1, 0)
+    inside = slice(first, int(np.searchsorted(moments, ends[-1], side="right")))
+    time_ms = (np.maximum(moments[inside], ends[0]) - ends[0]) / 1e6
+    return pd.DataFrame({"tier": str(tier), "time_ms": time_ms, "live_gb": live[inside] / 1e9})
+
+
+def _shown_ends(trace: Trace) -> list[int]:
+    """Start of the first step shown and the end of each, ns."""
+    ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
+    return ends[-_STEPS_SHOWN - 2 : -1] if trace.steps > 1 else ends
+
+
+def memory(
+    schedule: Schedule,
+    trace: Trace,
+    tier: Tier,
+    *,
+    capacity_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Live bytes of one tier over time, under what is allocated and under what the tier holds.
+
+    Args:
+        capacity_bytes: the tier's size; written instead of drawn where it is far above the data.
+        peak_bytes: allocated bytes and the largest workspace together, where there is one.
+    """
+    data = memory_data(schedule, trace, tier)
+    ax = axes_for(ax, width=10, height=3.2)
+    ends_ms = [(end - _shown_ends(trace)[0]) / 1e6 for end in _shown_ends(trace)]
+    unit, scale = ("s", 1e-3) if ends_ms[-1] >= 1000 else ("ms", 1.0)
+    time = [*(data["time_ms"] * scale), ends_ms[-1] * scale]
+    live = [*data["live_gb"], data["live_gb"].iloc[-1]]  # up to the right edge
+    size, gb = ("MB", 1e3) if schedule.allocated_bytes(tier) < 1e9 else ("GB", 1.0)
+    ax.fill_between(time, np.multiply(live, gb), step="post", color=SKY, linewidth=0, label="live: will be read")
+    allocated = schedule.allocated_bytes(tier) / 1e9 * gb
+    lines = [("allocated", allocated, BLUE, "-")]
+    if peak_bytes is not None and peak_bytes / 1e9 * gb > allocated:
+        lines.append(("allocated and workspace", peak_bytes / 1e9 * gb, BLACK, ":"))
+    highest = lines[-1][1]
+    if capacity_bytes is not None:
+        lines.append(("capacity", capacity_bytes / 1e9 * gb, VERMILLION, "--"))
+    notes = []
+    for name, value, colour, dash in lines:
+        if value <= _TALL * highest:
+            ax.axhline(value, color=colour, linestyle=dash, linewidth=1.5, label=f"{name}: {value:.4g} {size}")
+            highest = max(highest, value)
+        else:
+            notes.append(f"{name} {value:.4g} {size}, above the picture")
+    for number, end in enumerate(ends_ms[1:-1]):
+        ax.axvline(end * scale, color=GREY, linewidth=0.8, label="end of a step" if number == 0 else None)
+    ax.set_xlim(0, ends_ms[-1] * scale)
+    ax.set_ylim(0, 1.08 * highest)
+    ax.set_xlabel(f"time ({unit})")
+    ax.set_ylabel(f"{tier} memory ({size}, 10$^{{{9 if size == 'GB' else 6}}}$ bytes)")
+    ax.label_outer()
+    ax.set_title("; ".join([f"{schedule.label}, {schedule.model.name}", *notes]), loc="left", fontsize=FONT_PT + 1)
+    _open(ax)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=FONT_PT)
+    return ax
+
+
+# ---- predicted against measured
+
+
+def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Step times, predicted over measured, with the line on which they agree and a band of 10 %.
+
+    Args:
+        runs: columns `policy`, `model`, `predicted_s`, `measured_s`. At each point stands the signed error:
+            predicted over measured, minus one.
+    """
+    ax = axes_for(ax, width=7.6, height=5.2)
+    times = runs[["predicted_s", "measured_s"]].to_numpy(dtype=float)
+    unit, scale = ("s", 1.0) if times.max() >= 1 else ("ms", 1e3)
+    low, high = times.min() * scale / 1.6, times.max() * scale * 1.6
+    line = np.array([low, high])
+    ax.fill_between(line, line * (1 - BAND), line * (1 + BAND), color="#DDDDDD", linewidth=0, label=f"±{BAND:.0%}")
+    ax.plot(line, line, color=BLACK, linewidth=1, label="predicted = measured")
+    for policy, of_policy in runs.groupby("policy", sort=False):
+        style = policy_style(str(policy))
+        measured, predicted = of_policy["measured_s"] * scale, of_policy["predicted_s"] * scale
+        ax.scatter(measured, predicted, s=46, color=style.colour, marker=style.marker, label=policy, zorder=3)
+    _annotate_errors(ax, runs, scale)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(low, high)
+    ax.set_ylim(low, high)
+    _plain_ticks(ax)
+    ax.set_xlabel(f"measured step ({unit})")
+    ax.set_ylabel(f"predicted step ({unit})")
+    _open(ax)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=FONT_PT)
+    return ax
+
+
+def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
+    """Too slow a prediction is written on the upper side of the line, too fast a one on the lower.
+
+    Along each side labels take turns at two distances, so that near neighbours do not meet.
+    """
+    counts = {True: 0, False: 0}
+    for row in runs.sort_values("measured_s").to_dict("records"):
+        error = row["predicted_s"] / row["measured_s"] - 1
+        above = error >= 0
+        away = (14, 42)[counts[above] % 2]
+        counts[above] += 1
+        ax.annotate(
+            f"{error:+.1%}",
+            (row["measured_s"] * scale, row["predicted_s"] * scale),
+            xytext=(-away, away * 0.6) if above else (away, -away * 0.6),
+            textcoords="offset points",
+            ha="right" if above else "left",
+            va="center",
+            fontsize=FONT_PT,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3},
+        )
+
+
+def _plain_ticks(ax: Axes) -> None:
+    """Numbers, not powers of ten, at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+# ---- loss
+
+
+def loss(losses: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Loss per step, a line per policy; lines that lie on one another stay visible by width and markers.
+
+    Args:
+        losses: columns `policy`, `step`, `loss` (nats per token).
+    """
+    ax = axes_for(ax, width=8, height=4)
+    policies = list(dict.fromkeys(losses["policy"]))
+    for number, policy in enumerate(policies):
+        rows = losses[losses["policy"] == policy].sort_values("step")
+        style = policy_style(policy)
+        every = max(1, len(rows) // 8)
+        ax.plot(
+            rows["step"], rows["loss"], color=style.colour, marker=style.marker, markersize=5, label=policy,
+            linewidth=1.5 + 1.5 * (len(policies) - 1 - number),  # the first drawn is the widest
+            markevery=(number * every // max(1, len(policies)), every),
+        )  # fmt: skip
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel("loss (nats per token)")
+    ax.set_title(_spread(losses), loc="left", fontsize=FONT_PT + 1)
+    _open(ax)
+    ax.legend(frameon=False, fontsize=FONT_PT)
+    return ax
+
+
+def _spread(losses: pd.DataFrame) -> str:
+    """How far apart the policies ever are: what lines on one another cannot show."""
+    if losses["policy"].nunique() < 2:
+        return ""
+    by_step = losses.groupby("step")["loss"]
+    return f"largest difference between policies at any step: {(by_step.max() - by_step.min()).max():.2g} nats"
+
+
+def _open(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,197 @@
+"""Results as tables: for people (rich, Markdown) and for programs (JSON records). The one place that formats.
+
+GB is 10^9 bytes; it is said under every table that shows memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+Record = dict[str, Any]
+
+_WIDE = 120  # columns a terminal must have to be shown everything
+_PIPE = 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table: its heading, and the text of a record's cell.
+
+    `spare` columns are left out on a narrow terminal; `folds` is for text that may take several lines.
+    """
+
+    heading: str
+    cell: Callable[[Record], str]
+    number: bool = True
+    spare: bool = False
+    folds: bool = False
+
+
+def _number(key: str, digits: str, factor: float = 1.0, unit: str = "") -> Callable[[Record], str]:
+    """Formats a number; one that is missing is a dash."""
+
+    def cell(record: Record) -> str:
+        value = record[key]
+        return "-" if value is None or not math.isfinite(value) else f"{value * factor:{digits}}{unit}"
+
+    return cell
+
+
+def _text(key: str) -> Callable[[Record], str]:
+    return lambda record: str(record[key] or "")
+
+
+def seconds(value: float | None) -> str:
+    """A time with its unit: s from one second on, else ms."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
+
+
+def _seconds(key: str) -> Callable[[Record], str]:
+    return lambda record: seconds(record[key])
+
+
+def _binding(record: Record) -> str:
+    return str(record["binding"] if record["fits"] else record["shortage"])
+
+
+COMPARISON = (
+    Column(heading="policy", cell=_text("label"), number=False),
+    Column(heading="tokens/s", cell=_number("tokens_per_s", ",.0f")),
+    Column(heading="TFLOP/s", cell=_number("model_tflops_per_s", ".4g"), spare=True),
+    Column(heading="MFU", cell=_number("mfu", ".1f", 100, " %"), spare=True),
+    Column(heading="x\nzero3", cell=_number("ratio_to_zero3_offload", ".2f")),
+    Column(heading="step", cell=_seconds("step_s")),
+    Column(heading="bound", cell=_seconds("bound_s"), spare=True),
+    Column(heading="gap", cell=_number("gap", ".1f", 100, " %"), spare=True),
+    Column(heading="device\nGB", cell=_number("device_peak_gb", ".1f")),
+    Column(heading="host\nGB", cell=_number("host_peak_gb", ".1f")),
+    Column(heading="bound by", cell=_binding, number=False, folds=True),
+    Column(heading="schedule", cell=lambda record: record["digest"][:8], number=False, spare=True),
+)
+COMPARISON_NOTE = (
+    "TFLOP/s and MFU count the model's FLOPs once, recompute not. "
+    "bound: no run of that schedule settles at a shorter step. "
+    "GB is 10^9 bytes, at the peak, workspace included; 1 GiB = 1.074 GB."
+)
+
+PREDICTED_MEASURED = (
+    Column(heading="model", cell=_text("model"), number=False),
+    Column(heading="policy", cell=_text("policy"), number=False),
+    Column(heading="predicted", cell=_seconds("predicted_s")),
+    Column(heading="measured", cell=_seconds("measured_s")),
+    Column(heading="error", cell=lambda record: f"{record['predicted_s'] / record['measured_s'] - 1:+.1%}"),
+)
+PREDICTED_MEASURED_NOTE = "error: predicted step over measured step, minus one."
+
+
+def _remarks(record: Record) -> str:
+    return "; ".join(text for text in (record["why"], record["note"], record["shortage"]) if text)
+
+
+def _batch(record: Record) -> str:
+    size = record["micro_batch_size"]
+    return "" if size is None else f"{record['accumulation']} x {size:.0f}"
+
+
+PUBLISHED = (
+    Column(heading="system", cell=_text("system"), number=False),
+    Column(heading="model", cell=_text("model"), number=False),
+    Column(heading="machine", cell=_text("machine"), number=False),
+    Column(heading="sequences", cell=_batch),
+    Column(heading="published", cell=_number("published", ".4g")),
+    Column(heading="predicted", cell=_number("predicted", ".4g")),
+    Column(heading="unit", cell=_text("unit"), number=False),
+    Column(heading="error", cell=_number("error", "+.1f", 100, " %")),
+    Column(heading="bound by", cell=_text("binding"), number=False, spare=True, folds=True),
+    Column(heading="why, and what was assumed", cell=_remarks, number=False, folds=True),
+)
+PUBLISHED_NOTE = (
+    "Datasheet mode, nothing tuned per point. TFLOP/s here are 6 x parameters (embeddings included) x tokens / step "
+    "time, as published. error: predicted over published, minus one."
+)
+
+PHASES = (
+    Column(heading="part of the step", cell=_text("phase"), number=False),
+    Column(heading="published", cell=_seconds("published_s")),
+    Column(heading="predicted", cell=_seconds("predicted_s")),
+)
+
+
+def records(frame: pd.DataFrame) -> list[Record]:
+    """Rows for programs: plain Python values, None for what is not a number."""
+    return [{str(key): _plain(value) for key, value in row.items()} for row in frame.astype(object).to_dict("records")]
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(
+    frame: pd.DataFrame, columns: Sequence[Column], *, title: str = "", note: str = "", console: Console | None = None
+) -> None:
+    """Print a table for people; a terminal of less than 120 columns gets no spare ones."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    console = console or _console()
+    shown = [column for column in columns if console.width >= _WIDE or not column.spare]
+    table = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.padding = (0, 1, 0, 0)
+    for column in shown:
+        table.add_column(column.heading, justify="right" if column.number else "left", no_wrap=not column.folds)
+    for record in records(frame):
+        table.add_row(*(column.cell(record) for column in shown))
+    console.print(table)
+    if note:
+        console.print(note, style="dim", highlight=False, markup=False)
+
+
+def show_comparison(frame: pd.DataFrame, console: Console | None = None) -> None:
+    """Print what `compare.compare` found: a table per machine, model and step."""
+    groups = list(comparison_groups(frame))
+    for number, (title, rows) in enumerate(groups, start=1):
+        show(rows, COMPARISON, title=title, note=COMPARISON_NOTE if number == len(groups) else "", console=console)
+
+
+def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(title, rows) per machine, source, model and step, in the order in which they come."""
+    step = ["machine", "source", "model", "micro_batch_size", "accumulation", "seq_len"]
+    for _, rows in frame.groupby(step, sort=False):
+        first = rows.iloc[0]
+        yield (
+            f"{first['model']} ({first['params_b']:.2f} B parameters), {first['source']} on {first['machine']}; step: "
+            f"{first['accumulation']} x {first['micro_batch_size']} sequences of {first['seq_len']} tokens",
+            rows,
+        )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE)  # a pipe has no width of its own
+
+
+def markdown(frame: pd.DataFrame, columns: Sequence[Column], *, note: str = "") -> str:
+    """The same table in Markdown."""
+    lines = [
+        _line([column.heading.replace("\n", " ") for column in columns]),
+        _line(["---:" if column.number else "---" for column in columns]),
+    ]
+    lines += [_line([column.cell(record) for column in columns]) for record in records(frame)]
+    return "\n".join(lines) + (f"\n\n{note}" if note else "") + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,341 @@
+"""What each op does: the one table of (kind, phase).
+
+An op's accesses say which memory it works on; that is looked up once, before the first step. What is left for
+every step are calls without lookups. Nothing here knows a policy, a stream or an order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatrain import adam, autograd
+from megatrain.adam import Adam
+from megatrain.backend import Work
+from megatrain.lifetime import released
+from megatrain.store import Store
+from megatrain.template import Templates, sinks, views
+from schedules import tensor as tensors
+from schedules.op import Access, Kind, Op, Phase, Tier
+from schedules.schedule import Schedule
+from schedules.tensor import parse
+
+NORM_CHUNK = 1 << 18  # elements widened to fp64 at a time
+
+OnGradient = Callable[[int, int, Tensor], None]  # step, layer, the gradient that the optimizer applies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actions:
+    """What ops need beside their buffers: layers, hyperparameters of each step, tokens, a place for losses."""
+
+    schedule: Schedule
+    store: Store
+    templates: Templates
+    device: torch.device
+    hyper: Callable[[int], Adam]
+    on_gradient: OnGradient | None = None
+    tokens: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # step -> inputs, targets, on the device
+    losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # step -> micro-batch -> its part of the mean
+
+    def works(self) -> list[Work]:
+        """Per op of the schedule, what it does in a given step; all memory looked up."""
+        return [
+            self._ending(_TABLE[op.kind, op.phase](self, op), ended)
+            for op, ended in zip(self.schedule.ops, released(self.schedule), strict=True)
+        ]
+
+    def _ending(self, work: Work, ended: tuple[str, ...]) -> Work:
+        if not ended:
+            return work
+
+        def run(step: int) -> None:
+            work(step)
+            for buffer in ended:
+                self.store.release(buffer)
+
+        return run
+
+    # ---- lookups
+
+    def read(self, op: Op, cls: str) -> Tensor:
+        """The memory of the only tensor of a class that `op` reads."""
+        return self.store.tensor(_one(op, op.reads, cls))
+
+    def written(self, op: Op, cls: str) -> Tensor:
+        """The memory of the only tensor of a class that `op` writes."""
+        return self.store.tensor(_one(op, op.writes, cls))
+
+    def shapes(self, i: int) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of layer i's parameters."""
+        return self.schedule.model.parameter_shapes(i)
+
+    def weights(self, op: Op, i: int) -> dict[str, Tensor]:
+        """Layer i's parameters in the buffer that `op` reads them from."""
+        access = _named(op.reads, f"{tensors.WEIGHT}.{self.schedule.model.layer_name(i)}")
+        return views(self.store.tensor(access), self.shapes(i))
+
+    def grads(self, op: Op, i: int) -> dict[str, autograd.Sink]:
+        """Where layer i's gradient goes: added if `op` also reads it."""
+        access = _named(op.writes, f"{tensors.GRAD}.{self.schedule.model.layer_name(i)}")
+        return sinks(self.store.tensor(access), self.shapes(i), accumulate=access in op.reads)
+
+    def clipping(self, op: Op) -> Callable[[torch.device], Tensor | None]:
+        """The factor that clips to the workload's largest norm, fp32 []; None where `op` reads no norm."""
+        limit = self.schedule.workload.grad_clip
+        if limit is None or not _all(op.reads, tensors.NORM):
+            return lambda device: None
+        squares = self.read(op, tensors.NORM)
+
+        def factor(device: torch.device) -> Tensor:
+            # the arithmetic of torch.nn.utils.clip_grad_norm_
+            return (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0).to(device, torch.float32)
+
+        return factor
+
+
+# ---- finding accesses
+
+
+def _all(accesses: tuple[Access, ...], *classes: str) -> list[Access]:
+    return [access for access in accesses if parse(access.tensor).cls in classes]
+
+
+def _one(op: Op, accesses: tuple[Access, ...], *classes: str) -> Access:
+    found = _all(accesses, *classes)
+    if len(found) != 1:
+        raise ValueError(f"{op.name} ({op.phase}) must name one tensor of {'|'.join(classes)}, not {len(found)}")
+    return found[0]
+
+
+def _named(accesses: tuple[Access, ...], tensor: str) -> Access:
+    return next(access for access in accesses if access.tensor == tensor)
+
+
+def _layer(op: Op) -> int:
+    assert op.layer is not None  # verified: ops of this phase have one
+    return op.layer
+
+
+def _microbatch(op: Op) -> int:
+    assert op.microbatch is not None
+    return op.microbatch
+
+
+# ---- copies
+
+
+def _copy(a: Actions, op: Op) -> Work:
+    (source,), (target,) = op.reads, op.writes
+    if parse(source.tensor).cls == tensors.SAVED:
+        return _copy_saved(a, source, target)
+    return functools.partial(_copy_tensor, a.store.tensor(source), a.store.tensor(target))
+
+
+def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _copy_saved(a: Actions, source: Access, target: Access) -> Work:
+    """Activations saved in a layer leave the device as bytes, and come back into memory of their own."""
+    store, tiers = a.store, {name: buffer.tier for name, buffer in a.schedule.buffer.items()}
+
+    def leave(step: int) -> None:
+        saved = store.saved(source)
+        saved.copy_to(store.tensor(target))
+        store.put_saved(target, saved)
+
+    def come(step: int) -> None:
+        saved = store.saved(source)
+        memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=a.device)
+        memory.copy_(store.tensor(source)[: saved.nbytes], non_blocking=True)
+        saved.bind(memory)
+        store.put_saved(target, saved)
+
+    routes = {(Tier.DEVICE, Tier.HOST): leave, (Tier.HOST, Tier.DEVICE): come}
+    route = tiers[source.buffer], tiers[target.buffer]
+    if route not in routes:
+        raise ValueError(f"{source.tensor} cannot be copied from {source.buffer} to {target.buffer}: same tier")
+    return routes[route]
+
+
+# ---- compute
+
+
+def _embed(a: Actions, op: Op) -> Work:
+    table, out = a.weights(op, _layer(op))["embed_tokens.weight"], a.written(op, tensors.OUTPUT)
+    m = _microbatch(op)
+
+    def run(step: int) -> None:
+        inputs, _ = a.tokens[step]
+        out.copy_(a.templates.embed.forward(table, inputs[m]))
+
+    return run
+
+
+def _forward(a: Actions, op: Op) -> Work:
+    i = _layer(op)
+    layer = a.templates.blocks[a.schedule.model.layer_kind(i)]
+    params, x = a.weights(op, i), a.read(op, tensors.OUTPUT)
+    outputs = [a.store.tensor(access) for access in _all(op.writes, tensors.OUTPUT)]
+    kept = _all(op.writes, tensors.SAVED)
+
+    def run(step: int) -> None:
+        if kept:
+            y, saved = autograd.forward(layer, params, x)
+            a.store.put_saved(kept[0], saved)
+        else:
+            with torch.no_grad():
+                y = layer.forward(params, x)
+        for output in outputs:
+            output.copy_(y)
+
+    return run
+
+
+def _loss(a: Actions, op: Op) -> Work:
+    model, m = a.schedule.model, _microbatch(op)
+    head, grads = a.weights(op, model.head), a.grads(op, model.head)
+    if model.tie_word_embeddings:
+        table = a.weights(op, model.embed)["embed_tokens.weight"]
+        table_sink = a.grads(op, model.embed)["embed_tokens.weight"]
+    else:
+        table, table_sink = head["lm_head.weight"], grads["lm_head.weight"]
+    hidden, d_hidden = a.read(op, tensors.OUTPUT), a.written(op, tensors.OUTPUT_GRAD)
+    total = a.schedule.workload.tokens_per_step
+
+    def run(step: int) -> None:
+        _, targets = a.tokens[step]
+        with torch.no_grad():
+            loss = a.templates.head.loss_and_grads(
+                head["norm.weight"],
+                table,
+                hidden,
+                targets[m],
+                total_tokens=total,
+                d_hidden=d_hidden,
+                norm_sink=grads["norm.weight"],
+                table_sink=table_sink,
+            )
+        a.losses[step][m] = loss
+
+    return run
+
+
+def _backward(a: Actions, op: Op) -> Work:
+    i, m = _layer(op), _microbatch(op)
+    grads, dy = a.grads(op, i), a.read(op, tensors.OUTPUT_GRAD)
+    if i == a.schedule.model.embed:
+
+        def run_embed(step: int) -> None:
+            inputs, _ = a.tokens[step]
+            a.templates.embed.backward(inputs[m], dy, grads["embed_tokens.weight"])
+
+        return run_embed
+    params, x, dx = a.weights(op, i), a.read(op, tensors.OUTPUT), a.written(op, tensors.OUTPUT_GRAD)
+    kept = _one(op, op.reads, tensors.SAVED)
+
+    def run(step: int) -> None:
+        dx.copy_(autograd.backward(a.store.saved(kept), params, x, dy, grads))
+
+    return run
+
+
+# ---- passes over gradients, and the optimizer
+
+
+def _accumulate(a: Actions, op: Op) -> Work:
+    (target,) = op.writes
+    source = next(access for access in op.reads if access != target)
+    sink = autograd.Sink(a.store.tensor(target), accumulate=target in op.reads)
+    return functools.partial(_put, sink, a.store.tensor(source))
+
+
+def _put(sink: autograd.Sink, grad: Tensor, step: int) -> None:
+    sink.put(grad)
+
+
+def _zero(a: Actions, op: Op) -> Work:
+    targets = [a.store.tensor(access) for access in op.writes]
+
+    def run(step: int) -> None:
+        for target in targets:
+            target.zero_()
+
+    return run
+
+
+def _norm(a: Actions, op: Op) -> Work:
+    (target,) = op.writes
+    sink = autograd.Sink(a.store.tensor(target), accumulate=target in op.reads)
+    grads = [a.store.tensor(access) for access in _all(op.reads, *tensors.GRADIENTS)]
+
+    def run(step: int) -> None:
+        squares = torch.zeros((), dtype=torch.float64, device=sink.view.device)
+        for grad in grads:
+            for part in torch.split(grad, NORM_CHUNK):
+                squares += part.double().square_().sum().to(squares.device)
+        sink.put(squares)
+
+    return run
+
+
+def _scale(a: Actions, op: Op) -> Work:
+    grad, clipping = a.store.tensor(op.writes[0]), a.clipping(op)
+
+    def run(step: int) -> None:
+        factor = clipping(grad.device)
+        grad.mul_(1.0 if factor is None else factor)
+
+    return run
+
+
+def _adam(a: Actions, op: Op) -> Work:
+    i = _layer(op)
+    grad = a.store.tensor(_one(op, op.reads, *tensors.GRADIENTS))
+    weights, state = a.written(op, tensors.WEIGHT), a.written(op, tensors.STATE)
+    decay, clipping = adam.decayed(a.shapes(i)), a.clipping(op)
+    precision = a.schedule.workload.precision
+
+    def run(step: int) -> None:
+        factor = clipping(grad.device)
+        if a.on_gradient is not None:
+            a.on_gradient(step, i, grad.clone() if factor is None else grad * factor)
+        adam.step(
+            weights,
+            grad,
+            state,
+            a.hyper(step),
+            step + 1,
+            precision=precision,
+            grad_scale=factor,
+            decay=decay,
+        )
+
+    return run
+
+
+def _sync(a: Actions, op: Op) -> Work:
+    return lambda step: None
+
+
+_TABLE: dict[tuple[Kind, Phase], Callable[[Actions, Op], Work]] = {
+    (Kind.PREFETCH, Phase.COPY): _copy,
+    (Kind.OFFLOAD, Phase.COPY): _copy,
+    (Kind.COMPUTE, Phase.EMBED): _embed,
+    (Kind.COMPUTE, Phase.FORWARD): _forward,
+    (Kind.COMPUTE, Phase.RECOMPUTE): _forward,
+    (Kind.COMPUTE, Phase.LOSS): _loss,
+    (Kind.COMPUTE, Phase.BACKWARD): _backward,
+    (Kind.UPDATE, Phase.ACCUMULATE): _accumulate,
+    (Kind.UPDATE, Phase.CAST): _copy,
+    (Kind.UPDATE, Phase.ZERO): _zero,
+    (Kind.UPDATE, Phase.NORM): _norm,
+    (Kind.UPDATE, Phase.SCALE): _scale,
+    (Kind.UPDATE, Phase.ADAM): _adam,
+    **{(kind, Phase.SYNC): _sync for kind in Kind},
+}

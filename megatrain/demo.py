@@ -1,0 +1,82 @@
+"""The demonstration: one model trained by every policy on this machine, each predicted before it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.profile import measure
+from megatrain.session import Trained, train
+from schedules import codec, policies, presets
+from schedules.model import ModelSpec
+from schedules.schedule import Schedule
+from schedules.verify import Verified, verify
+from schedules.workload import Workload
+from sim import hardware
+from sim.hardware import HardwareProfile
+from sim.prediction import Prediction, memory_of, predict
+
+MODEL = "demo"
+WORKLOAD = Workload(micro_batch_size=4, seq_len=256, precision="fp32")
+LEARNING_RATE = 1e-3
+
+Progress = Callable[[float, str], None]  # done in [0, 1], what is being done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One policy: what was predicted, and what happened."""
+
+    schedule: Schedule
+    prediction: Prediction
+    trained: Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """All of a demonstration's results. Its files are `profile.json`, `schedules/` and `traces/`."""
+
+    model: ModelSpec
+    workload: Workload
+    profile: HardwareProfile
+    runs: list[Run]
+
+
+def measure_machine(folder: Path, progress: Progress) -> HardwareProfile:
+    """Profile this machine for the demo's model and all policies; write it to `profile.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = measure(presets.load(MODEL), [s.schedule for s in _schedules(None)], progress=progress)
+    hardware.save(profile, folder / "profile.json")
+    return profile
+
+
+def run_all(folder: Path, profile: HardwareProfile, steps: int, progress: Progress) -> Demo:
+    """Build, verify and predict every policy's schedule, then train by it; files are written as they come."""
+    for sub in ("schedules", "traces"):
+        (folder / sub).mkdir(parents=True, exist_ok=True)
+    proven = _schedules(profile)
+    predictions = []
+    for verified in proven:
+        schedule = verified.schedule
+        codec.save(schedule, folder / "schedules" / f"{schedule.policy}.json")
+        predictions.append(predict(schedule, profile))
+        predictions[-1].trace.save(folder / "traces" / f"{schedule.policy}.predicted.json")
+    runs = []
+    for number, (verified, prediction) in enumerate(zip(proven, predictions, strict=True)):
+        schedule = verified.schedule
+
+        def told(step: int, loss: float, number: int = number, policy: str = schedule.policy) -> None:
+            progress((number + (step + 1) / steps) / len(proven), f"{policy}, loss {loss:.2f}")
+
+        trained = train(verified, steps=steps, lr=LEARNING_RATE, on_loss=told)
+        trained.trace.save(folder / "traces" / f"{schedule.policy}.measured.json")
+        runs.append(Run(schedule=schedule, prediction=prediction, trained=trained))
+    return Demo(model=proven[0].schedule.model, workload=WORKLOAD, profile=profile, runs=runs)
+
+
+def _schedules(profile: HardwareProfile | None) -> list[Verified]:
+    """Every policy's schedule; without a profile yet, for the memory of the largest machine known."""
+    memory = memory_of(profile or hardware.load("h200"))
+    model = presets.load(MODEL)
+    return [verify(policies.build(name, model, WORKLOAD, memory)) for name in policies.names()]

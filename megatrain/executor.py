@@ -1,0 +1,175 @@
+"""Walks a schedule's ops in program order and hands them to a backend: the same loop for every backend.
+
+It knows order, streams and waits. What the ops do is a list of functions made elsewhere (`actions`), and how
+a machine runs them is the backend's. Which policy wrote the schedule makes no difference here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic
+
+import numpy as np
+
+from megatrain.backend import Backend, E, Task, Work
+from schedules.op import Stream
+from schedules.schedule import Schedule
+from schedules.trace import ISSUE, Ints, Trace
+from schedules.verify import Verified
+
+
+class NotVerified(TypeError):
+    """A schedule that no proof stands behind, or another than the one that was proven."""
+
+
+class Executor(Generic[E]):
+    """Runs steps of one verified schedule on one backend.
+
+    `works` is what each op does, in program order; nothing if left out, for a backend that only keeps time.
+    `delay_s` gives an artificial start-up time to each op as it is issued: a correct schedule does not notice.
+    With `record`, every op's times are kept for `trace`.
+
+    Whoever owns the backend closes it; after an error the executor is of no use.
+
+    Raises:
+        NotVerified: `verified` is not what `verify` returned for this very schedule.
+    """
+
+    def __init__(
+        self,
+        verified: Verified,
+        backend: Backend[E],
+        works: Sequence[Work] | None = None,
+        *,
+        delay_s: Callable[[], float] | None = None,
+        record: bool = False,
+    ) -> None:
+        self._schedule = _proven(verified)
+        self._backend = backend
+        self._works = works if works is not None else [_nothing] * len(self._schedule.ops)
+        self._delay_s = delay_s
+        self._record = record
+        self._rows: list[tuple[Task, int, E]] = []  # task, moment of issue, event
+        index = self._schedule.index
+        self._waits = [
+            [(index[wait.on], wait.distance) for wait in self._schedule.waits_of[op.name]] for op in self._schedule.ops
+        ]
+        self._last_of_stream = [index[ops[-1].name] for ops in self._schedule.streams.values()]
+        self._steps: dict[int, list[E]] = {}  # events of steps not yet known to have finished, and of the last
+
+    def issue(self, step: int) -> None:
+        """Issue all ops of a step; they may still run when this returns. Steps are issued one after another.
+
+        Raises:
+            OpFailed: an op, of this step or an earlier one, has failed.
+        """
+        events: list[E] = []
+        for index in range(len(self._works)):
+            events.append(self._issue(index, step, events))
+        self._steps[step] = events
+
+    def _issue(self, index: int, step: int, events: Sequence[E]) -> E:
+        op = self._schedule.ops[index]
+        delay_s = self._delay_s() if self._delay_s is not None else 0.0
+        task = Task(op, index, step, self._works[index], delay_s)
+        before = self._steps.get(step - 1, ())  # before the first step there is nothing to wait for
+        waits = [
+            before[on] if distance else events[on] for on, distance in self._waits[index] if before or not distance
+        ]
+        issued_ns = self._backend.issue(task)
+        if op.stream == Stream.HOST:
+            for event in waits:
+                self._backend.host_wait(event)
+            done = self._backend.run_on_host(task)
+        else:
+            done = self._backend.submit(task, waits)
+            if op.blocking:
+                self._backend.host_wait(done)
+        if self._record:
+            self._rows.append((task, issued_ns, done))
+        return done
+
+    def wait(self, step: int) -> None:
+        """Return when all ops of a step have finished; at once if that is known.
+
+        Raises:
+            OpFailed: an op has failed.
+        """
+        events = self._steps.get(step)
+        if events is None:
+            return
+        for last in self._last_of_stream:
+            self._backend.host_wait(events[last])
+        # a step's events are needed by the next step's waits of distance 1, and by nobody later
+        for known in [known for known in self._steps if known <= step and known + 1 in self._steps]:
+            del self._steps[known]
+
+    def run(self, steps: int) -> Trace:
+        """Issue `steps` steps from step 0 as fast as the host can, wait for them, and tell their times."""
+        self._record = True
+        for step in range(steps):
+            self.issue(step)
+            self._steps.pop(step - 1, None)  # all that waits for its ops has been issued
+        self.wait(steps - 1)
+        return self.trace()
+
+    def trace(self) -> Trace:
+        """Times of the ops recorded since the last call; all must have finished. From the first issue on, in ns.
+
+        The first step told is step 0 of the trace. For a backend that predicts, time starts at its zero.
+        """
+        rows, self._rows = self._rows, []
+        tasks = [task for task, _, _ in rows]
+        issue_ns = np.array([issued for _, issued, _ in rows], dtype=np.int64)
+        spans = np.array([event.span() for _, _, event in rows], dtype=np.int64).reshape(-1, 2)
+        first_step = tasks[0].step if tasks else 0
+        origin = int(issue_ns[0]) if tasks and self._backend.source == "measured" else 0
+        op = np.array([task.index for task in tasks], dtype=np.int64)
+        step = np.array([task.step - first_step for task in tasks], dtype=np.int64)
+        return Trace(
+            digest=self._schedule.digest,
+            machine=self._backend.machine,
+            source=self._backend.source,
+            op=op,
+            step=step,
+            issue_ns=issue_ns - origin,
+            start_ns=spans[:, 0] - origin,
+            end_ns=spans[:, 1] - origin,
+            waited_on=self._released_by(op, step, issue_ns, spans[:, 1]),
+        )
+
+    def _released_by(self, op: Ints, step: Ints, issue_ns: Ints, end_ns: Ints) -> Ints:
+        """Per row, which of the rows it had to follow ended last (of several, the one issued last).
+
+        ISSUE if that was before the row was issued.
+        """
+        count = len(self._schedule.ops)
+        found = np.full(len(op), ISSUE, dtype=np.int64)
+        last_on: dict[Stream, int] = {}
+        for row in range(len(op)):
+            index = int(op[row])
+            stream = self._schedule.ops[index].stream
+            before = [
+                row - index - distance * count + on for on, distance in self._waits[index] if distance <= step[row]
+            ]
+            before += [last_on[stream]] if stream in last_on else []
+            last_on[stream] = row
+            if before:
+                latest = max(before, key=lambda other: (end_ns[other], other))
+                if end_ns[latest] > issue_ns[row]:
+                    found[row] = latest
+        return found
+
+
+def _proven(verified: Verified) -> Schedule:
+    if not isinstance(verified, Verified):
+        raise NotVerified(f"a {type(verified).__name__} is not a proof: pass what schedules.verify.verify returns")
+    if verified.schedule.digest != verified.digest:
+        raise NotVerified(
+            f"the proof is of schedule {verified.digest[:8]}, this is {verified.schedule.short_digest}: verify it again"
+        )
+    return verified.schedule
+
+
+def _nothing(step: int) -> None:
+    """What an op does where only its time counts."""

@@ -1,0 +1,28 @@
+"""Where training starts: random parameters, a function of the seed and the layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from schedules.model import ModelSpec
+
+STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
+
+
+def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
+    """Layer -> its parameters, fp32, flat: matrices normal, norms one, biases zero."""
+
+    def parameters(i: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + i + 1)
+        parts = []
+        for name, shape in model.parameter_shapes(i).items():
+            if len(shape) > 1:
+                parts.append(torch.randn(shape, generator=generator).mul_(STANDARD_DEVIATION).flatten())
+            else:
+                parts.append(torch.full(shape, 1.0 if "norm" in name else 0.0))
+        return torch.cat(parts)
+
+    return parameters

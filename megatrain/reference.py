@@ -1,0 +1,97 @@
+"""Plain PyTorch training of the same model: what every schedule must agree with.
+
+Same layers, but one autograd graph over the whole model, torch's own cross-entropy, clipping and optimizer,
+and no schedule, buffers or streams. In fp32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.adam import Adam
+from megatrain.data import TokenSource, inputs_and_targets
+from megatrain.template import rms_norm, templates, views
+from schedules.model import ModelSpec
+from schedules.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What a training run yields. Flat tensors, fp32, by layer as in the schedule's slabs."""
+
+    losses: list[float]  # per step, the mean over its tokens
+    gradients: list[dict[int, Tensor]]  # per step, those that the optimizer applies: clipped
+    parameters: dict[int, Tensor]  # after the last step
+
+
+def train(
+    model: ModelSpec,
+    workload: Workload,
+    data: TokenSource,
+    hyper: Adam,
+    *,
+    initial: Callable[[int], Tensor],
+    steps: int,
+) -> Reference:
+    """Train from the same start on the same data as a Trainer. Raises ValueError unless the precision is fp32."""
+    if workload.precision != "fp32":
+        raise ValueError(f"the reference trains in fp32, not {workload.precision}")
+    layers = {i: _parameters(model, i, initial(i)) for i in model.layers}
+    own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
+    matrices = [p for params in layers.values() for p in params.values() if p.dim() > 1]
+    others = [p for params in layers.values() for p in params.values() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": hyper.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=hyper.lr,
+        betas=hyper.betas,
+        eps=hyper.eps,
+        fused=True,
+    )
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        embed, head = layers[model.embed], layers[model.head]
+        x = own.embed.forward(embed["embed_tokens.weight"], inputs)
+        for i in model.blocks:
+            x = own.blocks[model.layer_kind(i)].forward(layers[i], x)
+        table = embed["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
+        logits = rms_norm(x, head["norm.weight"], model.rms_norm_eps) @ table.t()
+        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return summed / workload.tokens_per_step
+
+    losses, gradients = [], []
+    for step in range(steps):
+        inputs, targets = inputs_and_targets(data.batch(step))
+        parts = []
+        for m in workload.microbatches:
+            loss = loss_of(inputs[m], targets[m])
+            loss.backward()  # type: ignore[no-untyped-call]
+            parts.append(loss.item())
+        losses.append(sum(parts))
+        if workload.grad_clip is not None:
+            torch.nn.utils.clip_grad_norm_([*matrices, *others], workload.grad_clip)
+        gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in layers.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in layers.items()}
+    return Reference(losses=losses, gradients=gradients, parameters=parameters)
+
+
+def _parameters(model: ModelSpec, i: int, flat: Tensor) -> dict[str, Tensor]:
+    return {name: part.clone().requires_grad_() for name, part in views(flat, model.parameter_shapes(i)).items()}
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _flat(parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts.values()]).clone()

@@ -1,0 +1,67 @@
+"""A whole run on this machine in one call: train by a verified schedule, from nothing to losses and a trace."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.adam import Adam
+from megatrain.cpu import CpuBackend
+from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.initial import random_parameters
+from megatrain.train import Debug, Trainer
+from schedules.trace import Trace
+from schedules.verify import Verified
+
+TEXT_BYTES = 8_000_000  # of source text; a demonstration sees a fraction of it
+DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The loss of every step, and when every op of every step ran."""
+
+    losses: list[float]
+    trace: Trace
+
+
+def machine_name() -> str:
+    """This machine's processor, for results."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def train(
+    verified: Verified,
+    *,
+    steps: int,
+    lr: float,
+    seed: int = 0,
+    debug: bool = False,
+    on_loss: Callable[[int, float], None] | None = None,
+) -> Trained:
+    """Train on the CPU, on the standard library's source text, a token per byte.
+
+    Raises:
+        DataError: there is too little text for one sequence.
+        OpFailed: an op failed.
+        StoreError, TemplateError: this schedule or model cannot be run here.
+    """
+    schedule = verified.schedule
+    data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=schedule.workload, seed=seed)
+    with Trainer(
+        verified,
+        CpuBackend(machine=machine_name()),
+        data,
+        Adam(lr=lr),
+        initial=random_parameters(schedule.model, seed),
+        debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
+        record=True,
+    ) as trainer:
+        losses = trainer.run(steps, on_loss=on_loss)
+        return Trained(losses=losses, trace=trainer.trace())

@@ -1,0 +1,154 @@
+"""A schedule's buffers as memory: one allocation each, before the first step, and typed views into them.
+
+Device buffers for activations saved inside layers are budgets instead: autograd allocates what it saves, and
+the store holds it, checks its bytes against the buffer's and lets go of it when the schedule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatrain import adam
+from megatrain.autograd import Saved
+from schedules import tensor as tensors
+from schedules.errors import Refused
+from schedules.op import Access, Buffer, Phase, Tier
+from schedules.schedule import Schedule
+from schedules.tensor import parse
+from schedules.verify import Verified
+
+POISON = 0xFF  # all bits one: a NaN in every floating type
+
+
+class StoreError(Refused):
+    """A buffer that cannot be provided, or saved activations that are not where, or not as small as, said."""
+
+
+def float_type(nbytes: int) -> torch.dtype:
+    """The floating type of a precision's element of that many bytes."""
+    return {2: torch.bfloat16, 4: torch.float32}[nbytes]
+
+
+class Store:
+    """The memory of one run of one schedule.
+
+    With `poison`, whatever holds nothing is full of NaN: every buffer before its first write, and every
+    buffer that is `release`d.
+
+    Raises:
+        StoreError: a buffer is on NVMe, or a device buffer holds saved activations and other tensors in turn.
+    """
+
+    def __init__(self, schedule: Schedule, allocate: Callable[[Buffer], Tensor], *, poison: bool = False) -> None:
+        self._schedule = schedule
+        self._poison = poison
+        self._slabs: dict[str, Tensor] = {}  # uint8
+        self._views: dict[Access, Tensor] = {}
+        self._saved: dict[str, tuple[str, Saved]] = {}  # buffer -> (tensor, activations)
+        classes: dict[str, set[str]] = {buffer.name: set() for buffer in schedule.buffers}
+        for op in schedule.ops:
+            for access in op.accesses:
+                classes[access.buffer].add(parse(access.tensor).cls)
+        for buffer in schedule.buffers:
+            if buffer.tier == Tier.NVME:
+                raise StoreError(f"buffer {buffer.name} is on NVMe, which can be planned but not yet run")
+            if buffer.tier == Tier.DEVICE and tensors.SAVED in classes[buffer.name]:
+                if len(classes[buffer.name]) > 1:
+                    raise StoreError(f"{buffer.name} holds saved activations and other tensors: use two buffers")
+                continue
+            self._slabs[buffer.name] = allocate(buffer)
+            if poison:
+                self._slabs[buffer.name].fill_(POISON)
+
+    # ---- tensors in slabs
+
+    def tensor(self, access: Access) -> Tensor:
+        """The buffer's memory as the tensor named: exactly its elements, from the buffer's first byte.
+
+        w, g, g32: one dimension, the layer's parameters. o: uint8 [bytes]. x, d: [batch, seq, hidden].
+        s: uint8 [bytes of the tensor]. norm: fp64 [].
+        """
+        if access not in self._views:
+            self._views[access] = self._view(access)
+        return self._views[access]
+
+    def _view(self, access: Access) -> Tensor:
+        name, precision = parse(access.tensor), self._schedule.workload.bytes
+        slab = self._slabs[access.buffer]
+        if name.cls == tensors.NORM:
+            return slab[:8].view(torch.float64)[0]
+        model, workload = self._schedule.model, self._schedule.workload
+        layer = model.layer_index(name.layer)
+        if name.cls == tensors.SAVED:
+            return slab[: model.saved_bytes(layer, workload)]
+        if name.cls in tensors.MICROBATCH_CLASSES:
+            hidden = slab[: model.hidden_bytes(workload)].view(float_type(precision.activation))
+            return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
+        params = model.params(layer)
+        if name.cls == tensors.STATE:
+            return slab[: params * precision.state]
+        itemsize = {tensors.WEIGHT: precision.weight, tensors.GRAD: precision.grad, tensors.GRAD32: 4}[name.cls]
+        return slab[: params * itemsize].view(float_type(itemsize))
+
+    # ---- saved activations
+
+    def put_saved(self, access: Access, saved: Saved) -> None:
+        """`saved` is now what the buffer holds. Raises StoreError when it is larger than the buffer."""
+        limit = self._schedule.buffer[access.buffer].nbytes
+        if saved.nbytes > limit:
+            raise StoreError(
+                f"{access.tensor} is {saved.nbytes} bytes of saved activations, its buffer {access.buffer} "
+                f"has {limit}: the model saves more than schedules.model.ModelSpec.saved_bytes counts"
+            )
+        self._saved[access.buffer] = access.tensor, saved
+
+    def saved(self, access: Access) -> Saved:
+        """What `put_saved` put there. Raises StoreError when the buffer holds something else, or nothing."""
+        tensor, saved = self._saved.get(access.buffer, ("nothing", None))
+        if saved is None or tensor != access.tensor:
+            raise StoreError(f"{access.buffer} holds {tensor} where {access.tensor} is to be read")
+        return saved
+
+    def release(self, buffer: str) -> None:
+        """Nobody will read what the buffer holds."""
+        _, saved = self._saved.pop(buffer, ("", None))
+        # the activations of a host buffer may by now be bound to a device buffer again
+        if saved is not None and buffer not in self._slabs:
+            if self._poison:
+                saved.poison()
+            saved.drop()
+        if self._poison and buffer in self._slabs:
+            self._slabs[buffer].fill_(POISON)
+
+    # ---- before the first step, and after the last
+
+    def fill(self, verified: Verified, source: Callable[[int], Tensor]) -> None:
+        """Put weights and optimizer state where the first step expects them.
+
+        `source(i)` is layer i's parameters, fp32, flat, on the CPU.
+        """
+        workload = self._schedule.workload
+        for i in self._schedule.model.layers:
+            values = source(i)
+            weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
+            state = torch.empty(len(values) * workload.bytes.state, dtype=torch.uint8)
+            adam.initialise(weights, state, workload.precision, values)
+            for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
+                for home in self._homes(verified, cls, i):
+                    self.tensor(home).copy_(contents)
+
+    def master(self, verified: Verified, i: int) -> Tensor:
+        """Layer i's parameters at their most exact, new fp32, flat. Only between steps."""
+        weights = self.tensor(self._homes(verified, tensors.WEIGHT, i)[0])
+        state = self.tensor(self._homes(verified, tensors.STATE, i)[0])
+        return adam.master_weights(weights, state.to(weights.device), self._schedule.workload.precision)
+
+    def _homes(self, verified: Verified, cls: str, i: int) -> list[Access]:
+        """The buffers that hold a tensor between steps; where the optimizer writes it first."""
+        tensor = str(tensors.Tensor(cls, self._schedule.model.layer_name(i)))
+        updated = {access for op in self._schedule.ops if op.phase == Phase.ADAM for access in op.writes}
+        homes = [Access(buffer, held) for buffer, held in verified.initial.items() if held == tensor]
+        return sorted(homes, key=lambda home: home not in updated)

@@ -1,0 +1,99 @@
+"""What commands print for people: plain tables, without pandas, so that planning stays quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from schedules.op import Tier
+from schedules.schedule import Schedule
+from sim.prediction import Prediction, memory_of
+
+PIPE_COLUMNS = 200  # a pipe has no width: let nothing be folded there
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> None:
+    """A plain table; the first `left` columns are text, the others numbers."""
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        text = i < left
+        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text or i == 0)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
+
+
+def print_summary(schedule: Schedule, verdict: str) -> None:
+    """One line of facts and a verdict."""
+    facts = [f"{schedule.label} for {schedule.model.name}, digest {schedule.short_digest}"]
+    facts.append(f"{len(schedule.ops)} ops, {len(schedule.waits)} waits, {len(schedule.buffers)} buffers")
+    facts += [
+        f"{schedule.allocated_bytes(tier) / 1e9:.2f} GB {tier}" for tier in Tier if schedule.allocated_bytes(tier)
+    ]
+    print("; ".join(facts))
+    print(verdict)
+
+
+def print_prediction(prediction: Prediction) -> None:
+    """Step, memory and streams of one prediction."""
+    schedule, profile = prediction.schedule, prediction.profile
+    workload = schedule.workload
+    print(
+        f"{schedule.label} for {schedule.model.name} on {profile.name} ({profile.mode} profile), "
+        f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
+    )
+    print(
+        f"digest {schedule.short_digest}, {len(schedule.ops)} ops, {len(schedule.waits)} waits; all times predicted\n"
+    )
+    rows = [
+        ["step", f"{prediction.period_ns / 1e6:,.1f} ms"],
+        ["throughput", f"{prediction.tokens_per_s:,.0f} tokens/s"],
+        ["model FLOP/s", f"{prediction.model_flops_per_s / 1e12:,.1f} TFLOP/s"],
+        ["MFU", f"{prediction.mfu:.1%}"],
+        ["HFU", f"{prediction.hfu:.1%}"],
+        ["bound of this schedule", f"{prediction.bound_ns / 1e6:,.1f} ms"],
+        ["above the bound", f"{prediction.gap:.1%}"],
+        ["what binds", prediction.binding],
+    ]
+    print_table("one step", ["", ""], rows)
+    memory = []
+    for tier, limit in zip(Tier, vars(memory_of(profile)).values(), strict=True):
+        if peak := prediction.peak_bytes[tier]:
+            memory.append(
+                [tier, f"{peak / 1e9:,.2f} GB", f"{limit / 1e9:,.2f} GB", f"{peak / limit:.0%}" if limit else "-"]
+            )
+    print_table("memory", ["tier", "peak", "available", "used"], memory)
+    streams = []
+    for stream, share in prediction.utilisation.items():
+        causes = prediction.idle_causes_ns[stream]
+        span = prediction.window[1] - prediction.window[0]
+        told = ", ".join(f"{cause} {ns / span:.0%}" for cause, ns in sorted(causes.items(), key=lambda c: -c[1])[:3])
+        streams.append([stream, told, f"{share:.1%}"])
+    print_table("streams", ["stream", "idle, waiting for", "busy"], streams, left=2)
+
+
+def prediction_record(prediction: Prediction) -> dict[str, Any]:
+    """The same for programs; every key says its unit."""
+    return {
+        **prediction.schedule.describe(),
+        "machine": prediction.profile.name,
+        "profile": prediction.profile.mode,
+        "source": "predicted",
+        "fits": prediction.fits,
+        "reason": str(prediction.does_not_fit or ""),
+        "step_s": prediction.period_ns / 1e9,
+        "bound_s": prediction.bound_ns / 1e9,
+        "gap": prediction.gap,
+        "binding": prediction.binding,
+        "tokens_per_s": prediction.tokens_per_s,
+        "model_flops_per_s": prediction.model_flops_per_s,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "peak_bytes": {str(tier): nbytes for tier, nbytes in prediction.peak_bytes.items()},
+        "utilisation": prediction.utilisation,
+        "idle_causes_ns": prediction.idle_causes_ns,
+    }

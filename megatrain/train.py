@@ -1,0 +1,155 @@
+"""Training by a schedule: memory, layers, data and optimizer around the executor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic
+
+from torch import Tensor
+
+from megatrain.actions import Actions, OnGradient
+from megatrain.adam import Adam
+from megatrain.backend import Backend, E
+from megatrain.data import TokenSource, inputs_and_targets
+from megatrain.executor import Executor
+from megatrain.store import Store, float_type
+from megatrain.template import templates
+from schedules.trace import Trace
+from schedules.verify import Verified
+
+AHEAD = 2  # steps that may be under way at once; enough for any stream to find its next step queued
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Makes faults of a schedule show. `poison` fills with NaN whatever holds nothing; every op starts up to
+    `delay_s` seconds late, at random by `seed`.
+    """
+
+    poison: bool = True
+    delay_s: float = 0.0
+    seed: int = 0
+
+
+class Trainer(Generic[E]):
+    """Trains one model by one verified schedule. Use as a context manager, or `close` it.
+
+    Args:
+        hyper: the optimizer's settings, or a function from the step to them.
+        initial: layer -> its parameters before step 0, fp32, flat.
+        on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped.
+        record: keep every op's times, for `trace`.
+
+    Raises:
+        NotVerified: see Executor.
+        StoreError: see Store.
+        TemplateError: the model cannot be trained here.
+        ValueError: the data has tokens that the model does not know.
+    """
+
+    def __init__(
+        self,
+        verified: Verified,
+        backend: Backend[E],
+        data: TokenSource,
+        hyper: Adam | Callable[[int], Adam],
+        *,
+        initial: Callable[[int], Tensor],
+        on_gradient: OnGradient | None = None,
+        debug: Debug = Debug(poison=False),
+        record: bool = False,
+    ) -> None:
+        schedule = verified.schedule
+        model, workload = schedule.model, schedule.workload
+        if data.vocab_size > model.vocab_size:
+            raise ValueError(f"the data has {data.vocab_size} different tokens, {model.name} {model.vocab_size}")
+        self._verified, self._backend, self._data = verified, backend, data
+        self._store = Store(schedule, backend.allocate, poison=debug.poison)
+        self._actions = Actions(
+            schedule=schedule,
+            store=self._store,
+            templates=templates(
+                model,
+                seq_len=workload.seq_len,
+                device=backend.device,
+                dtype=float_type(workload.bytes.activation),
+            ),
+            device=backend.device,
+            hyper=hyper if callable(hyper) else lambda step: hyper,
+            on_gradient=on_gradient,
+        )
+        delays = random.Random(debug.seed)
+        self._executor = Executor(
+            verified,
+            backend,
+            self._actions.works(),
+            delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
+            record=record,
+        )
+        self._store.fill(verified, initial)
+        self.step = 0  # how many steps have been trained
+
+    def __enter__(self) -> Trainer[E]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the backend."""
+        self._backend.close()
+
+    def run(self, steps: int, *, on_loss: Callable[[int, float], None] | None = None) -> list[float]:
+        """Train `steps` steps more; their losses, each the mean over all tokens of its step.
+
+        `on_loss` is told (step, loss) in order, AHEAD steps late so that nothing waits for it.
+
+        Raises:
+            OpFailed: an op failed; the trainer is closed then, as after an interrupt.
+        """
+        try:
+            return self._run(steps, on_loss)
+        except BaseException:  # an interrupt too: no thread may be left behind
+            self.close()
+            raise
+
+    def _run(self, steps: int, on_loss: Callable[[int, float], None] | None) -> list[float]:
+        losses: list[float] = []
+
+        def finish(step: int) -> None:
+            self._executor.wait(step)
+            losses.append(self._loss(step))
+            if on_loss is not None:
+                on_loss(step, losses[-1])
+
+        first, last = self.step, self.step + steps
+        for step in range(first, last):
+            if step - AHEAD >= first:
+                finish(step - AHEAD)
+            inputs, targets = inputs_and_targets(self._data.batch(step))
+            self._actions.tokens[step] = inputs.to(self._backend.device), targets.to(self._backend.device)
+            self._actions.losses[step] = {}
+            self._executor.issue(step)
+        for step in range(max(first, last - AHEAD), last):
+            finish(step)
+        self.step = last
+        return losses
+
+    def _loss(self, step: int) -> float:
+        """The loss of a finished step; lets go of its tokens."""
+        del self._actions.tokens[step]
+        parts = self._actions.losses.pop(step)
+        return sum(float(parts[m]) for m in sorted(parts))
+
+    def trace(self) -> Trace:
+        """Times of all ops since the last call, from `record`."""
+        return self._executor.trace()
+
+    def parameters(self, i: int) -> Tensor:
+        """Layer i's parameters as they are now, at their most exact: new fp32, flat."""
+        return self._store.master(self._verified, i)

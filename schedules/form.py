@@ -1,0 +1,148 @@
+"""Does every name, size and wait of a schedule mean something? Checked before its meaning is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.contents import Violation, describe
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.sizes import tensor_bytes
+from schedules.tensor import TensorError, parse
+
+
+def malformed(schedule: Schedule) -> Iterator[Violation]:
+    """What is wrong with the schedule as a text: unknown or doubled names, impossible sizes, ops out of form."""
+    names: set[str] = set()
+    for op in schedule.ops:
+        if op.name in names:
+            yield _wrong(op, f"the name {op.name} stands for two ops", "give every op its own name")
+        names.add(op.name)
+    if not schedule.ops:
+        yield Violation(rule="structure", op="", message="the schedule has no ops", fix="add some")
+    seen: set[str] = set()
+    for buffer in schedule.buffers:
+        if buffer.name in seen:
+            yield Violation(
+                rule="structure",
+                op="",
+                buffer=buffer.name,
+                message=f"the name {buffer.name} stands for two buffers",
+                fix="give every buffer its own name",
+            )
+        seen.add(buffer.name)
+        if buffer.nbytes < 0:
+            yield Violation(
+                rule="structure",
+                op="",
+                buffer=buffer.name,
+                message=f"buffer {buffer.name} has {buffer.nbytes} bytes",
+                fix="give it the bytes of the largest tensor it holds",
+            )
+    for wait in schedule.waits:
+        for name in (wait.op, wait.on):
+            if name not in names:
+                yield Violation(
+                    rule="structure",
+                    op="",
+                    message=f"wait {wait.op} on {wait.on}: there is no op {name}",
+                    fix="name an op of this schedule",
+                )
+        if wait.distance not in (0, 1):
+            yield Violation(
+                rule="structure",
+                op=wait.op if wait.op in names else "",
+                message=f"wait {wait.op} on {wait.on} has distance {wait.distance}",
+                fix="use 0 for this step or 1 for the step before",
+            )
+    for op in schedule.ops:
+        yield from list(_op_accesses(schedule, op)) or _op_form(schedule, op)
+
+
+def _op_accesses(schedule: Schedule, op: Op) -> Iterator[Violation]:
+    for amount in ("nbytes", "flops", "params"):
+        if getattr(op, amount) < 0:
+            yield _wrong(op, f"{op.name} has {amount} {getattr(op, amount)}", "amounts are never negative")
+    for access in op.accesses:
+        buffer = schedule.buffer.get(access.buffer)
+        if buffer is None:
+            yield _wrong(op, f"{op.name} touches buffer {access.buffer}, which is not declared", "declare it")
+            continue
+        try:
+            need = tensor_bytes(access.tensor, schedule.model, schedule.workload)
+        except (TensorError, ValueError) as error:
+            yield _wrong(op, f"{op.name}: {error}", "name a tensor of this model", access.buffer)
+            continue
+        microbatch = parse(access.tensor).microbatch
+        if microbatch is not None and microbatch not in schedule.workload.microbatches:
+            yield _wrong(
+                op,
+                f"{op.name} names {access.tensor}, but the step has {schedule.workload.accumulation} micro-batches",
+                "number micro-batches from 0",
+                access.buffer,
+            )
+        if need > buffer.nbytes:
+            yield _wrong(
+                op,
+                f"{op.name} puts {describe(access.tensor)} ({need} bytes) into {buffer.name} ({buffer.nbytes} bytes)",
+                f"make {buffer.name} {need} bytes or more",
+                buffer.name,
+            )
+
+
+def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
+    """Kind, phase and stream must go together, and each phase must name what it cannot do without."""
+    if op.phase not in _PHASES_OF[op.kind]:
+        yield _wrong(op, f"{op.name} is a {op.kind} of phase {op.phase}", f"{op.kind} has {_list(_PHASES_OF[op.kind])}")
+        return
+    if (op.kind == Kind.COMPUTE) != (op.stream == Stream.COMPUTE and op.phase in _PHASES_OF[Kind.COMPUTE]):
+        yield _wrong(op, f"{op.name} ({op.phase}) is queued on {op.stream}", "compute ops run on the compute stream")
+    if op.phase == Phase.SYNC and op.stream != Stream.HOST:
+        yield _wrong(op, f"{op.name} synchronises on stream {op.stream}", "only the host synchronises")
+    if op.kind == Kind.COMPUTE:
+        if op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches:
+            yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
+        for access in op.accesses:
+            if access.buffer in schedule.buffer and schedule.buffer[access.buffer].tier != Tier.DEVICE:
+                yield _wrong(op, f"{op.name} computes with {access.buffer}, not on the device", "prefetch it first")
+    if op.phase in (Phase.COPY, Phase.CAST):
+        if len(op.reads) != 1 or len(op.writes) != 1:
+            yield _wrong(
+                op, f"{op.name} is a copy with {len(op.reads)} sources and {len(op.writes)} targets", "name one"
+            )
+            return
+        source, target = op.reads[0].tensor, op.writes[0].tensor
+        if op.phase == Phase.COPY and source != target:
+            yield _wrong(op, f"{op.name} copies {source} into {target}", "a copy keeps the tensor's name")
+        size = tensor_bytes(source, schedule.model, schedule.workload)
+        if op.phase == Phase.COPY and source == target and op.nbytes != size:
+            yield _wrong(op, f"{op.name} moves {op.nbytes} bytes of {source}'s {size}", "move all of them")
+        if parse(source).layer != parse(target).layer:
+            yield _wrong(op, f"{op.name} makes {target} of {source}", "stay in one layer")
+    if op.phase in (Phase.ACCUMULATE, Phase.NORM, Phase.SCALE) and len(op.writes) != 1:
+        yield _wrong(op, f"{op.name} ({op.phase}) writes {len(op.writes)} buffers", "write one")
+
+
+_COMPUTE_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)
+_PHASES_OF = {
+    Kind.PREFETCH: (Phase.COPY, Phase.SYNC),
+    Kind.OFFLOAD: (Phase.COPY, Phase.SYNC),
+    Kind.COMPUTE: (*_COMPUTE_PHASES, Phase.SYNC),
+    Kind.UPDATE: (
+        Phase.ACCUMULATE,
+        Phase.CAST,
+        Phase.ZERO,
+        Phase.NORM,
+        Phase.SCALE,
+        Phase.ADAM,
+        Phase.SYNC,
+    ),
+}
+
+
+def _wrong(op: Op, message: str, fix: str, buffer: str = "") -> Violation:
+    return Violation(rule="structure", op=op.name, buffer=buffer, message=message, fix=fix)
+
+
+def _list(phases: tuple[Phase, ...]) -> str:
+    return ", ".join(phases)

@@ -1,0 +1,264 @@
+"""Policies by name or by path: each file of this folder holds one `policy`, and so may any file of yours.
+
+A policy is `policy(model, workload, memory, *, knobs...) -> Program`. Its module's docstring is its help, its
+keyword-only parameters are its knobs: what the command line offers and the planner searches.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from schedules.errors import InputError
+from schedules.model import ModelSpec
+from schedules.program import Program
+from schedules.schedule import Knob, Schedule
+from schedules.workload import MemoryBudget, Workload
+
+Policy = Callable[..., Program]
+
+_FOLDER = Path(__file__).parent
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of a docstring's Args section
+_KNOB_TYPES = (bool, int, float, str, NoneType)
+
+
+class PolicyError(InputError):
+    """There is no such policy or knob, a knob has a wrong value, or a policy file fails."""
+
+
+def names() -> list[str]:
+    """The policies of this package, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_"))
+
+
+def load(name_or_path: str | Path) -> Policy:
+    """The policy of that name, or of a Python file. Raises PolicyError."""
+    return _policy(_module(name_or_path))
+
+
+def summary(name_or_path: str | Path) -> str:
+    """What a policy does in one line, "" where its file does not say. Raises PolicyError."""
+    text = inspect.getdoc(_module(name_or_path)) or ""
+    return text.partition("\n")[0]
+
+
+def explain(name_or_path: str | Path) -> str:
+    """A policy's help: what its file says it does, and its knobs. Raises PolicyError."""
+    module = _module(name_or_path)
+    function, where = _policy(module), _short(name_or_path)
+    text = inspect.getdoc(module) or f"{where}: its file does not say what it does."
+    lines = []
+    arguments = dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
+    for name, knob in _knobs(function, where).items():
+        default = "" if knob.default is knob.empty else f" = {str(knob.default).lower()}"
+        lines.append(f"  {name}{default}  ({_expected(knob)})")
+        if name in arguments:
+            lines.append(f"      {' '.join(arguments[name].split())}")
+    return "\n".join([text, "", "Knobs:", *lines]) if lines else f"{text}\n\nNo knobs."
+
+
+def knobs(name_or_path: str | Path) -> dict[str, inspect.Parameter]:
+    """A policy's knobs in its own order, each with its default and its resolved annotation.
+
+    The annotation is bool, int (a count, never negative), float, str, Literal of strings, None, or a union of
+    these; a parameter that has none is of its default's type. Raises PolicyError.
+    """
+    return _knobs(load(name_or_path), _short(name_or_path))
+
+
+def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, Knob]:
+    """Knobs from the command line: "slots=3", "overlap_comm=false", "keep=none".
+
+    Raises:
+        PolicyError: a setting is not of the form name=value, names no knob, or has a value of a wrong type.
+    """
+    known = knobs(name_or_path)
+    parsed: dict[str, Knob] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise PolicyError(f"{setting!r} is not of the form knob=value")
+        name = name.strip().replace("-", "_")
+        _must_know(name, known, _short(name_or_path))
+        if name in parsed:
+            raise PolicyError(f"knob {name} is set twice")
+        parsed[name] = _parse(name, text.strip(), known[name])
+    return parsed
+
+
+def build(
+    name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, **values: Knob
+) -> Schedule:
+    """The schedule that a policy makes of a step; its knobs are those given and the defaults of the others.
+
+    Raises:
+        PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails.
+    """
+    function, where = load(name_or_path), _short(name_or_path)
+    known = _knobs(function, where)
+    for name, value in values.items():
+        _must_know(name, known, where)
+        _check(name, value, known[name])
+    missing = [name for name, knob in known.items() if knob.default is knob.empty and name not in values]
+    if missing:
+        raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
+    chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
+    with _Blame(name_or_path):
+        program = function(model, workload, memory, **chosen)
+        if not isinstance(program, Program):
+            raise TypeError(f"policy() returned {type(program).__name__}, not a Program")
+        return program.build(policy=where, knobs=chosen)
+
+
+# ---- files
+
+
+def _module(name_or_path: str | Path) -> ModuleType:
+    name, path = str(name_or_path), Path(name_or_path)
+    if name in names():
+        return importlib.import_module(f"{__name__}.{name}")
+    if path.suffix != ".py" and len(path.parts) == 1:
+        raise PolicyError(f"no policy is called {name!r}; {_nearest(name, names())}, or give the path of a .py file")
+    if not path.is_file():
+        raise PolicyError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"policy_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise PolicyError(f"{path} is not a Python file; a policy's name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses of the file look up their annotations
+    with _Blame(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _policy(module: ModuleType) -> Policy:
+    function = getattr(module, "policy", None)
+    if not inspect.isfunction(function):
+        raise PolicyError(f"{module.__file__} defines no function policy(model, workload, memory, *, knobs...)")
+    positional = [p for p in inspect.signature(function).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    if len(positional) != 3:
+        raise PolicyError(
+            f"{module.__file__}: policy() takes {len(positional)} positional parameters; it must take "
+            "model, workload, memory, and its knobs after a *"
+        )
+    return function
+
+
+def _short(name_or_path: str | Path) -> str:
+    return Path(name_or_path).stem
+
+
+class _Blame:
+    """Turns whatever a policy's code raises into a PolicyError that names the file and line."""
+
+    def __init__(self, name_or_path: str | Path) -> None:
+        name = str(name_or_path)
+        self._file = _FOLDER / f"{name}.py" if name in names() else Path(name_or_path)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        line: int | None = error.lineno if isinstance(error, SyntaxError) else None
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename).resolve() == self._file.resolve():
+                line = frame.lineno
+        at = f"{self._file}:{line}" if line is not None else str(self._file)
+        raise PolicyError(f"{at}: {type(error).__name__}: {error}") from error
+
+
+# ---- knobs
+
+
+def _knobs(function: Policy, where: str) -> dict[str, inspect.Parameter]:
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except Exception as error:  # annotations are expressions of the policy's author
+        raise PolicyError(f"{where}: the annotations of policy() cannot be read: {error}") from error
+    found: dict[str, inspect.Parameter] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            raise PolicyError(f"{where}: policy() takes {parameter}; name its knobs one by one")
+        if parameter.kind != parameter.KEYWORD_ONLY:
+            continue
+        if parameter.annotation is parameter.empty:
+            default = parameter.default
+            parameter = parameter.replace(annotation=str if default is parameter.empty else type(default))
+        if not all(o in _KNOB_TYPES or isinstance(o, str) for o in _options(parameter.annotation)):
+            raise PolicyError(
+                f"{where}: knob {name} is annotated {_type_name(parameter.annotation)}; "
+                "a knob is of bool, int, float, str, None, or a Literal of strings"
+            )
+        found[name] = parameter
+    return found
+
+
+def _options(annotation: Any) -> list[Any]:
+    """What a knob may be: types, and the strings of a Literal."""
+    if get_origin(annotation) in (Union, UnionType, Literal):
+        return [option for part in get_args(annotation) for option in _options(part)]
+    return [NoneType if annotation is None else annotation]
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _expected(knob: inspect.Parameter) -> str:
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "none"}
+    return " or ".join(words.get(o) or repr(o) for o in _options(knob.annotation))
+
+
+def _check(name: str, value: Knob, knob: inspect.Parameter) -> None:
+    options = _options(knob.annotation)
+    if isinstance(value, str):
+        good = str in options or value in options
+    else:  # a whole number will do for a number; a bool is never a number
+        good = type(value) in options or (type(value) is int and float in options)
+    if not good:
+        raise PolicyError(f"knob {name} must be {_expected(knob)}, not {value!r}")
+    if type(value) is int and value < 0:
+        raise PolicyError(f"knob {name} counts something and cannot be {value}")
+    if type(value) is float and not math.isfinite(value):
+        raise PolicyError(f"knob {name} must be finite, not {value}")
+
+
+def _parse(name: str, text: str, knob: inspect.Parameter) -> Knob:
+    """The value that `text` spells, by the first of the knob's types that can read it."""
+    options = _options(knob.annotation)
+    value: Knob = text
+    if NoneType in options and text.lower() == "none":
+        value = None
+    elif bool in options and text.lower() in ("true", "false"):
+        value = text.lower() == "true"
+    else:
+        for number in (int, float):
+            if number in options and isinstance(value, str):
+                with suppress(ValueError):
+                    value = number(text)
+    _check(name, value, knob)
+    return value
+
+
+def _must_know(name: str, known: Mapping[str, object], where: str) -> None:
+    if name not in known:
+        raise PolicyError(f"{where} has no knob {name!r}; {_nearest(name, list(known))}")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    if near := difflib.get_close_matches(name, known, n=3):
+        return f"nearest: {', '.join(near)}"
+    return f"there are: {', '.join(known)}" if known else "there are none"

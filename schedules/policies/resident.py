@@ -1,0 +1,53 @@
+"""Everything on the device: ordinary training, where the whole model fits. The reference for the others.
+
+What it does. All layers of a micro-batch, then the next micro-batch; gradients add up in place. Each layer
+is updated on the device as soon as its gradient is complete; with gradient clipping, once the global norm is
+known. The last `keep` blocks keep their activations, the others their input alone and run forward again.
+
+Where states live, in bytes per parameter at bf16: all on the device, weights 2, gradients 2, optimizer
+state 8. Nothing crosses the link.
+
+Exact in its training. Approximated: the optimizer is one kernel per layer.
+"""
+
+from __future__ import annotations
+
+from schedules.model import ModelSpec
+from schedules.op import Stream
+from schedules.program import Program
+from schedules.workload import MemoryBudget, Workload
+
+
+def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, keep: int | None = None) -> Program:
+    """Build the step.
+
+    Args:
+        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+    """
+    if keep is None:
+        keep = policy(model, workload, memory, keep=0).blocks_that_fit(memory, copies=1)
+    p = Program(model, workload)
+    for i in model.layers:
+        p.keep_on_device(p.weight(i), p.grad(i), p.state(i))
+    kept = range(max(model.head - keep, 0), model.head)
+    clip = workload.grad_clip is not None
+
+    for m in workload.microbatches:
+        last = m == workload.microbatches[-1]
+        p.forward(model.embed, m)
+        for i in model.blocks:
+            p.forward(i, m, keep="all" if i in kept else "input")
+        p.loss(m)
+        if last and not clip:
+            p.update(model.head, stream=Stream.COMPUTE)
+        for i in (*reversed(model.blocks), model.embed):
+            if i in model.blocks and i not in kept:
+                p.recompute(i, m)
+            p.backward(i, m)
+            if last and not clip:
+                p.update(i, stream=Stream.COMPUTE)
+    if clip:
+        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
+        for i in model.layers:
+            p.update(i, stream=Stream.COMPUTE)
+    return p

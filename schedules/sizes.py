@@ -1,0 +1,35 @@
+"""How many bytes a tensor of the language has, for a model and a workload."""
+
+from __future__ import annotations
+
+from schedules import tensor as tensors
+from schedules.model import ModelSpec
+from schedules.tensor import parse
+from schedules.workload import Workload
+
+NORM_BYTES = 8  # the sum of squares is kept in fp64
+WIDE = 4  # bytes of an fp32 element
+
+
+def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
+    """Bytes of `tensor` at the workload's precision.
+
+    Raises:
+        TensorError: the name is not of the language.
+        ModelError: the model has no such layer.
+    """
+    name, precision = parse(tensor), workload.bytes
+    if name.cls == tensors.NORM:
+        return NORM_BYTES
+    layer = model.layer_index(name.layer)
+    if name.cls == tensors.SAVED:
+        return model.saved_bytes(layer, workload)
+    if name.cls in tensors.MICROBATCH_CLASSES:
+        return model.hidden_bytes(workload)
+    per_param = {
+        tensors.WEIGHT: precision.weight,
+        tensors.GRAD: precision.grad,
+        tensors.GRAD32: WIDE,
+        tensors.STATE: precision.state,
+    }[name.cls]
+    return model.params(layer) * per_param

@@ -1,0 +1,258 @@
+"""What an op asks of a machine: how long it runs alone, and how much of each shared resource it then uses.
+
+The ladder of terms is here too: each can be switched off, to show how much accuracy it buys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from schedules import tensor as tensors
+from schedules.errors import InputError
+from schedules.model import ModelSpec
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.workload import Workload
+from sim.hardware import HardwareProfile
+
+# Resources, each of capacity 1. Ops that use one together share it.
+H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
+DRAM, CORES = "dram", "cores"
+GPU, HBM = "gpu", "hbm"
+NVME_READ, NVME_WRITE = "nvme.read", "nvme.write"
+
+_HOST_STREAMS = frozenset({Stream.CPU, Stream.HOST, Stream.NVME_READ, Stream.NVME_WRITE})
+
+
+class MissingCost(InputError):
+    """A measured profile has no time for an op; `signature` names it, and so does the command to run."""
+
+    def __init__(self, signature: str, machine: str) -> None:
+        super().__init__(f"profile {machine} has no measured time for {signature}; measure it with: megatrain profile")
+        self.signature = signature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the simulation counts. With all off, ops run as if alone, issued for free, at full bandwidth.
+
+    issue: the host thread spends time on every op it issues.
+    size_dependent_bandwidth: copies have a latency, and small ones do not reach the full bandwidth.
+    sharing: ops that run at once share link, host memory, cores and GPU.
+    compute_slowdown: GPU work goes slower while a copy over the link runs.
+    noise: standard deviation of the logarithm of each op's duration; 0 is none.
+    """
+
+    issue: bool = True
+    size_dependent_bandwidth: bool = True
+    sharing: bool = True
+    compute_slowdown: bool = True
+    noise: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What one op asks for.
+
+    `duration_ns` is its time running alone, `usage` the share in [0, 1] of each resource that it then
+    uses, `issue_ns` the host thread's time until the op is in its queue.
+    """
+
+    duration_ns: int
+    usage: Mapping[str, float] = field(default_factory=dict)
+    issue_ns: int = 0
+
+
+def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()) -> tuple[Demand, ...]:
+    """The demand of every op, in program order.
+
+    Waking up the host after a wait is counted in the issue of the op that follows.
+
+    Raises:
+        MissingCost: the profile is a measured one and lacks an op's time.
+        ValueError: the schedule uses NVMe and the profile has none.
+    """
+    waits = {wait.op for wait in schedule.waits}
+    found = []
+    for position, op in enumerate(schedule.ops):
+        before = schedule.ops[position - 1]  # of the first op: the last op of the step before
+        host_waited = before.blocking or (before.stream == Stream.HOST and before.name in waits)
+        issue = (_issue_ns(op, profile) + host_waited * profile.issue.sync.value) if terms.issue else 0.0
+        duration, usage = _work(op, schedule, profile, terms)
+        found.append(Demand(duration_ns=duration, usage=usage, issue_ns=round(issue)))
+    return tuple(found)
+
+
+def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
+    """What decides a compute or update op's time on a given machine, as one word for tables.
+
+    Compute: model, kind of layer, phase, whether activations are kept and whether a gradient is added to,
+    micro-batch x sequence, element type. Update: model, kind of layer, phase, where, precision.
+    """
+    layer = "all" if op.layer is None else model.layer_kind(op.layer)
+    if op.kind == Kind.UPDATE:
+        return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}"
+    keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
+    add = "+add" if any(tensors.parse(a.tensor).cls in tensors.GRADIENTS for a in op.reads) else ""
+    shape = f"{workload.micro_batch_size}x{workload.seq_len}"
+    element = "fp32" if workload.bytes.activation == 4 else "bf16"
+    return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
+
+
+def peak_flops(profile: HardwareProfile, workload: Workload) -> float:
+    """Peak matrix rate, FLOP/s, in the element type that the workload computes with."""
+    fp32 = workload.bytes.activation == 4
+    return (profile.gpu.fp32_flops if fp32 else profile.gpu.matmul_flops).value
+
+
+def _on_host(op: Op) -> bool:
+    return op.stream in _HOST_STREAMS
+
+
+def _issue_ns(op: Op, profile: HardwareProfile) -> float:
+    if op.stream == Stream.HOST:
+        return 0.0  # the host thread does the work itself: nothing is handed over
+    if op.phase == Phase.COPY:
+        return profile.issue.copy.value
+    return (profile.issue.update if _on_host(op) else profile.issue.compute).value
+
+
+def _work(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) -> tuple[int, Mapping[str, float]]:
+    if op.phase == Phase.SYNC:
+        return 0, {}
+    if op.phase == Phase.COPY:
+        return _copy(op, schedule, profile, terms)
+    if op.kind == Kind.COMPUTE:
+        return _compute(op, schedule, profile)
+    return _update(op, schedule, profile)
+
+
+# ---- copies
+
+
+def _copy(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) -> tuple[int, Mapping[str, float]]:
+    """A copy goes at the pace of the slowest thing on its way; that one it occupies wholly."""
+    source, target = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
+    rates, latency_ns, half_size = _way(source, target, profile)
+    slowest = min(rates, key=lambda resource: rates[resource])  # the first of equals: the copy engine
+    if not terms.size_dependent_bandwidth:
+        latency_ns, half_size = 0.0, 0.0
+    duration = latency_ns + (op.nbytes + half_size) / rates[slowest] * 1e9
+    usage = {resource: min(1.0, op.nbytes / rate * 1e9 / duration) for resource, rate in rates.items()}
+    usage[slowest] = 1.0
+    if profile.host.copy_threads is not None:
+        usage[CORES] = min(1.0, profile.host.copy_threads.value / profile.host.cores.value)
+    return _whole(duration), usage
+
+
+def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str, float], float, float]:
+    """From tier to tier: bytes/s of the payload through each resource, latency in ns, half size in bytes."""
+    rates: dict[str, float] = {}
+    latency_ns = half_size = 0.0
+    if (source == Tier.DEVICE) != (target == Tier.DEVICE):
+        name, link = (H2D, profile.links.h2d) if target == Tier.DEVICE else (D2H, profile.links.d2h)
+        rates |= {name: link.bandwidth.value, DUPLEX: profile.links.duplex.value}
+        latency_ns, half_size = link.latency.value, link.half_size.value
+    if Tier.NVME in (source, target):
+        if profile.nvme is None:
+            raise InputError(f"the schedule uses NVMe and profile {profile.name} has none")
+        latency_ns += profile.nvme.latency.value
+        if source == Tier.NVME:
+            rates[NVME_READ] = profile.nvme.read.value
+        if target == Tier.NVME:
+            rates[NVME_WRITE] = profile.nvme.write.value
+    # without a GPU the device's arena lies in host memory too
+    in_dram = {Tier.HOST} if profile.host.copy_threads is None else {Tier.HOST, Tier.DEVICE}
+    if passes := (source in in_dram) + (target in in_dram):
+        rates[DRAM] = profile.host.memory_bandwidth.value / passes
+    if source == target == Tier.DEVICE:
+        rates[HBM] = profile.gpu.memory_bandwidth.value * profile.gpu.memory_efficiency.value / 2
+    return rates, latency_ns, half_size
+
+
+# ---- compute
+
+
+def _compute(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, Mapping[str, float]]:
+    model, workload = schedule.model, schedule.workload
+    duration = _measured(op, schedule, profile)
+    if duration is None:
+        duration = _roofline_ns(op, model, workload, profile)
+    usage = {GPU: 1.0}
+    if profile.host.compute_threads is not None:
+        # the "GPU" is the host's own cores, and its memory the host's
+        usage[CORES] = min(1.0, profile.host.compute_threads.value / profile.host.cores.value)
+        usage[DRAM] = _share(op.nbytes, duration, profile.host.memory_bandwidth.value)
+    return _whole(duration), usage
+
+
+def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
+    """The measured time of an op in ns; None in a datasheet profile."""
+    if profile.mode == "datasheet":
+        return None
+    table = profile.measured.op_times if profile.measured else None
+    key = signature(op, schedule.model, schedule.workload)
+    if table is None or key not in table.values:
+        raise MissingCost(key, profile.name)
+    return table.values[key]
+
+
+def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
+    """An estimate where nothing is measured: matrix products, then the pointwise kernels between them.
+
+    A product takes the longer of its FLOPs and its weights' traffic; attention has its own efficiency.
+    Pointwise kernels move what is left of the op's bytes.
+    """
+    gpu, peak = profile.gpu, peak_flops(profile, workload)
+    attention = op.flops * _attention_share(op, model, workload)
+    products_s = (op.flops - attention) / (peak * gpu.matmul_efficiency.value)
+    bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
+    per_param = workload.bytes.weight + (workload.bytes.grad if op.phase == Phase.BACKWARD else 0)
+    of_weights = min(op.nbytes, op.params * per_param)
+    return 1e9 * (
+        max(products_s, of_weights / bandwidth)
+        + attention / (peak * gpu.attention_efficiency.value)
+        + (op.nbytes - of_weights) / bandwidth
+    )
+
+
+def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
+    """Which part of a block's FLOPs is attention's, the same forward and backward."""
+    if op.layer is None or op.layer not in model.blocks:
+        return 0.0
+    pairs = workload.micro_batch_size * model.attended_pairs(op.layer, workload.seq_len)
+    return 4 * pairs * model.num_attention_heads * model.head_dim / model.forward_flops(op.layer, workload)
+
+
+# ---- updates
+
+
+def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, Mapping[str, float]]:
+    """Memory traffic, on the side where it runs. Passes over memory need no calibration of their own."""
+    gpu, host = profile.gpu, profile.host
+    adam = op.phase == Phase.ADAM
+    if not _on_host(op):
+        measured = _measured(op, schedule, profile) if adam else None
+        bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
+        return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured), {GPU: 1.0}
+    if adam and host.adam_params_per_s is not None:
+        duration = op.params / host.adam_params_per_s.value * 1e9
+    else:
+        measured = _measured(op, schedule, profile) if adam else None
+        bandwidth = host.memory_bandwidth.value * host.adam_efficiency.value
+        duration = op.nbytes / bandwidth * 1e9 if measured is None else measured
+    usage = {DRAM: _share(op.nbytes, duration, host.memory_bandwidth.value)}
+    if host.adam_threads is not None:
+        usage[CORES] = min(1.0, host.adam_threads.value / host.cores.value)
+    return _whole(duration), usage
+
+
+def _share(nbytes: int, duration_ns: float, bandwidth: float) -> float:
+    """The part of a bandwidth (bytes/s) that `nbytes` in `duration_ns` take up."""
+    return min(1.0, nbytes / bandwidth * 1e9 / duration_ns) if duration_ns else 0.0
+
+
+def _whole(duration_ns: float) -> int:
+    return math.ceil(duration_ns)

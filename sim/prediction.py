@@ -1,0 +1,270 @@
+"""What to expect of a schedule on a machine: its period beside its bound, its memory, and where time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from schedules import tensor as tensors
+from schedules.errors import Refused
+from schedules.op import Kind, Op, Tier
+from schedules.schedule import Schedule
+from schedules.trace import Ints, Trace
+from schedules.workload import MemoryBudget
+from sim.bound import Bound, bound
+from sim.cost import Terms, peak_flops, signature
+from sim.engine import simulate
+from sim.hardware import HardwareProfile
+
+STEPS = (4, 8, 16)  # simulated until the period repeats
+HOLDERS = 5  # how many of the largest holders of memory an error names
+
+_CLASS_NAMES: Mapping[str, str] = {
+    tensors.WEIGHT: "weights",
+    tensors.GRAD: "gradients",
+    tensors.GRAD32: "fp32 gradients",
+    tensors.STATE: "optimizer state",
+    tensors.OUTPUT: "layer outputs",
+    tensors.SAVED: "saved activations",
+    tensors.OUTPUT_GRAD: "output gradients",
+    tensors.NORM: "gradient norm",
+}
+
+
+class DoesNotFit(Refused):
+    """A schedule needs more of a tier than there is.
+
+    `over` bytes are lacking; `op` is the op whose workspace makes the peak, None where the buffers alone are
+    too many (they are allocated before the first step); `holders` are (what, bytes), largest first.
+    """
+
+    def __init__(
+        self, *, tier: Tier, needed: int, available: int, op: str | None, holders: Sequence[tuple[str, int]]
+    ) -> None:
+        self.tier, self.op, self.over = tier, op, needed - available
+        self.holders = tuple(holders)
+        when = f"while {op} runs" if op else "when buffers are allocated"
+        largest = ", ".join(f"{what} {_gib(size)}" for what, size in self.holders)
+        super().__init__(
+            f"{tier} memory is {_gib(self.over)} short {when}: {_gib(needed)} needed, "
+            f"{_gib(available)} available; largest are {largest}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A simulated run and what follows from it.
+
+    `period_ns` is the time per step once it repeats (its mean, where it never does); all rates are per
+    that time. `window` is the span of the trace, a whole number of periods, in which utilisation and idle
+    causes are counted.
+    """
+
+    schedule: Schedule
+    profile: HardwareProfile
+    trace: Trace
+    bound: Bound
+    period_ns: float
+    window: tuple[int, int]
+    peak_bytes: dict[Tier, int]
+    does_not_fit: DoesNotFit | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier has room."""
+        return self.does_not_fit is None
+
+    @property
+    def bound_ns(self) -> float:
+        """No run of this schedule settles at a shorter period."""
+        return self.bound.period_ns
+
+    @property
+    def gap(self) -> float:
+        """By what fraction the period exceeds its bound."""
+        return self.period_ns / self.bound_ns - 1.0 if self.bound_ns else 0.0
+
+    @property
+    def binding(self) -> str:
+        """What sets the bound."""
+        return self.bound.binding
+
+    @property
+    def step_ns(self) -> Ints:
+        """From the end of each step to the end of the next, the first from time zero; shape (steps,)."""
+        return np.diff(np.maximum.accumulate(self.trace.step_end_ns), prepend=0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.schedule.workload.tokens_per_step / (self.period_ns / 1e9)
+
+    @property
+    def model_flops_per_s(self) -> float:
+        """FLOP/s of the model's forward and backward; what is computed twice counts once."""
+        model, workload = self.schedule.model, self.schedule.workload
+        return model.model_flops_per_step(workload) / (self.period_ns / 1e9)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak matrix rate of the element type."""
+        return self.model_flops_per_s / peak_flops(self.profile, self.schedule.workload)
+
+    @property
+    def hfu(self) -> float:
+        """As MFU, with every FLOP that is executed."""
+        executed = sum(op.flops for op in self.schedule.ops if op.kind == Kind.COMPUTE)
+        return executed / (self.period_ns / 1e9) / peak_flops(self.profile, self.schedule.workload)
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Stream -> the fraction of the window in which it ran an op."""
+        span = self.window[1] - self.window[0]
+        return {
+            str(stream): self.trace.busy_ns(self.schedule, stream, self.window) / span if span else 0.0
+            for stream in self.schedule.streams
+        }
+
+    @property
+    def idle_causes_ns(self) -> dict[str, dict[str, int]]:
+        """Stream -> what its next op was waiting for -> ns within the window."""
+        return {
+            str(stream): self.trace.idle_causes_ns(self.schedule, stream, self.window)
+            for stream in self.schedule.streams
+        }
+
+
+def predict(
+    schedule: Schedule,
+    profile: HardwareProfile,
+    budget: MemoryBudget | None = None,
+    *,
+    terms: Terms = Terms(),
+    seed: int | None = None,
+) -> Prediction:
+    """Simulate a schedule until its period repeats. One that does not fit is simulated all the same.
+
+    `budget` is the machine's own memory if left out.
+
+    Raises:
+        MissingCost: the profile is a measured one and lacks an op's time.
+        Stuck: some op would never run.
+    """
+    budget = budget or memory_of(profile)
+    limit = bound(schedule, profile, terms)
+    for steps in STEPS:
+        trace = simulate(schedule, profile, steps=steps, terms=terms, seed=seed)
+        if length := repeats_after(trace):
+            break
+    span = length or trace.steps // 2
+    step_end = np.maximum.accumulate(trace.step_end_ns)
+    window = (int(step_end[-2 - span]), int(step_end[-2]))
+    period_ns = (window[1] - window[0]) / span
+    return Prediction(
+        schedule=schedule,
+        profile=profile,
+        trace=trace,
+        bound=limit,
+        # a mean over too few steps can fall short of what no long run can beat
+        period_ns=period_ns if length else max(period_ns, limit.period_ns),
+        window=window,
+        peak_bytes=peak_bytes(schedule, profile),
+        does_not_fit=_shortage(schedule, profile, budget),
+    )
+
+
+def repeats_after(trace: Trace) -> int:
+    """After how many steps a run repeats itself, seen from its last step but one; 0 if it does not yet.
+
+    It does when every op ends later by the same time, and the host, which may run ahead, by no more. Equal
+    times between the ends of steps would not do: a stream that is late may be about to be the slowest. The
+    last step does not count, because no step follows it with which it would have to share the machine.
+    """
+    ends, issues = (column.reshape(trace.steps, -1) for column in (trace.end_ns, trace.issue_ns))
+    for length in range(1, trace.steps - 1):
+        later = ends[-2] - ends[-2 - length]
+        if (later == later[0]).all() and (issues[-2] - issues[-2 - length]).max() <= later[0]:
+            return length
+    return 0
+
+
+def memory_of(profile: HardwareProfile) -> MemoryBudget:
+    """All the memory that a machine has."""
+    return MemoryBudget(
+        device_bytes=int(profile.gpu.memory.value),
+        host_bytes=int(profile.host.memory.value),
+        nvme_bytes=int(profile.nvme.capacity.value) if profile.nvme else 0,
+    )
+
+
+def peak_bytes(schedule: Schedule, profile: HardwareProfile) -> dict[Tier, int]:
+    """Per tier, the bytes of all buffers; on the device, with the largest workspace of any compute op."""
+    peaks = {tier: schedule.allocated_bytes(tier) for tier in Tier}
+    peaks[Tier.DEVICE] += _largest_workspace(schedule, profile)[1]
+    return peaks
+
+
+def require_fit(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> None:
+    """Raises DoesNotFit unless every tier has room; the device first, then the host, then NVMe."""
+    if shortage := _shortage(schedule, profile, budget):
+        raise shortage
+
+
+def _shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> DoesNotFit | None:
+    op, workspace = _largest_workspace(schedule, profile)
+    limits = {
+        Tier.DEVICE: budget.device_bytes,
+        Tier.HOST: budget.host_bytes,
+        Tier.NVME: budget.nvme_bytes,
+    }
+    for tier, available in limits.items():
+        allocated = schedule.allocated_bytes(tier)
+        extra = workspace if tier == Tier.DEVICE else 0
+        if allocated + extra > available:
+            holders = _holders(schedule, tier)
+            if extra:
+                holders.append((f"workspace of {op}", extra))
+            return DoesNotFit(
+                tier=tier,
+                needed=allocated + extra,
+                available=available,
+                op=op if allocated <= available else None,
+                holders=sorted(holders, key=lambda holder: -holder[1])[:HOLDERS],
+            )
+    return None
+
+
+def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> tuple[str | None, int]:
+    """The compute op that allocates most beside its buffers, and its bytes: measured, or else estimated."""
+    sizes = [(_workspace(op, schedule, profile), op.name) for op in schedule.ops if op.kind == Kind.COMPUTE]
+    size, name = max(sizes, key=lambda found: found[0], default=(0, None))
+    return name, size
+
+
+def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
+    if op.layer is None:
+        return 0
+    table = profile.measured.workspace if profile.measured else None
+    key = signature(op, schedule.model, schedule.workload)
+    if table is not None and key in table.values:
+        return table.values[key]
+    return schedule.model.workspace_bytes(op.layer, schedule.workload, op.phase)
+
+
+def _holders(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
+    """What fills a tier, by class of tensor; a buffer that holds several in turn counts under them all."""
+    classes: dict[str, dict[str, None]] = {}
+    for op in schedule.ops:
+        for access in op.accesses:
+            classes.setdefault(access.buffer, {})[_CLASS_NAMES[tensors.parse(access.tensor).cls]] = None
+    totals: dict[str, int] = {}
+    for buffer in schedule.buffers:
+        if buffer.tier == tier:
+            what = " / ".join(sorted(classes.get(buffer.name, {"unused": None})))
+            totals[what] = totals.get(what, 0) + buffer.nbytes
+    return list(totals.items())
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

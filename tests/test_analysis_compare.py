@@ -1,0 +1,127 @@
+"""Comparisons and their tables: every policy has a row, and the numbers are the predictions'."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from analysis import tables
+from analysis.compare import COLUMNS, compare, frame, measured_row, rows
+from schedules import policies, presets
+from schedules.errors import InputError
+from schedules.workload import MemoryBudget, Workload
+from sim.hardware import load
+from sim.prediction import memory_of, predict
+
+H200 = load("h200")
+TINY = presets.load("tiny")
+STEP = Workload(micro_batch_size=2, accumulation=2, seq_len=64)
+NAMES = ["resident", "streamed", "zero3_offload"]
+
+
+@pytest.fixture(scope="module")
+def comparison() -> pd.DataFrame:
+    """`resident` has too little device memory for the demo model."""
+    budget = MemoryBudget(device_bytes=60 * 10**6, host_bytes=10**9)
+    return compare([TINY, presets.load("demo")], NAMES, H200, [STEP, replace(STEP, accumulation=1)], budget)
+
+
+def test_there_is_a_row_for_every_model_step_and_policy(comparison: pd.DataFrame) -> None:
+    assert tuple(comparison.columns) == COLUMNS
+    assert len(comparison) == 2 * 2 * len(NAMES)
+    assert comparison["policy"].tolist() == NAMES * 4
+
+
+def test_a_row_is_what_the_prediction_says() -> None:
+    schedule = policies.build("streamed", TINY, STEP, memory_of(H200), slots=3)
+    prediction = predict(schedule, H200)
+    (row,) = rows(TINY, ["streamed"], H200, STEP, knobs={"streamed": {"slots": 3}})
+    assert row.digest == schedule.digest
+    assert row.step_s == prediction.period_ns / 1e9
+    assert row.tokens_per_s == pytest.approx(STEP.tokens_per_step / row.step_s)
+    assert row.model_tflops_per_s == pytest.approx(TINY.model_flops_per_step(STEP) / row.step_s / 1e12)
+    assert row.bound_s * (1 + row.gap) == pytest.approx(row.step_s)
+    assert row.binding == prediction.binding
+
+
+def test_what_does_not_fit_has_a_reason_and_no_rate(comparison: pd.DataFrame) -> None:
+    lacking = comparison[~comparison["fits"]]
+    assert set(lacking["policy"]) >= {"resident"}
+    assert lacking["tokens_per_s"].isna().all()
+    assert lacking["shortage"].str.fullmatch(r"does not fit: device \+[\d.e-]+ GB").all()
+    assert lacking["reason"].str.contains("memory is .* short").all()
+    assert (comparison.loc[comparison["fits"], "reason"] == "").all()
+
+
+def test_ratios_are_to_zero3_offload_of_the_same_model_and_step(comparison: pd.DataFrame) -> None:
+    for _, same in comparison.groupby(["model", "accumulation"]):
+        by_policy = same.set_index("policy")
+        baseline = by_policy.loc["zero3_offload", "tokens_per_s"]
+        assert by_policy.loc["zero3_offload", "ratio_to_zero3_offload"] == 1
+        expected = by_policy["tokens_per_s"] / baseline
+        pd.testing.assert_series_equal(by_policy["ratio_to_zero3_offload"], expected, check_names=False)
+
+
+def test_without_the_baseline_there_is_no_ratio() -> None:
+    assert compare([TINY], ["streamed"], H200, [STEP])["ratio_to_zero3_offload"].isna().all()
+
+
+def test_a_measured_row_keeps_the_bound_and_scales_the_rates() -> None:
+    (row,) = rows(TINY, ["streamed"], H200, STEP)
+    measured = measured_row(row, 2 * row.step_s, "here")
+    assert (measured.source, measured.machine, measured.bound_s) == ("measured", "here", row.bound_s)
+    assert measured.tokens_per_s == pytest.approx(row.tokens_per_s / 2)
+    assert measured.gap == pytest.approx(2 * (1 + row.gap) - 1)
+
+
+def test_measured_rows_are_compared_with_the_measured_baseline() -> None:
+    found = list(rows(TINY, ["zero3_offload", "streamed"], H200, STEP))
+    both = frame(found + [measured_row(row, step_s, "here") for row, step_s in zip(found, (4.0, 1.0), strict=True)])
+    assert both["ratio_to_zero3_offload"].iloc[3] == pytest.approx(4.0)
+
+
+def test_an_unknown_policy_is_told() -> None:
+    with pytest.raises(InputError, match="streemed"):
+        compare([TINY], ["streemed"], H200, [STEP])
+
+
+# ---- tables
+
+
+def test_records_are_json_without_nan(comparison: pd.DataFrame) -> None:
+    records = tables.records(comparison)
+    assert json.loads(json.dumps(records, allow_nan=False)) == records
+    assert [record["tokens_per_s"] is None for record in records] == [not fits for fits in comparison["fits"]]
+    assert {type(record["fits"]) for record in records} == {bool}
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_every_row_is_printed_within_the_width(comparison: pd.DataFrame, width: int) -> None:
+    out = io.StringIO()
+    tables.show_comparison(comparison, Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    for name in NAMES:
+        assert sum(line.startswith(f" {name} ") for line in lines) == 4
+    assert "does not fit" in out.getvalue()
+    assert ("MFU" in lines[3]) == (width == 160)
+    assert "GB is 10^9 bytes" in out.getvalue()
+
+
+def test_markdown_has_a_line_per_row(comparison: pd.DataFrame) -> None:
+    lines = tables.markdown(comparison, tables.COMPARISON).splitlines()
+    assert len(lines) == 2 + len(comparison)
+    assert {line.count("|") for line in lines} == {len(tables.COMPARISON) + 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1.5, "1.5 s"), (0.25, "250 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")]
+)
+def test_times_have_units(value: float | None, text: str) -> None:
+    assert tables.seconds(value) == text

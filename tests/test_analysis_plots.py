@@ -1,0 +1,211 @@
+"""The data behind pictures, and that everything in the data is drawn. Not what pixels look like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
+from analysis import figure, palette, plots
+from analysis.compare import compare
+from analysis.gantt import gantt, gantt_data, steady_step
+from schedules import policies, presets
+from schedules.errors import InputError
+from schedules.op import Tier
+from schedules.schedule import Schedule
+from schedules.trace import Trace
+from schedules.workload import MemoryBudget, Workload
+from sim.engine import simulate
+from sim.hardware import load
+from sim.prediction import memory_of
+
+STEP = Workload(micro_batch_size=2, accumulation=2, seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Schedule, Trace]:
+    profile = load("h200")
+    schedule = policies.build("zero3_offload", presets.load("tiny"), STEP, memory_of(profile))
+    return schedule, simulate(schedule, profile, steps=5)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> pd.DataFrame:
+    """Two models on a machine with little memory: some policies fit, some do not."""
+    budget = MemoryBudget(device_bytes=60 * 10**6, host_bytes=10**9)
+    return compare(
+        [presets.load("demo"), presets.load("tiny")], ["resident", "streamed", "zero3_offload"], load("h200"), [STEP],
+        budget,
+    )  # fmt: skip
+
+
+# ---- throughput
+
+
+def test_every_row_of_a_comparison_is_drawn_and_what_does_not_fit_says_so(comparison: pd.DataFrame) -> None:
+    ax = plots.throughput(comparison)
+    written = [text.get_text() for text in ax.texts]
+    assert len(ax.patches) == len(written) == len(comparison)
+    lacking = comparison[~comparison["fits"]]
+    assert 0 < len(lacking) < len(comparison)
+    assert sum(patch.get_linestyle() == "--" for patch in ax.patches) == len(lacking)
+    assert sorted(t.replace("\n", " ") for t in written if t.startswith("does not fit")) == sorted(lacking["shortage"])
+
+
+def test_bars_are_as_high_as_the_data_and_models_stand_by_size(comparison: pd.DataFrame) -> None:
+    ax = plots.throughput(comparison)
+    heights = sorted(patch.get_height() for patch in ax.patches if patch.get_linestyle() != "--")
+    fitting = comparison[comparison["fits"]]
+    assert heights == pytest.approx(sorted(fitting["model_tflops_per_s"]))
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["tiny", "demo"]
+
+
+def test_a_comparison_in_which_nothing_fits_can_be_drawn() -> None:
+    nothing = MemoryBudget(device_bytes=1, host_bytes=1)
+    ax = plots.throughput(compare([presets.load("tiny")], ["streamed"], load("h200"), [STEP], nothing))
+    assert len(ax.patches) == 1
+
+
+def test_rows_that_would_cover_one_another_are_refused(comparison: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="more than one row"):
+        plots.throughput(pd.concat([comparison, comparison]))
+
+
+# ---- the step, stream by stream
+
+
+def test_the_gantt_holds_the_ops_of_one_step_and_no_time_outside_it(run: tuple[Schedule, Trace]) -> None:
+    schedule, trace = run
+    data = gantt_data([run])
+    since, until = steady_step(trace)
+    assert until - since == trace.step_end_ns[3] - trace.step_end_ns[2]
+    assert data["start_ms"].min() >= 0
+    assert data["end_ms"].max() == pytest.approx((until - since) / 1e6)
+    for stream in schedule.streams:
+        of_stream = data[data["stream"] == stream]
+        busy = trace.busy_ns(schedule, stream, (since, until))
+        assert (of_stream["end_ms"] - of_stream["start_ms"]).sum() == pytest.approx(busy / 1e6)
+
+
+def test_every_op_of_the_data_is_a_box(run: tuple[Schedule, Trace]) -> None:
+    ax = gantt([run, (run[0], replace(run[1], source="measured"))])
+    boxes = sum(len(c.get_paths()) for c in ax.collections if isinstance(c, PolyCollection))
+    lanes = 2 * len(run[0].streams)
+    assert boxes == len(gantt_data([run, run])) + lanes  # each lane has one more: idle
+    assert len(ax.get_yticks()) == lanes
+    assert sum("busy" in text.get_text() for text in ax.texts) == lanes
+
+
+def test_two_runs_of_one_name_are_kept_apart(run: tuple[Schedule, Trace]) -> None:
+    data = gantt_data([run, run])
+    assert data.groupby("run").size().tolist() == [len(data) // 2] * 2
+
+
+def test_boxes_are_labelled_where_there_is_room(run: tuple[Schedule, Trace]) -> None:
+    labels = {text.get_text() for text in gantt([run]).texts}
+    wide = gantt([run], ax=Figure(figsize=(200, 4)).add_subplot())
+    assert {text.get_text() for text in wide.texts} > labels
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_live_memory_stays_under_what_is_allocated(run: tuple[Schedule, Trace], tier: Tier) -> None:
+    schedule, trace = run
+    data = plots.memory_data(schedule, trace, tier)
+    assert data["time_ms"].is_monotonic_increasing
+    assert 0 < data["live_gb"].max() <= schedule.allocated_bytes(tier) / 1e9
+    moments, live = trace.live_bytes(schedule, tier)
+    shown = float(trace.step_end_ns[3] - trace.step_end_ns[0]) / 1e6
+    assert data["time_ms"].iloc[0] == 0
+    assert data["time_ms"].iloc[-1] <= shown
+    at = moments <= trace.step_end_ns[0]
+    assert data["live_gb"].iloc[0] == pytest.approx(live[at][-1] / 1e9)
+
+
+def test_a_capacity_far_above_the_data_is_written_instead_of_drawn(run: tuple[Schedule, Trace]) -> None:
+    schedule, trace = run
+    used = schedule.allocated_bytes(Tier.HOST)
+    near = plots.memory(schedule, trace, Tier.HOST, capacity_bytes=2 * used)
+    far = plots.memory(schedule, trace, Tier.HOST, capacity_bytes=2000 * used)
+    assert near.get_ylim()[1] > 2 * used / 1e6
+    assert far.get_ylim()[1] < 2 * used / 1e6
+    assert "capacity" in far.get_title(loc="left")
+
+
+# ---- predicted and measured, loss
+
+
+def test_every_run_has_its_signed_error() -> None:
+    runs = pd.DataFrame(
+        [("streamed", "tiny", 1.1, 1.0), ("megatrain", "tiny", 1.8, 2.0)],
+        columns=["policy", "model", "predicted_s", "measured_s"],
+    )
+    ax = plots.predicted_against_measured(runs)
+    assert sorted(t.get_text() for t in ax.texts if isinstance(t, Annotation)) == ["+10.0%", "-10.0%"]
+    points = np.concatenate([c.get_offsets() for c in ax.collections if isinstance(c, PathCollection)])
+    assert sorted(map(tuple, points)) == [(1.0, 1.1), (2.0, 1.8)]
+
+
+def test_the_loss_plot_says_how_far_policies_are_apart() -> None:
+    losses = pd.DataFrame(
+        [("a", 0, 2.0), ("a", 1, 1.0), ("b", 0, 2.0), ("b", 1, 1.25)], columns=["policy", "step", "loss"]
+    )
+    ax = plots.loss(losses)
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[2.0, 1.0], [2.0, 1.25]]
+    assert "0.25 nats" in ax.get_title(loc="left")
+
+
+# ---- looks that mean something
+
+
+def test_policies_and_ops_are_told_apart(run: tuple[Schedule, Trace]) -> None:
+    styles = [(s.colour, s.hatch) for s in map(palette.policy_style, policies.names())]
+    assert len(set(styles)) == len(styles)
+    assert len(set(palette.OP_COLOURS.values())) == len(palette.OP_COLOURS)
+    assert {palette.op_class(op) for op in run[0].ops} <= set(palette.OP_COLOURS)
+
+
+def test_no_text_is_smaller_than_nine_points(comparison: pd.DataFrame, run: tuple[Schedule, Trace]) -> None:
+    for ax in (
+        plots.throughput(comparison), gantt([run]), plots.memory(*run, Tier.DEVICE),
+    ):  # fmt: skip
+        sizes = [t.get_fontsize() for t in figure.figure_of(ax).findobj(lambda a: hasattr(a, "get_fontsize"))]
+        assert min(sizes) >= figure.FONT_PT
+        assert ax.get_xlabel()
+    assert palette.ink(palette.BLUE) == "white"
+    assert palette.ink(palette.YELLOW) == "black"
+
+
+# ---- files
+
+
+def test_a_picture_comes_with_its_data(comparison: pd.DataFrame, tmp_path: Path) -> None:
+    stem = tmp_path / "new" / "model-7.5b"
+    paths = figure.save(figure.figure_of(plots.throughput(comparison)), stem, comparison)
+    assert [path.name for path in paths] == ["model-7.5b.png", "model-7.5b.svg", "model-7.5b.csv"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in paths[1].read_text()
+    back = pd.read_csv(paths[2])
+    assert back["tokens_per_s"].tolist() == pytest.approx(comparison["tokens_per_s"].tolist(), nan_ok=True)
+    assert sorted(stem.parent.iterdir()) == sorted(paths)  # nothing half-written is left
+
+
+def test_a_folder_that_cannot_be_written_is_told(comparison: pd.DataFrame, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        figure.save(Figure(), tmp_path / "taken" / "plot", comparison)
+
+
+def test_plots_leave_pyplot_alone() -> None:
+    code = "import sys, analysis.plots, analysis.gantt; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

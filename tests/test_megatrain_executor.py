@@ -1,0 +1,354 @@
+"""The executor's loop, the store's memory, the CPU's threads and traces, and the ends of buffers' contents."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hand_written import WRITERS, small
+from torch import Tensor
+
+from megatrain import initial
+from megatrain.adam import Adam, initialise
+from megatrain.backend import OpFailed, Task
+from megatrain.cpu import CpuBackend, CpuEvent
+from megatrain.data import RandomTokens
+from megatrain.executor import Executor, NotVerified
+from megatrain.lifetime import released
+from megatrain.store import Store, StoreError
+from megatrain.train import Debug, Trainer
+from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
+from schedules.program import Program
+from schedules.schedule import Schedule
+from schedules.verify import Verified, verify
+from schedules.workload import Workload
+
+WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
+MODEL = small()
+
+
+def trainer(schedule: Schedule, **options: object) -> Trainer[CpuEvent]:
+    data = RandomTokens(vocab_size=256, workload=schedule.workload, seed=1)
+    start = initial.random_parameters(schedule.model, 0)
+    return Trainer(verify(schedule), CpuBackend(), data, Adam(lr=1e-2), initial=start, **options)  # type: ignore[arg-type]
+
+
+# ---- the loop
+
+
+def sync(name: str, stream: Stream, **options: object) -> Op:
+    return Op(name=name, kind=Kind.UPDATE, phase=Phase.SYNC, stream=stream, **options)  # type: ignore[arg-type]
+
+
+def bare(ops: list[Op], waits: list[Wait]) -> Verified:
+    """A proof that nobody gave, of ops that touch nothing."""
+    schedule = Schedule(ops=tuple(ops), buffers=(), waits=tuple(waits), model=MODEL, workload=WORKLOAD, policy="bare")
+    return Verified(schedule=schedule, digest=schedule.digest, initial={})
+
+
+class Recorder:
+    """A backend that writes down what it is asked for; events are names, finished at once."""
+
+    machine, source = "none", "predicted"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def issue(self, task: Task) -> int:
+        return 0
+
+    def submit(self, task: Task, waits: list[str]) -> str:
+        self.log.append(f"{task.op.name}{task.step} on {task.op.stream} after {' '.join(waits) or 'nothing'}")
+        return f"{task.op.name}{task.step}"
+
+    def run_on_host(self, task: Task) -> str:
+        self.log.append(f"{task.op.name}{task.step} here")
+        return f"{task.op.name}{task.step}"
+
+    def host_wait(self, event: str) -> None:
+        self.log.append(f"until {event}")
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+def test_loop_issues_in_program_order_with_the_waits_of_each_step() -> None:
+    ops = [
+        sync("a", Stream.H2D),
+        sync("b", Stream.COMPUTE, blocking=True),
+        sync("c", Stream.HOST),
+        sync("d", Stream.CPU),
+    ]
+    waits = [Wait(op="b", on="a"), Wait(op="a", on="d", distance=1), Wait(op="c", on="a"), Wait(op="d", on="b")]
+    backend = Recorder()
+    executor = Executor(bare(ops, waits), backend)  # type: ignore[arg-type]
+    executor.issue(0)
+    executor.issue(1)
+    per_step = [
+        "b{0} on compute after a{0}", "until b{0}", "until a{0}", "c{0} here", "d{0} on cpu after b{0}",
+    ]  # fmt: skip
+    assert backend.log == [
+        "a0 on h2d after nothing",
+        *(line.format(0) for line in per_step),
+        "a1 on h2d after d0",
+        *(line.format(1) for line in per_step),
+    ]
+    backend.log.clear()
+    executor.wait(1)
+    assert sorted(backend.log) == ["until a1", "until b1", "until c1", "until d1"]
+
+
+def test_only_what_was_verified_runs() -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    with pytest.raises(NotVerified, match="Schedule is not a proof"):
+        Executor(schedule, Recorder())  # type: ignore[arg-type]
+    other = dataclasses.replace(schedule, waits=schedule.waits[1:])
+    with pytest.raises(NotVerified, match=f"proof is of schedule {schedule.short_digest}"):
+        Executor(dataclasses.replace(verify(schedule), schedule=other), Recorder())  # type: ignore[arg-type]
+
+
+# ---- the trace of a real run
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_trace_of_a_run_keeps_every_order_that_the_schedule_asks_for(writer: str) -> None:
+    schedule = WRITERS[writer](MODEL, WORKLOAD)
+    with trainer(schedule, record=True, debug=Debug(delay_s=0.0005)) as run:
+        run.run(3)
+        trace = run.trace()
+    count = len(schedule.ops)
+    assert trace.source == "measured"
+    trace.check(schedule)
+    np.testing.assert_array_equal(trace.op, np.tile(np.arange(count), 3))
+    np.testing.assert_array_equal(trace.step, np.repeat(np.arange(3), count))
+    assert trace.issue_ns[0] == 0
+    assert (np.diff(trace.issue_ns) >= 0).all()
+    assert (trace.start_ns <= trace.end_ns).all()
+    for row in range(len(trace)):
+        step, op = divmod(row, count)
+        for wait in schedule.waits_of[schedule.ops[op].name]:
+            if wait.distance <= step:
+                before = (step - wait.distance) * count + schedule.index[wait.on]
+                assert trace.end_ns[before] <= trace.start_ns[row]
+        if trace.waited_on[row] >= 0:
+            assert trace.issue_ns[row] < trace.end_ns[trace.waited_on[row]] <= trace.start_ns[row]
+        if schedule.ops[op].blocking and row + 1 < len(trace):
+            assert trace.issue_ns[row + 1] >= trace.end_ns[row]
+    for stream in schedule.streams:
+        rows = trace.rows_of(schedule, stream)
+        assert (trace.end_ns[rows][:-1] <= trace.start_ns[rows][1:]).all()
+
+
+def test_second_run_goes_on_where_the_first_ended() -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    told: list[tuple[int, float]] = []
+    with trainer(schedule, record=True) as once, trainer(schedule, record=True) as twice:
+        whole = once.run(5)
+        parts = twice.run(2, on_loss=lambda step, loss: told.append((step, loss)))
+        twice.trace()
+        parts += twice.run(3, on_loss=lambda step, loss: told.append((step, loss)))
+        assert parts == whole
+        assert told == list(enumerate(whole))
+        assert twice.trace().steps == 3
+        for i in MODEL.layers:
+            assert torch.equal(once.parameters(i), twice.parameters(i))
+
+
+def test_data_with_more_tokens_than_the_model_is_refused() -> None:
+    verified = verify(WRITERS["on_device"](MODEL, WORKLOAD))
+    data = RandomTokens(vocab_size=257, workload=WORKLOAD)
+    with pytest.raises(ValueError, match="257 different tokens, small 256"):
+        Trainer(verified, CpuBackend(), data, Adam(lr=1.0), initial=initial.random_parameters(MODEL, 0))
+
+
+# ---- the CPU as a machine
+
+
+def test_streams_run_beside_each_other_and_in_order() -> None:
+    backend, order, meeting = CpuBackend(), [], threading.Barrier(2, timeout=30)
+    one = sync("one", Stream.H2D)
+    two = sync("two", Stream.COMPUTE)
+    backend.submit(Task(one, 0, 0, lambda step: meeting.wait() and None), ())
+    met = backend.submit(Task(two, 1, 0, lambda step: meeting.wait() and None), ())
+    for number in range(20):
+        last = backend.submit(Task(one, 0, number, order.append), ())
+    backend.host_wait(met)  # each was at work while the other was
+    backend.host_wait(last)
+    backend.close()
+    assert order == list(range(20))
+
+
+def test_threads_of_torch_are_set_per_stream() -> None:
+    backend, found = CpuBackend(threads={Stream.CPU: 2}), {}
+    for stream in (Stream.COMPUTE, Stream.CPU):
+        task = Task(sync("op", stream), 0, 0, lambda step, s=stream: found.update({s: torch.get_num_threads()}))
+        backend.host_wait(backend.submit(task, ()))
+    backend.close()
+    assert found == {Stream.COMPUTE: 1, Stream.CPU: 2}
+
+
+def test_closed_backend_takes_no_more() -> None:
+    backend = CpuBackend()
+    backend.close()
+    backend.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        backend.submit(Task(sync("op", Stream.CPU), 0, 0, lambda step: None), ())
+
+
+def test_memory_is_exact_aligned_and_touched() -> None:
+    memory = CpuBackend().allocate(Buffer(name="b", tier=Tier.HOST, nbytes=1000))
+    assert memory.shape == (1000,) and memory.dtype == torch.uint8
+    assert memory.data_ptr() % 64 == 0 and not memory.any()
+
+
+# ---- the store
+
+
+def cpu_store(schedule: Schedule, *, poison: bool = False) -> Store:
+    return Store(schedule, CpuBackend().allocate, poison=poison)
+
+
+def test_views_have_the_types_and_shapes_of_their_tensors() -> None:
+    workload = dataclasses.replace(WORKLOAD, precision="bf16_split")
+    schedule = WRITERS["stop_and_go"](MODEL, workload)
+    store = cpu_store(schedule)
+    n = MODEL.params(0)
+    expected = {
+        "w.0": (torch.bfloat16, (n,)),
+        "g.0": (torch.bfloat16, (n,)),
+        "g32.0": (torch.float32, (n,)),
+        "o.0": (torch.uint8, (10 * n,)),
+        "x.0.1": (torch.bfloat16, (2, 8, 16)),
+        "d.0.1": (torch.bfloat16, (2, 8, 16)),
+        "norm": (torch.float64, ()),
+    }
+    for name, (dtype, shape) in expected.items():
+        access = next(access for op in schedule.ops for access in op.accesses if access.tensor == name)
+        tensor = store.tensor(access)
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+        assert tensor.data_ptr() == store.tensor(access).data_ptr()
+
+
+def test_fill_puts_weights_and_state_where_the_first_step_expects_them() -> None:
+    workload = dataclasses.replace(WORKLOAD, precision="bf16_split")
+    schedule = WRITERS["two_slots"](MODEL, workload)
+    verified, store, source = verify(schedule), cpu_store(schedule), initial.random_parameters(MODEL, 3)
+    store.fill(verified, source)
+    for i in MODEL.layers:
+        torch.testing.assert_close(store.master(verified, i), source(i), rtol=0, atol=0)
+        name, n = MODEL.layer_name(i), MODEL.params(i)
+        weights, state = torch.empty(n, dtype=torch.bfloat16), torch.empty(10 * n, dtype=torch.uint8)
+        initialise(weights, state, "bf16_split", source(i))
+        assert torch.equal(store.tensor(Access(f"host.w.{name}", f"w.{name}")), weights)
+        assert torch.equal(store.tensor(Access(f"host.o.{name}", f"o.{name}")), state)
+
+
+def test_nvme_is_refused() -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    buffers = tuple(dataclasses.replace(b, tier=Tier.NVME) if b.name == "host.w.0" else b for b in schedule.buffers)
+    with pytest.raises(StoreError, match=r"host\.w\.0 is on NVMe"):
+        cpu_store(dataclasses.replace(schedule, buffers=buffers))
+
+
+def test_saved_activations_larger_than_their_buffer_are_refused() -> None:
+    schedule = WRITERS["on_device"](MODEL, WORKLOAD)
+    store, access = cpu_store(schedule), Access("saved0", "s.0.0")
+    limit = schedule.buffer["saved0"].nbytes
+
+    class Kept:
+        nbytes = limit + 1
+
+    with pytest.raises(StoreError, match=f"{limit + 1} bytes of saved activations, its buffer saved0 has {limit}"):
+        store.put_saved(access, Kept())  # type: ignore[arg-type]
+
+
+def test_saved_activations_that_are_not_there_are_told() -> None:
+    store = cpu_store(WRITERS["on_device"](MODEL, WORKLOAD))
+    with pytest.raises(StoreError, match=r"saved0 holds nothing where s\.0\.0 is to be read"):
+        store.saved(Access("saved0", "s.0.0"))
+
+
+def test_buffer_for_saved_and_other_tensors_is_refused() -> None:
+    schedule = WRITERS["on_device"](MODEL, WORKLOAD)
+    ops = tuple(
+        dataclasses.replace(op, writes=(Access("saved0", "norm"),)) if op.phase == Phase.NORM else op
+        for op in schedule.ops
+    )
+    with pytest.raises(StoreError, match="saved0 holds saved activations and other tensors"):
+        cpu_store(dataclasses.replace(schedule, ops=ops))
+
+
+def test_release_poisons_only_in_debugging() -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    access = Access("weight0", "w.0")
+    for poison in (False, True):
+        store = cpu_store(schedule, poison=poison)
+        assert bool(store.tensor(access).isnan().all()) is poison
+        store.tensor(access).fill_(1.0)
+        store.release("weight0")
+        assert bool(store.tensor(access).isnan().all()) is poison
+
+
+def test_saved_activations_take_no_memory_of_the_store_and_are_gone_after_each_step() -> None:
+    schedule = WRITERS["on_device"](MODEL, WORKLOAD)
+    allocated: list[str] = []
+
+    def allocate(buffer: Buffer) -> Tensor:
+        allocated.append(buffer.name)
+        return torch.empty(buffer.nbytes, dtype=torch.uint8)
+
+    Store(schedule, allocate)
+    assert allocated and not [name for name in allocated if name.startswith("saved")]
+    with trainer(schedule) as run:
+        run.run(1)
+        assert not run._store._saved
+
+
+# ---- where contents end
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_released_contents_are_never_read_again_and_all_others_are(writer: str, tied: bool) -> None:
+    schedule = WRITERS[writer](small(tied=tied), WORKLOAD)
+    ends = released(schedule)
+    dead: set[str] = set()
+    live: set[str] = set()
+    for _ in range(3):
+        for op, buffers in zip(schedule.ops, ends, strict=True):
+            assert not dead & {access.buffer for access in op.reads}, op.name
+            for access in op.writes:
+                # nobody reads one content from two streams here, so each must have been released
+                assert access.buffer not in live or op.reads_from(access.buffer), (op.name, access.buffer)
+                live.add(access.buffer)
+                dead.discard(access.buffer)
+            live -= set(buffers)
+            dead |= set(buffers)
+    assert dead
+
+
+def test_content_with_two_readers_at_once_is_not_released_by_either() -> None:
+    p = Program(MODEL, WORKLOAD)
+    slab = p.buffer("slab", Tier.HOST)
+    p.zero(0, grad=(slab, "g.0"), stream=Stream.CPU)
+    p.cast((slab, "g.0"), (p.buffer("a", Tier.HOST), "g32.0"), stream=Stream.CPU)
+    p.cast((slab, "g.0"), (p.buffer("b", Tier.HOST), "g32.0"), stream=Stream.D2H)
+    schedule = p.build(policy="two readers")
+    assert released(schedule) == [(), ("a",), ("b",)]
+    ordered = dataclasses.replace(
+        schedule, waits=(*schedule.waits, Wait(op=schedule.ops[2].name, on=schedule.ops[1].name))
+    )
+    assert released(ordered) == [(), ("a",), ("slab", "b")]
+
+
+def test_error_of_an_op_on_the_host_thread_has_its_name() -> None:
+    schedule = WRITERS["stop_and_go"](MODEL, WORKLOAD)
+
+    def broken(step: int, layer: int, grad: Tensor) -> None:
+        raise ArithmeticError("out of numbers")
+
+    with trainer(schedule, on_gradient=broken) as run, pytest.raises(OpFailed, match=r"U\.embed of step 0 .* host"):
+        run.run(1)

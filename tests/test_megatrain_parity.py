@@ -1,0 +1,167 @@
+"""Every schedule trains as plain PyTorch does: losses, every gradient of every step, and the parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hand_written import WRITERS, small
+from torch import Tensor
+
+from megatrain import initial, reference
+from megatrain.adam import Adam
+from megatrain.cpu import CpuBackend
+from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.reference import Reference
+from megatrain.train import Debug, Trainer
+from schedules import policies, presets
+from schedules.model import ModelSpec
+from schedules.schedule import Knob, Schedule
+from schedules.verify import verify
+from schedules.workload import PRECISIONS, MemoryBudget, Workload
+
+MEMORY = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
+# a large eps: where a gradient is near zero, Adam divides rounding errors by it and makes them visible
+HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
+STEPS = 20
+VARIANTS: dict[str, dict[str, Knob]] = {
+    "streamed, keep=0": {"keep": 0},
+    "streamed, keep=1, defer=1, slots=3, slabs=1": {"keep": 1, "defer": 1, "slots": 3, "slabs": 1},
+    "streamed, resident=2": {"resident": 2},
+    "streamed, order=microbatches": {"order": "microbatches"},
+    "zero3_offload, overlap_comm=False": {"overlap_comm": False},
+}
+SCHEDULES = [*policies.names(), *VARIANTS, *WRITERS]
+
+
+class Case(NamedTuple):
+    tied: bool
+    accumulation: int
+    grad_clip: float | None
+
+    @property
+    def model(self) -> ModelSpec:
+        return dataclasses.replace(presets.load("tiny"), tie_word_embeddings=self.tied)
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            micro_batch_size=2,
+            accumulation=self.accumulation,
+            seq_len=32,
+            precision="fp32",
+            grad_clip=self.grad_clip,
+        )
+
+
+CASES = [Case(False, 1, None), Case(True, 2, None), Case(False, 2, 0.5), Case(True, 1, 0.5)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # the number that every stream of the CPU backend uses
+
+
+def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
+    if name in WRITERS:
+        return WRITERS[name](model, workload)
+    return policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
+
+
+def run(schedule: Schedule, steps: int, debug: Debug | None = None) -> Reference:
+    gradients: list[dict[int, Tensor]] = [{} for _ in range(steps)]
+
+    def keep(step: int, layer: int, grad: Tensor) -> None:
+        gradients[step][layer] = grad.clone()
+
+    with Trainer(
+        verify(schedule),
+        CpuBackend(),
+        text(schedule.workload),
+        HYPER,
+        initial=initial.random_parameters(schedule.model, 0),
+        on_gradient=keep,
+        debug=debug or Debug(poison=False),
+    ) as trainer:
+        losses = trainer.run(steps)
+        parameters = {i: trainer.parameters(i) for i in schedule.model.layers}
+    return Reference(losses=losses, gradients=gradients, parameters=parameters)
+
+
+def text(workload: Workload) -> ByteText:
+    return ByteText(text=_library(), workload=workload, seed=5)
+
+
+@cache
+def _library() -> Tensor:
+    return read_bytes(standard_library(), 1 << 16)
+
+
+@cache
+def expected(case: Case) -> Reference:
+    start = initial.random_parameters(case.model, 0)
+    return reference.train(case.model, case.workload, text(case.workload), HYPER, initial=start, steps=STEPS)
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """Largest difference, relative to the largest element."""
+    return float((found - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_training_by_schedule_is_plain_training(name: str, case: Case) -> None:
+    found, right = run(schedule_of(name, case.model, case.workload), STEPS), expected(case)
+    assert found.losses == pytest.approx(right.losses, rel=1e-6)
+    for step in range(STEPS):
+        for i in case.model.layers:
+            # sums in another order; from the second step on of weights that already differ in the last bit
+            limit = 1e-6 if step == 0 else 1e-5
+            assert error(found.gradients[step][i], right.gradients[step][i]) < limit, (step, i)
+    for i in case.model.layers:
+        assert error(found.parameters[i], right.parameters[i]) < 5e-6, i
+
+
+def test_reference_learns_and_clips() -> None:
+    free, clipped = expected(CASES[0]), expected(CASES[2])
+    assert free.losses[-1] < free.losses[0] - 0.3
+    norms = [torch.cat(list(g.values())).norm().item() for g in clipped.gradients]
+    assert norms == pytest.approx([0.5] * STEPS, rel=1e-5)  # every step of these was longer
+
+
+# ---- the schedule changes no bit
+
+
+def assert_same_bits(a: Reference, b: Reference) -> None:
+    assert a.losses == b.losses
+    for i, right in b.parameters.items():
+        assert torch.equal(a.parameters[i], right), i
+
+
+def tiny_workload(**options: Any) -> Workload:
+    return Workload(micro_batch_size=2, seq_len=8, **options)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_with_one_micro_batch_all_schedules_yield_the_same_bits(name: str, precision: str) -> None:
+    # No gradient is a sum of passes, so that no schedule has an order of its own; even the order of the global
+    # norm's sum does not show, as it is taken in fp64. Scaling bf16 gradients in place rounds them, though.
+    workload = tiny_workload(precision=precision, grad_clip=0.1 if precision == "fp32" else None)
+    schedule = schedule_of(name, small(), workload)
+    assert_same_bits(run(schedule, 3), run(WRITERS["on_device"](small(), schedule.workload), 3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_split"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_correct_schedule_does_not_notice_delays_and_poison(name: str, precision: str) -> None:
+    workload = tiny_workload(accumulation=2, precision=precision, grad_clip=0.1)
+    schedule = schedule_of(name, small(), workload)
+    right = run(schedule, 2)
+    assert all(map(math.isfinite, right.losses))
+    for seed in range(12):
+        assert_same_bits(run(schedule, 2, Debug(poison=True, delay_s=2e-4, seed=seed)), right)

@@ -1,0 +1,471 @@
+"""Every policy, on every shape of step: safe, complete, minimal, and moving the bytes its system moves.
+
+The golden files are rewritten by  python tests/test_schedules_policies.py  (read the difference before you
+commit it: a refactor must not change them).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import codec, policies, presets
+from schedules.model import ModelSpec
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.policies import PolicyError
+from schedules.schedule import Knob, Schedule
+from schedules.verify import ScheduleError, verify
+from schedules.workload import PRECISIONS, MemoryBudget, Workload
+
+TINY = presets.load("tiny")
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
+GOLDEN = Path(__file__).parent / "golden"
+EXAMPLE = Path(__file__).parents[1] / "docs" / "my_policy.py"
+
+# knobs with which a schedule of four blocks shows what the policy does to forty
+SMALL: dict[str, dict[str, Knob]] = {
+    "megatrain": {"checkpoint": 2, "slabs": 2},
+    "megatrain_released": {"checkpoint": 2, "slabs": 2},
+    "resident": {"keep": 2},
+    "streamed": {"keep": 2, "slabs": 2, "defer": 1},
+    "zero3_offload": {"max_live": 20_000},
+}
+
+
+def workload(
+    *, accumulation: int = 2, clip: float | None = None, precision: str = "bf16", seq_len: int = 16
+) -> Workload:
+    return Workload(micro_batch_size=1, accumulation=accumulation, seq_len=seq_len, precision=precision, grad_clip=clip)
+
+
+def blocks(count: int, *, tied: bool = False) -> ModelSpec:
+    return replace(TINY, num_hidden_layers=count, tie_word_embeddings=tied)
+
+
+def small(name: str, **options: object) -> Schedule:
+    return policies.build(name, TINY, workload(**options), ROOM, **SMALL.get(name, {}))  # type: ignore[arg-type]
+
+
+def home_bytes_per_param(schedule: Schedule, tier: Tier) -> float:
+    """Bytes per parameter of the homes of weights, gradients and optimizer states."""
+    homes = [b for b in schedule.buffers if b.name.startswith(("host.", "device.")) and b.tier == tier]
+    return sum(b.nbytes for b in homes) / sum(schedule.model.params(i) for i in schedule.model.layers)
+
+
+def moved(schedule: Schedule, source: Tier, target: Tier, letter: str) -> Counter[str]:
+    """Tensor -> how often it is copied between two tiers."""
+    tier = {buffer.name: buffer.tier for buffer in schedule.buffers}
+    return Counter(
+        op.reads[0].tensor
+        for op in schedule.ops
+        if op.phase == Phase.COPY
+        and op.reads[0].tensor.startswith(f"{letter}.")
+        and (tier[op.reads[0].buffer], tier[op.writes[0].buffer]) == (source, target)
+    )
+
+
+def phases(schedule: Schedule) -> Counter[Phase]:
+    return Counter(op.phase for op in schedule.ops)
+
+
+def place(schedule: Schedule, name: str) -> int:
+    return schedule.index[name]
+
+
+# ---- all policies
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("layers", [1, 2, 7, 32])
+@pytest.mark.parametrize("name", policies.names())
+def test_a_policy_is_safe_on_every_shape_of_step(
+    name: str, layers: int, accumulation: int, tied: bool, clip: float | None
+) -> None:
+    model = blocks(layers, tied=tied)
+    schedule = policies.build(name, model, workload(accumulation=accumulation, clip=clip), ROOM)
+    started = verify(schedule).initial
+    assert set(started.values()) <= {f"{c}.{model.layer_name(i)}" for c in "wo" for i in model.layers}
+    updated = Counter(op.layer for op in schedule.ops if op.phase == Phase.ADAM)
+    assert updated == Counter(model.layers)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", policies.names())
+def test_a_policy_is_safe_at_every_precision(name: str, precision: str) -> None:
+    verify(policies.build(name, TINY, workload(precision=precision, clip=1.0), ROOM))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("name", policies.names())
+def test_no_wait_of_a_policy_can_be_left_out(name: str, clip: float | None) -> None:
+    schedule = small(name, clip=clip)
+    verify(schedule)
+    for wait in schedule.waits:
+        rest = tuple(w for w in schedule.waits if w != wait)
+        with pytest.raises(ScheduleError) as raised:
+            verify(replace(schedule, waits=rest))
+        assert {v.rule for v in raised.value.violations} == {"race"}, wait
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_no_backward_and_no_update_of_a_policy_can_be_left_out(name: str) -> None:
+    schedule = small(name)
+    for op in schedule.ops:
+        if op.phase not in (Phase.BACKWARD, Phase.LOSS, Phase.ADAM):
+            continue
+        with pytest.raises(ScheduleError) as raised:
+            verify(_without(schedule, op))
+        if op.phase != Phase.BACKWARD or op.layer == TINY.embed:  # the layers below lack more than a gradient
+            assert "gradient coverage" in {v.rule for v in raised.value.violations}, op.name
+
+
+def _without(schedule: Schedule, op: Op) -> Schedule:
+    return replace(
+        schedule,
+        ops=tuple(other for other in schedule.ops if other is not op),
+        waits=tuple(wait for wait in schedule.waits if op.name not in (wait.op, wait.on)),
+    )
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_a_policy_makes_the_schedule_it_made_before(name: str) -> None:
+    stored = GOLDEN / f"{name}.json"
+    assert codec.dumps(small(name)) == stored.read_text()
+    assert codec.read(stored).digest == small(name).digest
+
+
+# ---- what each system moves and holds
+
+
+def test_resident_moves_nothing_and_holds_everything_on_the_device() -> None:
+    schedule = policies.build("resident", TINY, workload(), ROOM)
+    assert {op.stream for op in schedule.ops} == {Stream.COMPUTE}
+    assert home_bytes_per_param(schedule, Tier.DEVICE) == 12
+    assert schedule.waits == ()
+
+
+def test_resident_updates_a_layer_as_soon_as_its_gradient_is_complete() -> None:
+    schedule = policies.build("resident", TINY, workload(accumulation=2), ROOM)
+    assert place(schedule, "B.3.1") < place(schedule, "U.3") < place(schedule, "B.2.1")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_streamed_moves_weights_and_gradients_once_however_many_micro_batches(accumulation: int) -> None:
+    schedule = policies.build("streamed", TINY, workload(accumulation=accumulation), ROOM)
+    # both slots still hold the last blocks when the backward begins
+    assert moved(schedule, Tier.HOST, Tier.DEVICE, "w") == Counter(
+        {"w.embed": 1, "w.head": 1, "w.0": 2, "w.1": 2, "w.2": 1, "w.3": 1}
+    )
+    assert set(moved(schedule, Tier.DEVICE, Tier.HOST, "g").values()) == {1}
+
+
+def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
+    schedule = policies.build("streamed", TINY, workload(accumulation=4), ROOM, order="microbatches")
+    assert moved(schedule, Tier.DEVICE, Tier.HOST, "g")["g.2"] == 4
+    # every turn, of a micro-batch or between two, finds two blocks in the slots
+    assert moved(schedule, Tier.HOST, Tier.DEVICE, "w")["w.0"] == 1 + 4
+    assert moved(schedule, Tier.HOST, Tier.DEVICE, "w")["w.3"] == 4
+
+
+@given(
+    layers=st.integers(1, 6),
+    accumulation=st.integers(1, 3),
+    tied=st.booleans(),
+    clip=st.sampled_from([None, 1.0]),
+    knobs=st.fixed_dictionaries(
+        {
+            "slots": st.integers(1, 4),
+            "grad_slots": st.integers(1, 3),
+            "slabs": st.integers(1, 3),
+            "keep": st.none() | st.integers(0, 7),
+            "defer": st.integers(0, 7),
+            "resident": st.integers(0, 9),
+            "order": st.sampled_from(["layers", "microbatches"]),
+        }
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_streamed_is_safe_with_any_knobs(
+    layers: int, accumulation: int, tied: bool, clip: float | None, knobs: dict[str, Knob]
+) -> None:
+    model, step = blocks(layers, tied=tied), workload(accumulation=accumulation, clip=clip)
+    schedule = policies.build("streamed", model, step, ROOM, **knobs)
+    verify(schedule)
+    assert schedule.knobs == knobs
+
+
+def test_streamed_loads_first_what_the_step_before_updates_first() -> None:
+    schedule = policies.build("streamed", blocks(8), workload(), ROOM)
+    loads = [op.layer for op in schedule.streams[Stream.H2D][:4]]
+    updates = [op.layer for op in schedule.streams[Stream.CPU] if op.layer in loads]
+    assert loads == updates == [8, 1, 0, -1]
+
+
+def test_streamed_defers_evenly_and_updates_the_deferred_in_the_order_of_the_forward() -> None:
+    schedule = policies.build("streamed", blocks(8), workload(), ROOM, defer=4)
+    last_backward = place(schedule, "B.embed.1")
+    early = [op.layer for op in schedule.streams[Stream.CPU] if place(schedule, op.name) < last_backward]
+    late = [op.layer for op in schedule.streams[Stream.CPU] if place(schedule, op.name) > last_backward]
+    assert len(early) == 1 + 4 and len(late) == 1 + 4
+    assert late[0] == -1 and late[1:] == sorted(late[1:])
+    assert all(b - a <= 2 for a, b in pairwise(late[1:]))
+
+
+def test_streamed_with_clipping_measures_on_the_device_and_updates_after_the_last_norm() -> None:
+    schedule = policies.build("streamed", TINY, workload(clip=1.0), ROOM)
+    norms = [op for op in schedule.ops if op.phase == Phase.NORM]
+    assert len(norms) == len(TINY.layers) and {op.stream for op in norms} == {Stream.COMPUTE}
+    updates = [op.layer for op in schedule.ops if op.phase == Phase.ADAM]
+    assert updates == [0, -1, 1, 2, 3, 4]
+    assert place(schedule, norms[-1].name) < place(schedule, "U.0")
+
+
+def test_streamed_resident_layers_do_not_cross_the_link() -> None:
+    schedule = policies.build("streamed", TINY, workload(), ROOM, resident=2)  # the embedding and block 0
+    assert not {"w.embed", "w.0"} & set(moved(schedule, Tier.HOST, Tier.DEVICE, "w"))
+    assert not {"g.embed", "g.0"} & set(moved(schedule, Tier.DEVICE, Tier.HOST, "g"))
+    on_gpu = {op.layer for op in schedule.ops if op.phase == Phase.ADAM and op.stream == Stream.COMPUTE}
+    assert on_gpu == {-1, 0}
+
+
+def device_peak(schedule: Schedule) -> int:
+    workspace = max(
+        schedule.model.workspace_bytes(op.layer, schedule.workload, op.phase)
+        for op in schedule.ops
+        if op.kind == Kind.COMPUTE and op.layer is not None
+    )
+    return schedule.allocated_bytes(Tier.DEVICE) + workspace
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("resident", {}),
+        ("streamed", {}),
+        ("streamed", {"order": "microbatches"}),
+        ("streamed", {"resident": 2, "slots": 3}),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_as_many_blocks_keep_their_activations_as_fit(name: str, knobs: dict[str, Knob], accumulation: int) -> None:
+    model, step = blocks(6), workload(accumulation=accumulation, seq_len=32)
+
+    def peak(keep: int) -> int:
+        return device_peak(policies.build(name, model, step, ROOM, keep=keep, **knobs))
+
+    for keep in range(1, 6):
+        budget = peak(keep)
+        for device_bytes, expected in ((budget, keep), (budget - 1, keep - 1)):
+            memory = MemoryBudget(device_bytes=device_bytes, host_bytes=10**10)
+            schedule = policies.build(name, model, step, memory, **knobs)
+            recomputed = {op.layer for op in schedule.ops if op.phase == Phase.RECOMPUTE}
+            assert recomputed == set(range(6 - expected))
+    assert peak(0) > 1  # far too little memory is told by the planner, not by the policy
+    policies.build(name, model, step, MemoryBudget(device_bytes=1, host_bytes=1), **knobs)
+
+
+def test_megatrain_loads_each_layer_up_to_three_times_and_computes_four_forwards() -> None:
+    model = blocks(8)
+    schedule = policies.build("megatrain", model, workload(accumulation=1), ROOM)
+    loads = moved(schedule, Tier.HOST, Tier.DEVICE, "w")
+    # of a group of four, the two that still stand in the slots are not loaded again
+    assert [loads[f"w.{i}"] for i in range(8)] == [3, 3, 2, 2, 3, 3, 2, 2]
+    counted = phases(schedule)
+    assert counted[Phase.FORWARD] == counted[Phase.RECOMPUTE] == counted[Phase.BACKWARD] - 1 == 8
+    assert home_bytes_per_param(schedule, Tier.HOST) == 12
+
+
+def test_megatrain_released_does_what_its_code_does() -> None:
+    model = blocks(8)
+    schedule = policies.build("megatrain_released", model, workload(accumulation=1, clip=1.0), ROOM)
+    loads = moved(schedule, Tier.HOST, Tier.DEVICE, "w")
+    assert {loads[f"w.{i}"] for i in range(8)} == {3}
+    counted = phases(schedule)
+    assert counted[Phase.FORWARD] == 8 and counted[Phase.RECOMPUTE] == 16 and counted[Phase.BACKWARD] == 9
+    assert sum(op.blocking for op in schedule.ops if op.kind == Kind.COMPUTE) == 3 * 8 + 1
+    assert home_bytes_per_param(schedule, Tier.HOST) == 12
+    flats = sum(b.nbytes for b in schedule.buffers if b.name.startswith("pinned."))
+    assert flats == 2 * sum(model.params(i) for i in model.blocks)
+    tail = [op.phase for op in schedule.streams[Stream.HOST] if op.kind == Kind.UPDATE and op.phase != Phase.SYNC]
+    assert tail == ([Phase.NORM] + [Phase.SCALE] * 10 + [Phase.ADAM] * 10 + [Phase.CAST] * 8 + [Phase.ZERO] * 10)
+
+
+def test_megatrain_released_waits_for_a_slab_only_when_they_run_out() -> None:
+    def waits(slabs: int) -> int:
+        schedule = policies.build("megatrain_released", blocks(8), workload(accumulation=1), ROOM, slabs=slabs)
+        return sum(op.name.startswith("H.slab") for op in schedule.ops)
+
+    assert waits(8) == 0
+    assert waits(6) == 2
+
+
+def test_zero3_moves_each_gradient_three_times_and_weights_twice() -> None:
+    schedule = policies.build("zero3_offload", blocks(8), workload(accumulation=1), ROOM, max_live=1)
+    weights = moved(schedule, Tier.HOST, Tier.DEVICE, "w")
+    assert [weights[f"w.{i}"] for i in range(8)] == [2] * 6 + [1] * 2  # two slots, found full at the turn
+    for i in range(8):
+        assert moved(schedule, Tier.DEVICE, Tier.HOST, "g")[f"g.{i}"] == 1
+        assert moved(schedule, Tier.HOST, Tier.DEVICE, "g")[f"g.{i}"] == 1
+        assert moved(schedule, Tier.DEVICE, Tier.HOST, "g32")[f"g32.{i}"] == 1
+
+
+def test_zero3_holds_twenty_bytes_per_parameter_on_the_host() -> None:
+    schedule = policies.build("zero3_offload", TINY, workload(), ROOM)
+    assert schedule.workload.precision == "bf16_fp32"
+    assert home_bytes_per_param(schedule, Tier.HOST) == 20
+
+
+def test_zero3_updates_on_the_issuing_host_after_the_whole_backward() -> None:
+    schedule = policies.build("zero3_offload", TINY, workload(clip=1.0), ROOM)
+    for op in schedule.ops:
+        if op.phase in (Phase.SCALE, Phase.ADAM) or op.name.startswith("C.w"):
+            assert op.stream == Stream.HOST and place(schedule, op.name) > place(schedule, "H.epilogue#2")
+    assert {op.stream for op in schedule.ops if op.phase == Phase.NORM} == {Stream.D2H}
+
+
+def test_zero3_without_overlap_queues_every_copy_on_the_compute_stream() -> None:
+    schedule = policies.build("zero3_offload", TINY, workload(), ROOM, overlap_comm=False)
+    assert set(schedule.streams) == {Stream.COMPUTE, Stream.HOST}
+    verify(schedule)
+
+
+def test_zero3_without_checkpointing_recomputes_nothing() -> None:
+    schedule = policies.build("zero3_offload", TINY, workload(), ROOM, checkpointing=False)
+    assert phases(schedule)[Phase.RECOMPUTE] == 0
+    verify(schedule)
+
+
+# ---- the registry
+
+
+def test_every_policy_has_a_summary_and_explains_its_knobs() -> None:
+    assert set(SMALL) <= set(policies.names())
+    for name in policies.names():
+        assert policies.summary(name).endswith(".")
+        for knob in policies.knobs(name):
+            assert f"  {knob} = " in policies.explain(name)
+
+
+def test_a_policy_file_of_ones_own_is_built_from_its_path() -> None:
+    schedule = policies.build(EXAMPLE, TINY, workload(), ROOM, slots=3)
+    verify(schedule)
+    assert schedule.policy == "my_policy"
+    assert schedule.knobs == {"slots": 3, "grad_slots": 2}
+    assert policies.knobs(str(EXAMPLE))["slots"].annotation is int
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_example_is_safe_but_does_not_clip(accumulation: int, tied: bool) -> None:
+    model = blocks(5, tied=tied)
+    verify(policies.build(EXAMPLE, model, workload(accumulation=accumulation), ROOM))
+    clipped = policies.build(EXAMPLE, model, workload(accumulation=accumulation, clip=1.0), ROOM)
+    with pytest.raises(ScheduleError, match=r"reads the global gradient norm .* no op wrote it"):
+        verify(clipped)
+
+
+def test_knobs_are_parsed_by_their_types() -> None:
+    parsed = policies.parse_knobs("streamed", ["slots=3", "keep=none", "order=microbatches"])
+    assert parsed == {"slots": 3, "keep": None, "order": "microbatches"}
+    assert policies.parse_knobs("zero3_offload", ["overlap-comm=False"]) == {"overlap_comm": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["slot=3"], "streamed has no knob 'slot'; nearest: slots"),
+        (["slots"], "'slots' is not of the form knob=value"),
+        (["slots=two"], "knob slots must be a whole number, not 'two'"),
+        (["slots=2.5"], "knob slots must be a whole number, not '2.5'"),
+        (["slots=none"], "knob slots must be a whole number, not 'none'"),
+        (["keep=-1"], "knob keep counts something and cannot be -1"),
+        (["order=layer"], "knob order must be 'layers' or 'microbatches', not 'layer'"),
+        (["slots=2", "slots=3"], "knob slots is set twice"),
+    ],
+)
+def test_a_bad_setting_says_what_is_wrong(settings: list[str], message: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        policies.parse_knobs("streamed", settings)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("streamd", "no policy is called 'streamd'; nearest: streamed, or give the path of a .py file"),
+        ("nowhere/mine.py", "there is no file nowhere/mine.py"),
+    ],
+)
+def test_an_unknown_policy_says_what_there_is(name: str, message: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        policies.load(name)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"slots": True}, "knob slots must be a whole number, not True"),
+        ({"slots": 2.0}, "knob slots must be a whole number, not 2.0"),
+        ({"slot": 2}, "streamed has no knob 'slot'; nearest: slots"),
+        ({"slots": 0}, "ProgramError: weight: a ring needs at least one slot, not 0"),
+    ],
+)
+def test_a_bad_knob_is_refused_when_building(knobs: dict[str, Knob], message: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        policies.build("streamed", TINY, workload(), ROOM, **knobs)
+    assert str(raised.value).endswith(message)
+
+
+HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, memory, *, slots: int = 2):\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + "    return 1 / 0\n", "{path}:5: ZeroDivisionError: division by zero"),
+        (HEAD + "    return None\n", "{path}: TypeError: policy() returned NoneType, not a Program"),
+        (
+            HEAD + "    p = Program(model, workload)\n    p.forward(0)\n    return p\n",
+            "{path}:6: ProgramError: x.embed.0 is needed but no longer kept (or not yet made); keep or recompute it",
+        ),
+        (
+            HEAD + "    p = Program(model, workload)\n    p.forward(-1)\n    return p\n",
+            "{path}: ProgramError: never freed: x.embed.0",
+        ),
+        ("import nothing_of_the_kind\n", "{path}:1: ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
+        ("def policy(:\n", "{path}:1: SyntaxError: "),
+        ("slots = 2\n", "{path} defines no function policy(model, workload, memory, *, knobs...)"),
+        (
+            "def policy(model, slots=2):\n    pass\n",
+            "{path}: policy() takes 2 positional parameters; it must take model, workload, memory, and its "
+            "knobs after a *",
+        ),
+        (
+            "def policy(model, workload, memory, *, sizes: list[int] = ()):\n    pass\n",
+            "mine: knob sizes is annotated list[int]; a knob is of bool, int, float, str, None, or a Literal "
+            "of strings",
+        ),
+        ("def policy(model, workload, memory, *, n):\n    pass\n", "mine: knob n has no default; give it a value"),
+    ],
+)
+def test_a_fault_in_a_policy_file_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(PolicyError) as raised:
+        policies.build(path, TINY, workload(), ROOM)
+    assert str(raised.value).startswith(message.format(path=path))
+
+
+if __name__ == "__main__":
+    for policy in policies.names():
+        codec.save(small(policy), GOLDEN / f"{policy}.json")
+        print(GOLDEN / f"{policy}.json")

@@ -1,0 +1,252 @@
+"""What ops cost, by hand on a machine of round numbers; one term at a time; measured times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from strategies import MODEL, WORKLOAD, round_profile
+
+from schedules.hazards import minimal_waits
+from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.workload import Workload
+from sim.cost import (
+    CORES,
+    D2H,
+    DRAM,
+    DUPLEX,
+    GPU,
+    H2D,
+    HBM,
+    NVME_READ,
+    NVME_WRITE,
+    Demand,
+    MissingCost,
+    Terms,
+    demands,
+    signature,
+)
+from sim.hardware import HardwareProfile, Measured, Table
+
+MB = 10**6
+
+
+def schedule_of(*ops: Op, workload: Workload = WORKLOAD) -> Schedule:
+    """A schedule whose buffers are named after their tier."""
+    return Schedule(
+        ops=ops,
+        buffers=tuple(Buffer(name=tier, tier=tier, nbytes=1) for tier in Tier),
+        waits=minimal_waits(ops),
+        model=MODEL,
+        workload=workload,
+        policy="bare",
+    )
+
+
+def demand(op: Op, profile: HardwareProfile, terms: Terms = Terms(), workload: Workload = WORKLOAD) -> Demand:
+    return demands(schedule_of(op, workload=workload), profile, terms)[0]
+
+
+def copy(source: Tier, target: Tier, nbytes: int, stream: Stream = Stream.H2D) -> Op:
+    return Op(
+        name="P",
+        kind=Kind.PREFETCH,
+        phase=Phase.COPY,
+        stream=stream,
+        reads=(Access(source, "w.0"),),
+        writes=(Access(target, "w.0"),),
+        nbytes=nbytes,
+    )
+
+
+def compute(
+    phase: Phase = Phase.FORWARD, *, layer: int = MODEL.head, writes: str = "", reads: str = "", **amounts: int
+) -> Op:
+    return Op(
+        name="F",
+        kind=Kind.COMPUTE,
+        phase=phase,
+        stream=Stream.COMPUTE,
+        layer=layer,
+        reads=(Access(Tier.DEVICE, reads),) if reads else (),
+        writes=(Access(Tier.DEVICE, writes),) if writes else (),
+        **amounts,
+    )
+
+
+def update(stream: Stream, phase: Phase = Phase.ADAM, **amounts: int) -> Op:
+    return Op(name="U", kind=Kind.UPDATE, phase=phase, stream=stream, layer=0, **amounts)
+
+
+def test_a_copy_to_the_device() -> None:
+    found = demand(copy(Tier.HOST, Tier.DEVICE, 9 * MB), round_profile())
+    assert found.duration_ns == 202_000  # 2 us and 10 MB (half a megabyte's worth of start included) at 50 GB/s
+    assert found.issue_ns == 10_000
+    assert found.usage == {
+        H2D: 1.0,
+        DUPLEX: pytest.approx(112.5 / 202),  # 9 MB at 80 GB/s
+        DRAM: pytest.approx(45 / 202),  # 9 MB at 200 GB/s
+    }
+
+
+def test_the_tiers_of_its_buffers_decide_a_copys_way_not_its_stream() -> None:
+    found = demand(copy(Tier.DEVICE, Tier.HOST, 7 * MB, stream=Stream.H2D), round_profile())
+    assert found.duration_ns == 202_000  # 8 MB at 40 GB/s
+    assert found.usage.keys() == {D2H, DUPLEX, DRAM}
+
+
+def test_without_its_term_a_copy_goes_at_full_bandwidth() -> None:
+    plain = Terms(size_dependent_bandwidth=False)
+    assert demand(copy(Tier.HOST, Tier.DEVICE, 9 * MB), round_profile(), plain).duration_ns == 180_000
+
+
+def test_copies_from_and_to_nvme() -> None:
+    found = demand(copy(Tier.NVME, Tier.HOST, 4 * MB), round_profile())
+    assert found.duration_ns == 1_100_000
+    assert found.usage == {NVME_READ: 1.0, DRAM: pytest.approx(20 / 1100)}
+    found = demand(copy(Tier.HOST, Tier.NVME, 4 * MB), round_profile())
+    assert found.duration_ns == 2_100_000
+    assert found.usage == {NVME_WRITE: 1.0, DRAM: pytest.approx(20 / 2100)}
+
+
+def test_a_schedule_for_nvme_needs_a_machine_that_has_it() -> None:
+    with pytest.raises(ValueError, match="NVMe"):
+        demand(copy(Tier.NVME, Tier.HOST, MB), replace(round_profile(), nvme=None))
+
+
+def test_a_copy_within_the_device_reads_and_writes_its_memory() -> None:
+    found = demand(copy(Tier.DEVICE, Tier.DEVICE, 3 * MB), round_profile())
+    assert (found.duration_ns, found.usage) == (3_000, {HBM: 1.0})  # 6 MB at 2 TB/s
+
+
+def test_a_copy_that_host_memory_holds_up_occupies_that_instead_of_the_link() -> None:
+    # without a GPU both ends are host memory: 40 GB/s of payload, less than the link's 50
+    profile = round_profile("host.memory_bandwidth=80GB/s", "host.copy_threads=1cores")
+    found = demand(copy(Tier.HOST, Tier.DEVICE, 9 * MB), profile)
+    assert found.duration_ns == 252_000
+    assert found.usage[DRAM] == 1.0
+    assert found.usage[H2D] == pytest.approx(180 / 252)
+
+
+def test_without_a_gpu_copies_and_compute_take_the_hosts_cores_and_memory() -> None:
+    profile = round_profile("host.cores=8cores", "host.copy_threads=2cores", "host.compute_threads=6cores")
+    found = demand(copy(Tier.HOST, Tier.DEVICE, 9 * MB), profile)
+    assert found.usage[CORES] == 0.25
+    assert found.usage[DRAM] == pytest.approx(90 / 202)  # read and written there
+    found = demand(compute(nbytes=2 * MB), profile)
+    assert found.duration_ns == 1_000
+    assert found.usage == {GPU: 1.0, CORES: 0.75, DRAM: 1.0}  # 2 TB/s are more than the host's memory has
+
+
+@pytest.mark.parametrize(
+    ("phase", "flops", "milliseconds"),
+    [
+        # 10^9 parameters of 2 B; 8 GB of traffic at 2 TB/s, 2 GB of them the weights (1 ms)
+        (Phase.FORWARD, 10**12, 2 + 3),  # products: 10^12 at 500 TFLOP/s take longer than their weights
+        (Phase.FORWARD, 10**11, 1 + 3),  # products: 0.2 ms, less than their weights
+        (Phase.BACKWARD, 10**11, 2 + 2),  # weights read and gradients written
+    ],
+)
+def test_the_roofline_of_a_compute_op(phase: Phase, flops: int, milliseconds: int) -> None:
+    op = compute(phase, flops=flops, nbytes=8 * 10**9, params=10**9)
+    found = demand(op, round_profile())
+    assert found.duration_ns == milliseconds * 10**6
+    assert (found.usage, found.issue_ns) == ({GPU: 1.0}, 100_000)
+
+
+def test_attention_has_its_own_efficiency() -> None:
+    workload = Workload(micro_batch_size=2, seq_len=100)
+    flops = MODEL.forward_flops(0, workload)
+    attention = 4 * 2 * (100 * 101 // 2) * MODEL.num_attention_heads * MODEL.head_dim
+    op = compute(layer=0, flops=1000 * flops)
+    expected = 1000 * ((flops - attention) / 500e12 + attention / 250e12) * 1e9
+    assert demand(op, round_profile(), workload=workload).duration_ns == pytest.approx(expected, abs=1)
+
+
+def test_fp32_runs_at_its_own_peak() -> None:
+    op, wide = compute(flops=10**12), replace(WORKLOAD, precision="fp32")
+    assert demand(op, round_profile(), workload=wide).duration_ns == 20 * 10**6  # 50 TFLOP/s
+    assert demand(op, round_profile()).duration_ns == 2 * 10**6
+
+
+def test_an_update_on_the_host_is_memory_traffic() -> None:
+    op = update(Stream.CPU, nbytes=10**9, params=5 * 10**7)
+    found = demand(op, round_profile())
+    assert (found.duration_ns, found.issue_ns) == (10**7, 20_000)  # 1 GB at half of 200 GB/s
+    assert found.usage == {DRAM: 0.5}
+    found = demand(op, round_profile("host.adam_params_per_s=10Gparams/s", "host.adam_threads=14cores"))
+    assert found.duration_ns == 5 * 10**6
+    assert found.usage == {DRAM: 1.0, CORES: 0.25}
+
+
+def test_the_measured_optimizer_rate_is_for_the_optimizer_alone() -> None:
+    op = update(Stream.CPU, Phase.ACCUMULATE, nbytes=10**9, params=5 * 10**7)
+    assert demand(op, round_profile("host.adam_params_per_s=10Gparams/s")).duration_ns == 10**7
+
+
+def test_an_update_on_the_device_is_a_kernel() -> None:
+    found = demand(update(Stream.COMPUTE, nbytes=2 * 10**9), round_profile())
+    assert (found.duration_ns, found.usage, found.issue_ns) == (10**6, {GPU: 1.0}, 100_000)
+
+
+def test_the_host_wakes_up_after_it_has_waited() -> None:
+    sync = Op(name="H", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.HOST, reads=(Access("device", "w.0"),))
+    work = update(Stream.HOST, nbytes=100)
+    blocking = replace(copy(Tier.HOST, Tier.DEVICE, MB), blocking=True)
+    # program order: blocking copy, host waits, host works on its own, kernel
+    found = demands(
+        schedule_of(blocking, replace(sync, reads=(Access("nvme", "w.0"),)), work, compute()), round_profile()
+    )
+    assert [cost.issue_ns for cost in found] == [10_000, 30_000, 0, 100_000]
+    loaded = replace(copy(Tier.HOST, Tier.DEVICE, MB), name="Q")
+    found = demands(schedule_of(loaded, sync, compute()), round_profile())
+    assert [cost.issue_ns for cost in found] == [10_000, 0, 130_000]
+    assert (found[1].duration_ns, found[1].usage) == (0, {})
+    found = demands(schedule_of(loaded, sync, compute()), round_profile(), Terms(issue=False))
+    assert [cost.issue_ns for cost in found] == [0, 0, 0]
+
+
+def test_a_signature_tells_apart_what_takes_different_time() -> None:
+    ops = [
+        compute(layer=0),
+        compute(layer=0, writes="s.0.0"),
+        compute(Phase.RECOMPUTE, layer=0),
+        compute(Phase.BACKWARD, layer=0, writes="g.0"),
+        compute(Phase.BACKWARD, layer=0, writes="g.0", reads="g.0"),
+        compute(Phase.LOSS),
+        update(Stream.CPU),
+        update(Stream.COMPUTE),
+    ]
+    workloads = [WORKLOAD, replace(WORKLOAD, micro_batch_size=2), replace(WORKLOAD, precision="fp32")]
+    computed = {signature(op, MODEL, workload) for op in ops[:6] for workload in workloads}
+    assert len(computed) == 18
+    assert len({signature(op, MODEL, WORKLOAD) for op in ops}) == 8
+
+
+def test_layers_of_one_kind_and_all_micro_batches_share_a_signature() -> None:
+    first, last = compute(layer=0), replace(compute(layer=MODEL.head - 1), microbatch=3)
+    assert signature(first, MODEL, WORKLOAD) == signature(last, MODEL, replace(WORKLOAD, accumulation=4))
+
+
+def measured(**times: int) -> HardwareProfile:
+    table = Table(values=times, unit="ns", source="test")
+    return replace(round_profile(), mode="measured", measured=Measured(op_times=table))
+
+
+def test_a_measured_profile_is_used_as_it_is() -> None:
+    op = compute(flops=10**12)
+    assert demand(op, measured(**{signature(op, MODEL, WORKLOAD): 12_345})).duration_ns == 12_345
+
+
+@pytest.mark.parametrize("op", [compute(flops=1), update(Stream.COMPUTE, nbytes=1), update(Stream.CPU, nbytes=1)])
+def test_a_measured_profile_without_an_ops_time_says_how_to_measure_it(op: Op) -> None:
+    with pytest.raises(MissingCost, match="megatrain profile") as missing:
+        demand(op, measured())
+    assert missing.value.signature == signature(op, MODEL, WORKLOAD)
+
+
+def test_a_measured_optimizer_rate_serves_a_measured_profile() -> None:
+    op = update(Stream.CPU, nbytes=1, params=2 * 10**9)
+    found = demand(op, replace(round_profile("host.adam_params_per_s=1Gparams/s"), mode="measured"))
+    assert found.duration_ns == 2 * 10**9

@@ -1,0 +1,79 @@
+"""The longest-path engine agrees with the SimPy one to the nanosecond wherever nothing is shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import bare, loaded, round_profile, schedule_of
+
+from schedules import policies, presets
+from schedules.op import Stream, Wait
+from schedules.schedule import Schedule
+from schedules.workload import MemoryBudget, Workload
+from sim.cost import Demand, Terms, demands
+from sim.engine import Stuck, play, simulate
+from sim.longest_path import evaluate, periods
+
+STEPS = 4
+
+
+def columns(costs: list[Demand] | tuple[Demand, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Durations and issue times of a batch of one."""
+    return np.array([[c.duration_ns for c in costs]]), np.array([[c.issue_ns for c in costs]])
+
+
+@given(loaded(max_ops=14))
+def test_both_engines_agree_on_random_schedules(case: tuple[Schedule, list[Demand]]) -> None:
+    schedule, costs = case
+    trace = play(schedule, costs, steps=STEPS, sharing=False)
+    start, end = evaluate(schedule, *columns(costs), STEPS)
+    assert start[0].ravel().tolist() == trace.start_ns.tolist()
+    assert end[0].ravel().tolist() == trace.end_ns.tolist()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("policy", policies.names())
+def test_both_engines_agree_on_every_policy(policy: str, accumulation: int) -> None:
+    workload = Workload(micro_batch_size=2, accumulation=accumulation, seq_len=64, grad_clip=1.0)
+    memory = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
+    schedule = policies.build(policy, presets.load("demo"), workload, memory)
+    terms = Terms(sharing=False, compute_slowdown=False)
+    trace = simulate(schedule, round_profile(), steps=STEPS, terms=terms)
+    start, end = evaluate(schedule, *columns(demands(schedule, round_profile(), terms)), STEPS)
+    assert start[0].ravel().tolist() == trace.start_ns.tolist()
+    assert end[0].ravel().tolist() == trace.end_ns.tolist()
+
+
+def test_a_batch_is_its_samples_one_by_one_also_where_steps_differ() -> None:
+    ops = [bare("P", Stream.H2D, writes="a"), bare("F", Stream.COMPUTE, "a", "b"), bare("U", Stream.HOST, "b", "a")]
+    schedule = schedule_of(ops)
+    random = np.random.default_rng(0)
+    durations, issue = random.integers(0, 100, (5, STEPS, 3)), random.integers(0, 9, (5, 3))
+    start, end = evaluate(schedule, durations, issue, STEPS)
+    assert start.shape == end.shape == (5, STEPS, 3)
+    for sample in range(5):
+        costs = [Demand(duration_ns=0, issue_ns=int(ns)) for ns in issue[sample]]
+        trace = play(schedule, costs, steps=STEPS, durations=durations[sample])
+        assert end[sample].ravel().tolist() == trace.end_ns.tolist()
+        assert start[sample].ravel().tolist() == trace.start_ns.tolist()
+
+
+def test_a_wait_on_an_op_further_down_is_followed() -> None:
+    schedule = schedule_of([bare("A", Stream.H2D), bare("B", Stream.COMPUTE)], [Wait(op="A", on="B")])
+    start, _ = evaluate(schedule, np.array([[5, 40]]), np.array([[1, 1]]), 1)
+    assert start.ravel().tolist() == [42, 2]
+
+
+def test_periods_of_a_batch() -> None:
+    # F reads what P brought and P overwrites it: a step takes the two together
+    schedule = schedule_of([bare("P", Stream.H2D, writes="a"), bare("F", Stream.COMPUTE, reads="a")])
+    found = periods(schedule, np.array([[10, 30], [5, 70]]), np.zeros((2, 2), dtype=np.int64))
+    assert found.tolist() == [40.0, 75.0]
+
+
+def test_ops_that_wait_for_each_other_are_named() -> None:
+    waits = [Wait(op="A", on="B"), Wait(op="B", on="A")]
+    schedule = schedule_of([bare("A", Stream.H2D), bare("B", Stream.COMPUTE), bare("C", Stream.CPU)], waits)
+    with pytest.raises(Stuck, match=r"A, B$"):
+        evaluate(schedule, np.ones((1, 3), dtype=np.int64), np.ones((1, 3), dtype=np.int64), 1)
