@@ -105,10 +105,11 @@ def _print_json(value: Any) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, transient=False) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         yield progress
 
 

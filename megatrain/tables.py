@@ -18,7 +18,7 @@ PIPE_COLUMNS = 200  # a pipe has no width: let nothing be folded there
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> None:
     """A plain table; the first `left` columns are text, the others numbers."""
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", show_header=any(columns))
     for i, column in enumerate(columns):
         text = i < left
         table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text or i == 0)

@@ -358,7 +358,7 @@ def test_a_policy_file_of_ones_own_is_built_from_its_path() -> None:
     schedule = policies.build(EXAMPLE, TINY, workload(), ROOM, slots=3)
     verify(schedule)
     assert schedule.policy == "my_policy"
-    assert schedule.knobs == {"slots": 3, "grad_slots": 2}
+    assert schedule.knobs == {"slots": 3}
     assert policies.knobs(str(EXAMPLE))["slots"].annotation is int
 
 

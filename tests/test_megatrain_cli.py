@@ -1,0 +1,127 @@
+"""The command line as a user meets it: exit codes, messages, no traceback, no torch for planning."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
+
+
+def megatrain(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatrain.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd or ROOT, timeout=120)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["simulate", "--help"], ["hardware"], ["models", "demo"]])
+def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
+    done = megatrain(*command)
+    assert done.returncode == 0 and done.stdout.strip() and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        (["simulate", "qwen2.5-7"], 2, "qwen2.5-7b"),
+        (["simulate", "tiny", "-p", "streamd"], 2, "streamed"),
+        (["simulate", "tiny", "-H", "h2000"], 2, "h200"),
+        (["simulate", "tiny", "-k", "slot=3"], 2, "slots"),
+        (["simulate", "tiny", "-k", "slots=many"], 2, "whole number"),
+        (["simulate", "tiny", "--set", "host.memry=1GiB"], 2, "host.memory"),
+        (["simulate", "tiny", "--set", "host.memory=1"], 2, "host.memory"),
+        (["simulate", "tiny", "--precision", "fp16"], 2, "bf16"),
+        (["simulate", "tiny", "--clip", "nan"], 2, "grad_clip"),
+        (["simulate", "tiny", "--batches", "2"], 2, "--batch"),
+        (["simulatte", "tiny"], 2, "simulate"),
+        (["simulate", "qwen2.5-72b", "-p", "resident"], 1, "device memory is"),
+        (["verify", "nowhere.json"], 2, "cannot read nowhere.json"),
+        (["run", "tiny", "--steps", "1", "--expect", "ffff"], 1, "not ffff"),
+        (["build", "tiny", "-o", "/proc/nowhere/s.json"], 2, "/proc/nowhere"),
+    ],
+)
+def test_bad_input_is_told_without_a_traceback(command: list[str], code: int, told: str) -> None:
+    done = megatrain(*command)
+    assert done.returncode == code, done.stderr
+    assert told in re.sub(r"\s+", " ", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_an_encoder_and_a_broken_config_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
+    done = megatrain("models", str(tmp_path / "config.json"))
+    assert done.returncode == 2 and "encoder" in done.stderr
+    (tmp_path / "config.json").write_text("{")
+    done = megatrain("models", str(tmp_path))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_schedule_goes_from_file_to_verifier_simulator_and_executor(tmp_path: Path) -> None:
+    """One file: built, verified, simulated, run; broken, it is refused by all."""
+    file = tmp_path / "step.json"
+    options = ["-b", "1", "-s", "16", "--precision", "fp32"]
+    assert megatrain("build", "tiny", "-o", str(file), "--show", *options).returncode == 0
+    done = megatrain("verify", str(file))
+    assert done.returncode == 0 and "safe" in done.stdout
+    simulated = megatrain("simulate", str(file), "--json")
+    ran = megatrain("run", str(file), "--steps", "3", "--json", "--trace", str(tmp_path / "trace.json"))
+    assert simulated.returncode == 0 and ran.returncode == 0, ran.stderr
+    assert json.loads(simulated.stdout)["digest"] == json.loads(ran.stdout)["digest"]
+    assert len(json.loads(ran.stdout)["losses"]) == 3
+    assert (tmp_path / "trace.json").exists()
+
+    broken = json.loads(file.read_text())
+    broken["waits"] = broken["waits"][1:]
+    file.write_text(json.dumps(broken))
+    for command in (["verify", str(file)], ["simulate", str(file)], ["run", str(file), "--steps", "1"]):
+        done = megatrain(*command)
+        assert done.returncode == 1 and "race on" in done.stderr and "add  wait" in done.stderr
+
+
+def test_json_and_timeline_of_a_simulation(tmp_path: Path) -> None:
+    done = megatrain("simulate", "tiny", "--json", "--perfetto", str(tmp_path / "t.json"))
+    record = json.loads(done.stdout)
+    assert record["fits"] and record["step_s"] >= record["bound_s"] > 0
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_planning_imports_no_torch_and_help_nothing_heavy() -> None:
+    """A machine without torch plans; --help pays for none of the numeric packages."""
+    program = (
+        "import sys\nfrom megatrain import cli\n"
+        "sys.argv = ['megatrain', *{arguments!r}]\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        "print('\\nloaded', *sorted(set(sys.modules) & {heavy!r}))\n"
+    )
+    heavy = {"torch", "numpy", "pandas", "matplotlib", "simpy", "scipy", "networkx"}
+    for arguments, allowed in ((["--help"], set()), (["simulate", "tiny"], {"numpy", "simpy"})):
+        code = program.format(arguments=arguments, heavy=heavy)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        loaded = set(done.stdout.splitlines()[-1].split()[1:])
+        assert loaded <= allowed, (arguments, loaded)
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    """The commands under "Use" are parsed; those that only plan are run as they stand."""
+    text = (ROOT / "README.md").read_text()
+    commands = [line.split() for line in re.findall(r"^megatrain (.+)$", text, re.MULTILINE)]
+    assert len(commands) >= 5
+    for command in commands:
+        done = megatrain(command[0], "--help")
+        assert done.returncode == 0, command
+        options = [word for word in command if word.startswith("--")]
+        assert all(option in done.stdout for option in options), (command, done.stdout)
+        if command[0] in ("simulate", "compare"):
+            assert megatrain(*command).returncode == 0, command
+
+
+def test_the_readme_shows_the_example_policy_as_it_is() -> None:
+    policy = (ROOT / "docs" / "my_policy.py").read_text()
+    assert f"```python\n{policy}```" in (ROOT / "README.md").read_text()
+    assert len(policy.splitlines()) < 30
+    assert megatrain("simulate", "tiny", "--policy", "docs/my_policy.py").returncode == 0
