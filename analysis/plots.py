@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analysis.figure import FONT_PT, axes_for
+from analysis.figure import FONT_PT, axes_for, figure_of
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, policy_style
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BAND = 0.10  # of the identity line in `predicted_against_measured`
 _STEPS_SHOWN = 3  # in pictures of memory
+_LEGEND_INCHES = 2.1  # a policy's name and its patch
 _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
@@ -30,7 +31,7 @@ _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
 def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Bars of model TFLOP/s by model and policy; over each, its ratio to ZeRO-3 offload.
+    """Bars of the model's FLOP/s by model and policy; over each, its ratio to ZeRO-3 offload.
 
     Args:
         comparison: as `compare.compare` returns it, of one workload on one machine. A row that does not fit
@@ -45,12 +46,14 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
     models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["policy"]))
     ax = axes_for(ax, width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)
     width = 0.86 / len(policies)
-    top = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)])) or 1.0
+    fastest = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)]))
+    unit, scale = ("GFLOP/s", 1e3) if 0 < fastest < 1 else ("TFLOP/s", 1.0)
+    top = fastest * scale or 1.0
     for row in rows.to_dict("records"):
         x = models.index(row["model"]) + (policies.index(row["policy"]) - (len(policies) - 1) / 2) * width
         style = policy_style(row["policy"])
         if row["fits"]:
-            height, ratio = row["model_tflops_per_s"], row["ratio_to_zero3_offload"]
+            height, ratio = row["model_tflops_per_s"] * scale, row["ratio_to_zero3_offload"]
             ax.bar(x, height, width, color=style.colour, hatch=style.hatch, edgecolor="white")
             written = f"{height:.3g}" + (f"  ({ratio:.2f}x)" if np.isfinite(ratio) else "")
         else:
@@ -60,7 +63,7 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_ylim(0, 1.45 * top)
     ax.set_xlim(-0.5, len(models) - 0.5)
     ax.set_xticks(range(len(models)), models)
-    ax.set_ylabel("model TFLOP/s")
+    ax.set_ylabel(f"model {unit}")
     ax.set_xlabel("model, by size; (x) is the ratio to zero3_offload; dashed: does not fit")
     ax.set_title(_setting(comparison), loc="left", fontsize=FONT_PT + 1)
     _open(ax)
@@ -74,8 +77,9 @@ def _policy_legend(ax: Axes, labels: dict[str, str]) -> None:
 
     styles = {label: policy_style(policy) for policy, label in labels.items()}
     handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=label) for label, s in styles.items()]
+    columns = max(1, int(figure_of(ax).get_figwidth() / _LEGEND_INCHES))
     ax.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.07), ncols=min(len(handles), 5), frameon=False,
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.07), ncols=min(len(handles), columns), frameon=False,
         fontsize=FONT_PT, borderaxespad=0,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ _UNKNOWN_BATCH = "batch unpublished: the largest that fits is assumed"
 
 _FAST_GPU = (
     "compute is busy for over 90 % of the step. Two things can be missing, which the published numbers cannot tell "
-    "apart: kernels slower than the profile's efficiencies (eager, unfused norms and rotary; a loss in 128-token chunks "
+    "apart: kernels slower than the profile's efficiencies (unfused norms and rotary; a loss in 128-token chunks "
     "with two host waits each), and seconds of host passes, as in the log of the MI355X"
 )
 _ZERO3 = (

@@ -391,7 +391,10 @@ def _write_section(section: object) -> dict[str, Any]:
 
 
 def save(profile: HardwareProfile, path: Path) -> None:
-    path.write_text(json.dumps(to_json(profile), indent=2) + "\n", encoding="utf-8")
+    """Write the file, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(to_json(profile), indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 # ------------------------------------------------------------------------------------------------ overriding

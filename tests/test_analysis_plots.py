@@ -65,7 +65,15 @@ def test_bars_are_as_high_as_the_data_and_models_stand_by_size(comparison: pd.Da
     heights = sorted(patch.get_height() for patch in ax.patches if patch.get_linestyle() != "--")
     fitting = comparison[comparison["fits"]]
     assert heights == pytest.approx(sorted(fitting["model_tflops_per_s"]))
+    assert ax.get_ylabel() == "model TFLOP/s"
     assert [label.get_text() for label in ax.get_xticklabels()] == ["tiny", "demo"]
+
+
+def test_small_rates_have_a_smaller_unit(comparison: pd.DataFrame) -> None:
+    tiny = comparison[comparison["model"] == "tiny"]
+    ax = plots.throughput(tiny)
+    assert ax.get_ylabel() == "model GFLOP/s"
+    assert max(patch.get_height() for patch in ax.patches) == pytest.approx(tiny["model_tflops_per_s"].max() * 1e3)
 
 
 def test_a_comparison_in_which_nothing_fits_can_be_drawn() -> None:

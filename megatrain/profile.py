@@ -1,0 +1,317 @@
+"""Measures the machine it runs on, so that the simulator can predict it: ops in place, then what they share.
+
+Ops are timed inside the executor itself, by schedules in which every op blocks the host: nothing runs beside
+anything else, and each op finds its memory as cold as in a real step. What happens when ops do run beside one
+another is measured apart, on pairs of threads. Nothing is fitted to a run that is later predicted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatrain import adam
+from megatrain.adam import Adam
+from megatrain.cpu import CpuBackend
+from megatrain.data import RandomTokens
+from megatrain.initial import random_parameters
+from megatrain.session import machine_name
+from megatrain.template import templates, views
+from megatrain.train import Trainer
+from schedules.model import ModelSpec
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from sim.cost import signature
+from sim.hardware import (
+    Gpu,
+    HardwareProfile,
+    Host,
+    Issue,
+    Link,
+    Links,
+    Measured,
+    Table,
+    Value,
+)
+
+Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
+
+ALONE_STEPS = 5  # serialised steps per schedule; the first is warm-up
+PAIR_SECONDS = 1.0  # how long a pair of threads runs for one reading
+SLAB = 1 << 22  # elements of a measured copy: 16 MB, more than a core's share of the cache
+SLABS = 16  # different ones, so that each is cold
+MATRIX = 1024
+
+Work = Callable[[], object]
+
+
+def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progress) -> HardwareProfile:
+    """Profile this machine's CPU for the ops of these schedules, all of one model and workload.
+
+    Every compute op and optimizer step of any of them is covered. Takes a serialised step of each schedule,
+    `ALONE_STEPS` times, and some ten seconds more.
+    """
+    samples: dict[str, list[float]] = {}
+    copies: dict[str, list[tuple[int, float]]] = {"h2d": [], "d2h": []}
+    adam_rates: list[float] = []
+    waking: list[float] = []
+    for number, schedule in enumerate(schedules):
+        progress(0.8 * number / len(schedules), f"ops of {schedule.policy}, one at a time")
+        for op, duration_ns, gap_ns in alone(schedule):
+            if op.phase == Phase.COPY:
+                direction = _direction(op, schedule)
+                if direction is not None:
+                    copies[direction].append((op.nbytes, duration_ns))
+            elif op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
+                samples.setdefault(signature(op, model, schedule.workload), []).append(duration_ns)
+            if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST):
+                adam_rates.append(op.params / duration_ns * 1e9)
+            waking.append(gap_ns)
+    progress(0.8, "cores and memory under load")
+    return _profile(model, schedules[0], samples, copies, adam_rates, waking)
+
+
+def alone(schedule: Schedule) -> list[tuple[Op, float, float]]:
+    """Each op's median time with nothing beside it, and from its end to the start of the next op: ns.
+
+    The last op of the step has no next one in it and is told a gap of 0.
+    """
+    serial = replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
+    data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
+    with Trainer(
+        verify(serial),
+        CpuBackend(machine=machine_name()),
+        data,
+        Adam(lr=1e-4),
+        initial=random_parameters(schedule.model, 0),
+        record=True,
+    ) as trainer:
+        trainer.run(ALONE_STEPS)
+        trace = trainer.trace()
+    shape = (ALONE_STEPS, len(schedule.ops))
+    start, end = trace.start_ns.reshape(shape), trace.end_ns.reshape(shape)
+    durations = np.median((end - start)[1:], axis=0)
+    gaps = np.append(np.median((start[:, 1:] - end[:, :-1])[1:], axis=0), 0.0)
+    return list(zip(schedule.ops, durations.tolist(), gaps.tolist(), strict=True))
+
+
+def _direction(op: Op, schedule: Schedule) -> str | None:
+    source, target = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
+    return {(Tier.HOST, Tier.DEVICE): "h2d", (Tier.DEVICE, Tier.HOST): "d2h"}.get((source, target))
+
+
+# ---- what ops share
+
+
+def together(first: Work, second: Work) -> tuple[float, float]:
+    """How fast each of two kinds of work goes while the other runs, relative to running alone."""
+    one, other = _rates([first])[0], _rates([second])[0]
+    both = _rates([first, second])
+    return both[0] / one, both[1] / other
+
+
+def _rates(works: Sequence[Work]) -> list[float]:
+    """Calls per second of each work, a thread each, all at once."""
+    counts = [0] * len(works)
+    start = threading.Barrier(len(works) + 1)
+    stop = threading.Event()
+
+    def serve(index: int) -> None:
+        torch.set_num_threads(1)
+        works[index]()
+        start.wait()
+        while not stop.is_set():
+            works[index]()
+            counts[index] += 1
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    begun = time.perf_counter()
+    time.sleep(PAIR_SECONDS)
+    stop.set()
+    elapsed = time.perf_counter() - begun
+    for thread in threads:
+        thread.join()
+    return [count / elapsed for count in counts]
+
+
+def _block_work(model: ModelSpec, schedule: Schedule) -> Work:
+    """One block's forward, without activations kept."""
+    workload = schedule.workload
+    dtype = torch.float32 if workload.bytes.activation == 4 else torch.bfloat16
+    layers = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=dtype)
+    layer = layers.blocks[model.layer_kind(0)]
+    params = views(random_parameters(model, 0)(0).to(dtype), model.parameter_shapes(0))
+    x = torch.randn(workload.micro_batch_size, workload.seq_len, model.hidden_size, dtype=dtype)
+
+    def work() -> None:
+        with torch.no_grad():
+            layer.forward(params, x)
+
+    return work
+
+
+def _adam_work(model: ModelSpec, schedule: Schedule) -> Work:
+    """The optimizer's step on one block."""
+    precision = schedule.workload.bytes
+    values = random_parameters(model, 0)(0)
+    weights = torch.empty(values.shape, dtype=torch.float32 if precision.weight == 4 else torch.bfloat16)
+    state = torch.empty(len(values) * precision.state, dtype=torch.uint8)
+    adam.initialise(weights, state, precision.name, values)
+    grad = torch.randn(values.shape).to(weights.dtype)
+
+    def work() -> None:
+        adam.step(weights, grad, state, Adam(lr=1e-4), 1, precision=precision.name)
+
+    return work
+
+
+def _copy_work(seed: int) -> Work:
+    """Copies of slabs, each different from the last, from one place in memory to another."""
+    generator = torch.Generator().manual_seed(seed)
+    sources = [torch.randn(SLAB, generator=generator) for _ in range(SLABS)]
+    target = torch.empty(SLAB)
+    turn = 0
+
+    def work() -> None:
+        nonlocal turn
+        turn = (turn + 1) % SLABS
+        target.copy_(sources[turn])
+
+    return work
+
+
+def _matmul_flops(dtype: torch.dtype) -> float:
+    a, b = (torch.randn(MATRIX, MATRIX).to(dtype) for _ in range(2))
+    return _rates([lambda: a @ b])[0] * 2 * MATRIX**3
+
+
+# ---- the profile
+
+
+def _link(points: Sequence[tuple[int, float]], source: str) -> Link:
+    """Latency and bandwidth of copies: the line through (bytes, ns) of least squared error, never below zero."""
+    sizes, times = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    slope, latency = np.polyfit(sizes, times, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
+    if slope <= 0 or latency < 0:
+        slope, latency = float(times.sum() / sizes.sum()), 0.0
+    return Link(
+        bandwidth=Value(value=float(1e9 / slope), unit="B/s", source=source),
+        latency=Value(value=float(latency), unit="ns", source=source),
+        half_size=Value(value=0.0, unit="bytes", source="in the latency"),
+    )
+
+
+def _profile(
+    model: ModelSpec,
+    schedule: Schedule,
+    samples: dict[str, list[float]],
+    copies: dict[str, list[tuple[int, float]]],
+    adam_rates: Sequence[float],
+    waking: Sequence[float],
+) -> HardwareProfile:
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}"
+    block, optimizer = _block_work(model, schedule), _adam_work(model, schedule)
+    copy_alone = _rates([_copy_work(1)])[0]
+    copy_pair = _rates([_copy_work(1), _copy_work(2)])
+    beside_adam = sum(together(block, optimizer))
+    beside_copy = sum(together(block, _copy_work(1)))
+    slab_copy = 4 * SLAB  # bytes
+    moving = _rates_of_copies(copies, copy_alone * slab_copy, source)
+    h2d, d2h = moving["h2d"], moving["d2h"]
+    # a copy reads and writes memory; the machine can do at least what any single op was seen to do
+    dram = max(2 * slab_copy * max(sum(copy_pair), copy_alone), 2 * h2d.bandwidth.value, 2 * d2h.bandwidth.value)
+    peak, peak_fp32 = _matmul_flops(torch.bfloat16), _matmul_flops(torch.float32)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+
+    def value(number: float, unit: str, note: str = "") -> Value:
+        return Value(value=float(number), unit=unit, source=f"{source}{note and f'; {note}'}")
+
+    thread = value(1.0, "cores", "one thread serves each stream")
+    return HardwareProfile(
+        name=f"{machine_name()}, {torch.get_num_threads()} cores",
+        description="this machine's CPU as host and device: a thread per stream, both memories in RAM",
+        date=date,
+        mode="measured",
+        gpu=Gpu(
+            name=machine_name(),
+            memory=value(memory, "bytes", "half of the RAM"),
+            memory_bandwidth=value(dram, "B/s", "the host's"),
+            matmul_flops=value(peak, "FLOP/s", f"one thread, {MATRIX} x {MATRIX} matrices"),
+            matmul_efficiency=value(1.0, "fraction", "the peak is a measured rate"),
+            attention_efficiency=value(1.0, "fraction", "in the op times"),
+            memory_efficiency=value(1.0, "fraction", "the bandwidth is a measured rate"),
+            fp32_flops=value(peak_fp32, "FLOP/s", f"one thread, {MATRIX} x {MATRIX} matrices"),
+            copy_slowdown=value(0.0, "fraction", "in the cores that streams share"),
+        ),
+        host=Host(
+            name=machine_name(),
+            memory=value(memory, "bytes", "half of the RAM"),
+            memory_bandwidth=value(dram, "B/s", "two threads copying"),
+            cores=value(
+                _cores(beside_adam, beside_copy),
+                "cores",
+                f"what two busy threads get done, of one alone: {beside_adam:.2f} forward beside the optimizer, "
+                f"{beside_copy:.2f} forward beside copies",
+            ),
+            adam_efficiency=value(_share_of(adam_rates, schedule, dram), "fraction"),
+            adam_params_per_s=value(statistics.median(adam_rates), "params/s") if adam_rates else None,
+            adam_threads=thread,
+            copy_threads=thread,
+            compute_threads=thread,
+        ),
+        links=Links(h2d=h2d, d2h=d2h, duplex=value(h2d.bandwidth.value + d2h.bandwidth.value, "B/s", "two threads")),
+        issue=_issue(waking, source),
+        measured=Measured(
+            op_times=Table(
+                values={key: round(statistics.median(times)) for key, times in sorted(samples.items())},
+                unit="ns",
+                source=f"{source}; each op alone, in place",
+            )
+        ),
+    )
+
+
+def _cores(*shares: float) -> float:
+    """Of the pairs of threads measured, the mean; at least one core, at most the machine's."""
+    return min(max(1.0, statistics.mean(shares)), float(os.cpu_count() or 1))
+
+
+def _rates_of_copies(copies: dict[str, list[tuple[int, float]]], bandwidth: float, source: str) -> dict[str, Link]:
+    """A link per direction; one in which no schedule copies gets the bandwidth of a plain copy."""
+    plain = [(SLAB, SLAB / bandwidth * 1e9)]
+    return {direction: _link(points or plain, source) for direction, points in copies.items()}
+
+
+def _share_of(adam_rates: Sequence[float], schedule: Schedule, dram: float) -> float:
+    """The memory traffic of the optimizer's step over the bandwidth: what passes over memory attain too."""
+    precision = schedule.workload.bytes
+    traffic = precision.grad + 2 * precision.state + 2 * precision.weight
+    return min(1.0, statistics.median(adam_rates) * traffic / dram) if adam_rates else 1.0
+
+
+def _issue(waking: Sequence[float], source: str) -> Issue:
+    """Issuing is handing over to a thread; the gap between serialised ops is a hand-over and a wake-up."""
+    half = statistics.median(waking) / 2
+
+    def value(note: str) -> Value:
+        return Value(value=half, unit="ns", source=f"{source}; half the gap between serialised ops, {note}")
+
+    return Issue(
+        compute=value("handing over"),
+        copy=value("handing over"),
+        update=value("handing over"),
+        sync=value("waking up"),
+    )
