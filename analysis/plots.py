@@ -153,10 +153,10 @@ def memory(
     notes = []
     for name, value, colour, dash in lines:
         if value <= _TALL * highest:
-            ax.axhline(value, color=colour, linestyle=dash, linewidth=1.5, label=f"{name}: {value:.4g} {size}")
+            ax.axhline(value, color=colour, linestyle=dash, linewidth=1.5, label=f"{name}: {value:,.1f} {size}")
             highest = max(highest, value)
         else:
-            notes.append(f"{name} {value:.4g} {size}, above the picture")
+            notes.append(f"{name} {value:,.1f} {size}, above the picture")
     for number, end in enumerate(ends_ms[1:-1]):
         ax.axvline(end * scale, color=GREY, linewidth=0.8, label="end of a step" if number == 0 else None)
     ax.set_xlim(0, ends_ms[-1] * scale)

@@ -18,7 +18,7 @@ from sim.hardware import HardwareProfile
 from sim.prediction import Prediction, memory_of, predict
 
 MODEL = "demo"
-WORKLOAD = Workload(micro_batch_size=4, seq_len=256, precision="fp32")
+WORKLOAD = Workload(micro_batch_size=2, seq_len=128, precision="fp32")
 LEARNING_RATE = 1e-3
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being done

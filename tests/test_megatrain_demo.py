@@ -1,0 +1,67 @@
+"""The demonstration from end to end, on a tiny model: what it writes, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from analysis import demo_report
+from megatrain import demo, profile
+from schedules import policies
+from schedules.trace import Trace
+from schedules.workload import Workload
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODEL", "tiny")
+    monkeypatch.setattr(demo, "WORKLOAD", Workload(micro_batch_size=1, seq_len=16, precision="fp32"))
+    monkeypatch.setattr(demo_report, "SIMULATED_MODELS", ("qwen2.5-0.5b",))
+    monkeypatch.setattr(profile, "PAIR_SECONDS", 0.02)
+    measured = demo.measure_machine(tmp_path, lambda done, note: None)
+    results = demo.run_all(tmp_path, measured, 6, lambda done, note: None)
+    index = demo_report.write(tmp_path, results, "the command", lambda done, note: None)
+
+    names = set(policies.names())
+    assert {run.schedule.policy for run in results.runs} == names
+    first = results.runs[0].trained.losses
+    for run in results.runs:
+        assert run.trained.losses == pytest.approx(first, rel=1e-5), "all policies train the same model"
+        trace = Trace.read(tmp_path / "traces" / f"{run.schedule.policy}.measured.json")
+        trace.check(run.schedule)
+    text = index.read_text()
+    assert all(name in text for name in names) and "the command" in text
+    for picture in ("throughput", "predicted_measured", "loss", "gantt", "memory"):
+        for suffix in (".png", ".svg", ".csv"):
+            assert (tmp_path / "pictures" / (picture + suffix)).stat().st_size > 0
+    timeline = json.loads((tmp_path / "timelines" / "streamed.json").read_text())
+    assert {"X", "C", "s", "f"} <= {event["ph"] for event in timeline["traceEvents"]}
+
+
+def test_an_interrupt_ends_the_demo_and_leaves_no_half_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatrain.cli", "demo", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    assert "Traceback" not in told
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_measured() -> None:
+    command = [sys.executable, "-m", "megatrain.cli", "demo", "--out", "/proc/nowhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "/proc/nowhere" in done.stderr and "Traceback" not in done.stderr
