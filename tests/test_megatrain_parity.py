@@ -15,8 +15,9 @@ from torch import Tensor
 from megatrain import initial, reference
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
-from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.data import ByteText, inputs_and_targets, read_bytes, standard_library
 from megatrain.reference import Reference
+from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets
 from schedules.model import ModelSpec
@@ -27,6 +28,7 @@ from schedules.workload import PRECISIONS, MemoryBudget, Workload
 MEMORY = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
 # a large eps: where a gradient is near zero, Adam divides rounding errors by it and makes them visible
 HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
+PLAIN = Adam(lr=1e-3)  # with the usual eps: nothing is rounded differently where it is used
 STEPS = 20
 VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, keep=0": {"keep": 0},
@@ -58,7 +60,8 @@ class Case(NamedTuple):
         )
 
 
-CASES = [Case(False, 1, None), Case(True, 2, None), Case(False, 2, 0.5), Case(True, 1, 0.5)]
+ONE_PASS = Case(False, 1, None)
+CASES = [ONE_PASS, Case(True, 2, None), Case(False, 2, 0.5), Case(True, 1, 0.5)]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +75,7 @@ def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
     return policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
 
 
-def run(schedule: Schedule, steps: int, debug: Debug | None = None) -> Reference:
+def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER) -> Reference:
     gradients: list[dict[int, Tensor]] = [{} for _ in range(steps)]
 
     def keep(step: int, layer: int, grad: Tensor) -> None:
@@ -82,7 +85,7 @@ def run(schedule: Schedule, steps: int, debug: Debug | None = None) -> Reference
         verify(schedule),
         CpuBackend(),
         text(schedule.workload),
-        HYPER,
+        hyper,
         initial=initial.random_parameters(schedule.model, 0),
         on_gradient=keep,
         debug=debug or Debug(poison=False),
@@ -165,3 +168,57 @@ def test_correct_schedule_does_not_notice_delays_and_poison(name: str, precision
     assert all(map(math.isfinite, right.losses))
     for seed in range(12):
         assert_same_bits(run(schedule, 2, Debug(poison=True, delay_s=2e-4, seed=seed)), right)
+
+
+# ---- and where plain PyTorch does the same operations in the same order, no bit differs
+
+
+@cache
+def same_order() -> Reference:
+    """Plain autograd over the whole model and torch's AdamW, with the executor's loss op and flat layers.
+
+    Those two are the only places where the reference above does its sums in another order.
+    """
+    model, workload = ONE_PASS.model, ONE_PASS.workload
+    flat = {i: initial.random_parameters(model, 0)(i).requires_grad_() for i in model.layers}
+    own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(
+        list(flat.values()), lr=PLAIN.lr, betas=PLAIN.betas, eps=PLAIN.eps, weight_decay=0.0, fused=True
+    )
+    losses, gradients = [], []
+    for step in range(STEPS):
+        (inputs,), (targets,) = inputs_and_targets(text(workload).batch(step))
+        parts = {i: views(values, model.parameter_shapes(i)) for i, values in flat.items()}
+        x = own.embed.forward(parts[model.embed]["embed_tokens.weight"], inputs)
+        for i in model.blocks:
+            x = own.blocks[model.layer_kind(i)].forward(parts[i], x)
+        head, d_hidden = parts[model.head], torch.empty_like(x)
+        flat[model.head].grad = torch.empty_like(flat[model.head])
+        into = sinks(flat[model.head].grad, model.parameter_shapes(model.head), accumulate=False)
+        loss = own.head.loss_and_grads(
+            head["norm.weight"],
+            head["lm_head.weight"],
+            x.detach(),
+            targets,
+            total_tokens=workload.tokens_per_step,
+            d_hidden=d_hidden,
+            norm_sink=into["norm.weight"],
+            table_sink=into["lm_head.weight"],
+        )
+        x.backward(d_hidden)
+        losses.append(float(loss))
+        gradients.append({i: values.grad.clone() for i, values in flat.items() if values.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return Reference(losses=losses, gradients=gradients, parameters={i: v.detach() for i, v in flat.items()})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_the_same_order_of_operations_no_bit_differs(name: str) -> None:
+    # with one pass: a policy that adds a second one on the device adds token by token into the embedding's sum
+    right = same_order()
+    found = run(schedule_of(name, ONE_PASS.model, ONE_PASS.workload), STEPS, hyper=PLAIN)
+    assert_same_bits(found, right)
+    for step in range(STEPS):
+        for i in ONE_PASS.model.layers:
+            assert torch.equal(found.gradients[step][i], right.gradients[step][i]), (step, i)
