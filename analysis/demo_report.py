@@ -71,7 +71,7 @@ def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str
 
 
 def step_times(demo: Demo) -> pd.DataFrame:
-    """Predicted and measured seconds of a step, a row per policy, fastest measured first."""
+    """Predicted and measured seconds of a step and their ranks, a row per policy, fastest measured first."""
     rows = [
         {
             "model": demo.model.name,
@@ -82,7 +82,7 @@ def step_times(demo: Demo) -> pd.DataFrame:
         }
         for run in demo.runs
     ]
-    return pd.DataFrame(rows).sort_values("measured_s", ignore_index=True)
+    return compare.ranked(pd.DataFrame(rows))
 
 
 def loss_table(demo: Demo) -> pd.DataFrame:

@@ -51,7 +51,8 @@ def write_report(
 
     Args:
         comparison: the columns of `compare.Row`.
-        predicted_measured: columns `model`, `policy`, `predicted_s`, `measured_s` and `digest`; may be empty.
+        predicted_measured: columns `model`, `policy`, `predicted_s`, `measured_s`, their ranks (`compare.ranked`)
+            and `digest`; may be empty.
         sections: further ones, in order; their paths may lie anywhere, links are made relative.
 
     Raises:

@@ -427,6 +427,22 @@ def policies(
     print(known.explain(name))
 
 
+@app.command()
+def published(as_json: Json = False) -> None:
+    """Predict every published point from datasheets, nothing tuned, beside the published number."""
+    from analysis import published as points
+    from analysis import tables
+
+    with _progress() as progress:
+        progress.add_task("simulating", total=None, note="")
+        frame, phases = points.reproduce(), points.phases()
+    if as_json:
+        _print_json({"points": tables.records(frame), "phases": tables.records(phases)})
+        return
+    tables.show(frame, tables.PUBLISHED, title="published points", note=tables.PUBLISHED_NOTE)
+    tables.show(phases, tables.PHASES, title="one step of MegaTrain 14B on MI355X, part by part")
+
+
 # ---- demo
 
 

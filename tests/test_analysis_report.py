@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from analysis import figure, plots, report
-from analysis.compare import compare
+from analysis.compare import compare, ranked
 from schedules import presets
 from schedules.errors import InputError
 from schedules.workload import MemoryBudget, Workload
@@ -30,7 +30,7 @@ def comparison() -> pd.DataFrame:
 @pytest.fixture
 def measured(comparison: pd.DataFrame) -> pd.DataFrame:
     fitting = comparison[comparison["fits"]]
-    return fitting.assign(predicted_s=fitting["step_s"], measured_s=fitting["step_s"] * 1.25)
+    return ranked(fitting.assign(predicted_s=fitting["step_s"], measured_s=fitting["step_s"] * 1.25))
 
 
 def test_the_report_names_origin_digests_errors_and_what_does_not_fit(
