@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from analysis import compare, figure, gantt, perfetto, plots, report
@@ -71,17 +72,23 @@ def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str
 
 
 def step_times(demo: Demo) -> pd.DataFrame:
-    """Predicted and measured seconds of a step and their ranks, a row per policy, fastest measured first."""
-    rows = [
-        {
-            "model": demo.model.name,
-            "policy": run.schedule.policy,
-            "predicted_s": run.prediction.period_ns / 1e9,
-            "measured_s": run.trained.trace.period_ns(WARMUP) / 1e9,
-            "digest": run.schedule.digest,
-        }
-        for run in demo.runs
-    ]
+    """Predicted and measured seconds of a step and their ranks, a row per policy, fastest measured first.
+
+    Measured is the median step; `spread` is the width of the middle half of all steps, over the median.
+    """
+    rows = []
+    for run in demo.runs:
+        quarter, median, three_quarters = np.percentile(run.trained.trace.step_ns(WARMUP), (25, 50, 75))
+        rows.append(
+            {
+                "model": demo.model.name,
+                "policy": run.schedule.policy,
+                "predicted_s": run.prediction.period_ns / 1e9,
+                "measured_s": median / 1e9,
+                "spread": (three_quarters - quarter) / median,
+                "digest": run.schedule.digest,
+            }
+        )
     return compare.ranked(pd.DataFrame(rows))
 
 

@@ -88,11 +88,15 @@ PREDICTED_MEASURED = (
     Column(heading="policy", cell=_text("policy"), number=False),
     Column(heading="predicted", cell=_seconds("predicted_s")),
     Column(heading="measured", cell=_seconds("measured_s")),
+    Column(heading="spread", cell=_number("spread", ".1f", 100, " %")),
     Column(heading="error", cell=lambda record: f"{record['predicted_s'] / record['measured_s'] - 1:+.1%}"),
     Column(heading="rank\npredicted", cell=_number("predicted_rank", ".0f")),
     Column(heading="rank\nmeasured", cell=_number("measured_rank", ".0f")),
 )
-PREDICTED_MEASURED_NOTE = "error: predicted step over measured step, minus one. rank: 1 is the fastest."
+PREDICTED_MEASURED_NOTE = (
+    "measured: the median step; spread: the middle half of all steps, over the median. "
+    "error: predicted over measured, minus one. rank: 1 is the fastest."
+)
 
 
 def _remarks(record: Record) -> str:

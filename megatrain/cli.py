@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -293,7 +294,7 @@ def run(
         result.trace.save(trace)
     record: dict[str, Any] = {**schedule.describe(), "losses": result.losses, "machine": result.trace.machine}
     if steps > 2:
-        record["measured_step_s"] = result.trace.period_ns() / 1e9
+        record["measured_step_s"] = statistics.median(result.trace.step_ns()) / 1e9
         record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
     if profile is not None:
         from sim.prediction import predict

@@ -70,8 +70,8 @@ class Trace:
         """From time zero to the end of the last op."""
         return int(self.end_ns.max()) if len(self) else 0
 
-    def period_ns(self, warmup: int = 1) -> float:
-        """Mean time from the end of one step to the end of the next, after `warmup` steps.
+    def step_ns(self, warmup: int = 1) -> Ints:
+        """Times from the end of one step to the end of the next, after `warmup` steps, shape (steps - warmup - 1,).
 
         Raises:
             TraceError: fewer than two steps are left.
@@ -79,7 +79,11 @@ class Trace:
         ends = np.maximum.accumulate(self.step_end_ns)[warmup:]
         if len(ends) < 2:
             raise TraceError(f"{self.steps} steps are too few for a period after {warmup} of warm-up")
-        return float(ends[-1] - ends[0]) / (len(ends) - 1)
+        return np.diff(ends)
+
+    def period_ns(self, warmup: int = 1) -> float:
+        """Mean of `step_ns`."""
+        return float(self.step_ns(warmup).mean())
 
     def window(self, warmup: int = 1) -> tuple[int, int]:
         """From the end of the warm-up to the end of the last step: the span that `period_ns` averages."""

@@ -30,7 +30,7 @@ def comparison() -> pd.DataFrame:
 @pytest.fixture
 def measured(comparison: pd.DataFrame) -> pd.DataFrame:
     fitting = comparison[comparison["fits"]]
-    return ranked(fitting.assign(predicted_s=fitting["step_s"], measured_s=fitting["step_s"] * 1.25))
+    return ranked(fitting.assign(predicted_s=fitting["step_s"], measured_s=fitting["step_s"] * 1.25, spread=0.01))
 
 
 def test_the_report_names_origin_digests_errors_and_what_does_not_fit(
