@@ -113,8 +113,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="h100",
         grad_clip=1.0, value=272, unit="TFLOP/s", source=_PAPER, note=_UNKNOWN_BATCH,
-        why="the assumed batch is too large: the released code retains about 0.3 GB of logits per sequence, which the "
-        "policy does not count; the prediction passes the published value between 32 and 64 sequences",
+        why="the assumed batch may be too large: the prediction passes the published value between 32 and 64 sequences",
     ),
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-14b", machine="mi355x",

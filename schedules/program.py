@@ -63,8 +63,8 @@ class Ring:
 class Program:
     """Builds a schedule op by op, in the order in which one thread would do the work.
 
-    Tensors have a home: the buffer in which they live between steps, on the host unless `keep_on_device`
-    says otherwise. Activations live in device buffers that are taken and given back as the program goes.
+    Tensors have a home: the buffer in which they live between steps, on the host unless `keep_on_device` or
+    `keep_on_nvme` says otherwise. Activations live in device buffers that are taken and given back as the program goes.
     A buffer is as large as the largest tensor that is ever put into it.
     """
 
@@ -118,6 +118,10 @@ class Program:
             raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")
         return name
 
+    def reserve(self, name: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Memory that a system holds beside the tensors of the language, such as logits kept for a backward."""
+        self._sizes[self.buffer(name, tier)] = nbytes
+
     def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
         """A ring of `count` buffers of one tier."""
         if count < 1:
@@ -128,6 +132,11 @@ class Program:
         """Make the device the home of these tensors."""
         for tensor in kept:
             self._homes[tensor] = self.buffer(f"device.{tensor}")
+
+    def keep_on_nvme(self, *kept: str) -> None:
+        """Make NVMe the home of these tensors."""
+        for tensor in kept:
+            self._homes[tensor] = self.buffer(f"nvme.{tensor}", Tier.NVME)
 
     def home(self, tensor: str) -> str:
         """The buffer in which `tensor` lives between steps."""
@@ -430,6 +439,16 @@ class Program:
 
     # ---- fitting
 
+    def device_bytes(self) -> int:
+        """Bytes of the device that the program takes as written so far, its largest workspace included."""
+        held = sum(size for buffer, size in self._sizes.items() if self._tiers[buffer] == Tier.DEVICE)
+        workspace = max(
+            self.model.workspace_bytes(op.layer, self.workload, op.phase)
+            for op in self._ops
+            if op.kind == Kind.COMPUTE and op.layer is not None
+        )
+        return held + workspace
+
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: int) -> int:
         """How many blocks may keep the activations of `copies` micro-batches each at once, on the device.
 
@@ -438,13 +457,7 @@ class Program:
         saves is counted once.
         """
         one = self.nbytes(self.saved(0, 0))
-        held = sum(size for buffer, size in self._sizes.items() if self._tiers[buffer] == Tier.DEVICE)
-        workspace = max(
-            self.model.workspace_bytes(op.layer, self.workload, op.phase)
-            for op in self._ops
-            if op.kind == Kind.COMPUTE and op.layer is not None
-        )
-        spare = memory.device_bytes - held - workspace + one
+        spare = memory.device_bytes - self.device_bytes() + one
         return min(max(spare // (one * copies), 0), self.model.num_hidden_layers)
 
     # ---- the schedule

@@ -10,16 +10,17 @@ thread. Then, with the GPU idle and all on the issuing thread: clip (norm, scale
 into their pinned flats, embedding and head to the device from pageable memory, gradients zeroed.
 
 Where states live, in bytes per parameter at bf16, all on the host: weights 2, their pinned flats 2,
-gradients 2, moments 8. On the device: two flats, two templates, two gradients, embedding, norm and head.
+gradients 2, moments 8. On the device: two flats, two templates, two gradients, embedding, norm and head, and the
+logits of a micro-batch, which all chunks of the loss keep for one backward.
 
 With unpadding_sync (the released configuration) every layer's forward makes the host wait, because the
 attention mask is unpadded inside it.
 
 Exact in its training. Approximated: that wait is for the whole layer, not its front part; one copy per layer
 for one per tensor; the copies' wait for an older gradient is a wait for the device buffer of that gradient;
-the loss makes the host wait once, not per 128 tokens, and its retained logits are not counted. The CPU thread's
-additions count as bytes like any other, although it is a single thread that writes into fresh pages every
-step, which was measured to dominate small batches: expect this schedule to be predicted too fast there.
+the loss makes the host wait once, not per 128 tokens. The CPU thread's additions count as bytes like any other,
+although it is a single thread that writes into fresh pages every step, which was measured to dominate small
+batches: expect this schedule to be predicted too fast there.
 Source: infinity/model/cpu_master.py and examples/sft/train.py.
 """
 
@@ -71,6 +72,8 @@ class _Step:
         self.weights = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in ends}
         self.own = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in ends}
         self.staging = {i: p.buffer(f"{model.layer_name(i)}.slab", Tier.HOST) for i in ends}
+        logits = workload.tokens_per_microbatch * model.vocab_size * workload.bytes.activation
+        p.reserve("logits", logits)
         self.pending: dict[str, int] = {}  # slab -> the layer whose gradient the CPU thread takes from it
 
     def load(self, i: int) -> None:
