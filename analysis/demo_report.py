@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from analysis import compare, figure, gantt, perfetto, plots, report
-from megatrain.demo import LEARNING_RATE, Demo, Run
-from schedules import policies, presets
+from megatrain.demo import LEARNING_RATE, POLICIES, Demo, Run
+from schedules import presets
 from schedules.op import Tier
 from schedules.workload import Workload
 from sim import hardware
@@ -35,7 +35,7 @@ def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str
     progress(0.0, "simulating larger models")
     simulated = compare.compare(
         [presets.load(name) for name in SIMULATED_MODELS],
-        policies.names(),
+        POLICIES,
         hardware.load(SIMULATED_HARDWARE),
         [SIMULATED_WORKLOAD],
     )

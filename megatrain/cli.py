@@ -452,7 +452,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the results.")] = Path("results/demo"),
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps to train with each policy.")] = 40,
 ) -> None:
-    """Measure this machine, simulate every policy, train with each, and lay both side by side."""
+    """Measure this machine, simulate five policies, train with each, and lay both side by side."""
     from analysis import demo_report, tables
     from megatrain import demo as demonstration
 

@@ -14,7 +14,6 @@ import pytest
 
 from analysis import demo_report
 from megatrain import demo, profile
-from schedules import policies
 from schedules.trace import Trace
 from schedules.workload import Workload
 
@@ -30,7 +29,7 @@ def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.Monk
     results = demo.run_all(tmp_path, measured, 6, lambda done, note: None)
     index = demo_report.write(tmp_path, results, "the command", lambda done, note: None)
 
-    names = set(policies.names())
+    names = set(demo.POLICIES)
     assert {run.schedule.policy for run in results.runs} == names
     first = results.runs[0].trained.losses
     for run in results.runs:
