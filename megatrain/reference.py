@@ -37,14 +37,23 @@ def train(
     *,
     initial: Callable[[int], Tensor],
     steps: int,
+    staleness: int = 0,
 ) -> Reference:
-    """Train from the same start on the same data as a Trainer. Raises ValueError unless the precision is fp32."""
+    """Train from the same start on the same data as a Trainer.
+
+    With staleness 1 each step computes with the weights that its predecessor did not yet have updated.
+    Raises ValueError unless the precision is fp32, or for another staleness.
+    """
     if workload.precision != "fp32":
         raise ValueError(f"the reference trains in fp32, not {workload.precision}")
-    layers = {i: _parameters(model, i, initial(i)) for i in model.layers}
+    if staleness not in (0, 1):
+        raise ValueError(f"the reference is 0 or 1 updates behind, not {staleness}")
+    updated = {i: _parameters(model, i, initial(i)) for i in model.layers}
+    layers = {i: _parameters(model, i, initial(i)) for i in model.layers} if staleness else updated
     own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
-    matrices = [p for params in layers.values() for p in params.values() if p.dim() > 1]
-    others = [p for params in layers.values() for p in params.values() if p.dim() <= 1]
+    pairs = [(updated[i][name], layers[i][name]) for i in model.layers for name in layers[i]]
+    matrices = [p for p, _ in pairs if p.dim() > 1]
+    others = [p for p, _ in pairs if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": hyper.weight_decay},
@@ -75,12 +84,16 @@ def train(
             loss.backward()  # type: ignore[no-untyped-call]
             parts.append(loss.item())
         losses.append(sum(parts))
+        if staleness:  # the gradient is for the parameters of now, the next step computes with those
+            for p, used in pairs:
+                p.grad, used.grad = used.grad, None
+                used.data.copy_(p.data)
         if workload.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_([*matrices, *others], workload.grad_clip)
-        gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in layers.items()})
+        gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in updated.items()})
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in layers.items()}
+    parameters = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in updated.items()}
     return Reference(losses=losses, gradients=gradients, parameters=parameters)
 
 

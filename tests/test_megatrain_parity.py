@@ -21,6 +21,8 @@ from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets
 from schedules.model import ModelSpec
+from schedules.op import Stream
+from schedules.program import Program
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
@@ -35,7 +37,14 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, keep=1, defer=1, slots=3, slabs=1": {"keep": 1, "defer": 1, "slots": 3, "slabs": 1},
     "streamed, resident=2": {"resident": 2},
     "streamed, order=microbatches": {"order": "microbatches"},
+    "streamed, keep=1, offload=1": {"keep": 1, "offload": 1},
     "zero3_offload, overlap_comm=False": {"overlap_comm": False},
+    "fsdp_offload, checkpointing=False": {"checkpointing": False},
+    "gemini, placement=auto": {"placement": "auto"},
+    "paged_optimizer, pressure=1": {"pressure": 1.0},
+    "lohan, swap=2": {"swap": 2},
+    "greedysnake, alpha=1": {"alpha": 1.0},
+    "roundpipe, is_async=False": {"is_async": False},
 }
 SCHEDULES = [*policies.names(), *VARIANTS, *WRITERS]
 
@@ -105,9 +114,9 @@ def _library() -> Tensor:
 
 
 @cache
-def expected(case: Case) -> Reference:
-    start = initial.random_parameters(case.model, 0)
-    return reference.train(case.model, case.workload, text(case.workload), HYPER, initial=start, steps=STEPS)
+def expected(case: Case, staleness: int = 0) -> Reference:
+    start, data = initial.random_parameters(case.model, 0), text(case.workload)
+    return reference.train(case.model, case.workload, data, HYPER, initial=start, steps=STEPS, staleness=staleness)
 
 
 def error(found: Tensor, right: Tensor) -> float:
@@ -118,7 +127,8 @@ def error(found: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_training_by_schedule_is_plain_training(name: str, case: Case) -> None:
-    found, right = run(schedule_of(name, case.model, case.workload), STEPS), expected(case)
+    schedule = schedule_of(name, case.model, case.workload)
+    found, right = run(schedule, STEPS), expected(case, schedule.staleness)
     assert found.losses == pytest.approx(right.losses, rel=1e-6)
     for step in range(STEPS):
         for i in case.model.layers:
@@ -134,6 +144,14 @@ def test_reference_learns_and_clips() -> None:
     assert free.losses[-1] < free.losses[0] - 0.3
     norms = [torch.cat(list(g.values())).norm().item() for g in clipped.gradients]
     assert norms == pytest.approx([0.5] * STEPS, rel=1e-5)  # every step of these was longer
+
+
+def test_a_stale_reference_applies_each_gradient_one_step_late() -> None:
+    exact, stale = expected(CASES[0]), expected(CASES[0], staleness=1)
+    # two steps from the same weights, of different text; from the third on the weights are others
+    assert stale.losses[0] == exact.losses[0]
+    assert stale.losses[1] > exact.losses[1]
+    assert stale.losses[-1] < stale.losses[0] - 0.3
 
 
 # ---- the schedule changes no bit
@@ -156,7 +174,28 @@ def test_with_one_micro_batch_all_schedules_yield_the_same_bits(name: str, preci
     # norm's sum does not show, as it is taken in fp64. Scaling bf16 gradients in place rounds them, though.
     workload = tiny_workload(precision=precision, grad_clip=0.1 if precision == "fp32" else None)
     schedule = schedule_of(name, small(), workload)
-    assert_same_bits(run(schedule, 3), run(WRITERS["on_device"](small(), schedule.workload), 3))
+    plain = behind if schedule.staleness else WRITERS["on_device"]
+    assert_same_bits(run(schedule, 3), run(plain(small(), schedule.workload), 3))
+
+
+def behind(model: ModelSpec, workload: Workload) -> Schedule:
+    """Everything on the device; a step computes with the weights of one update ago."""
+    p = Program(model, workload, staleness=1)
+    used = {i: p.buffer(f"used.{i}") for i in model.layers}
+    for i in model.layers:
+        p.keep_on_device(p.weight(i), p.state(i), p.grad(i))
+    for m in workload.microbatches:
+        for i in model.layers[:-1]:
+            p.forward(i, m, weights=used[i])
+        p.loss(m, weights=used[model.head], embed_weights=used[model.embed])
+        for i in reversed(model.layers[:-1]):
+            p.backward(i, m, weights=used[i])
+    if workload.grad_clip is not None:
+        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
+    for i in model.layers:
+        p.cast((p.home(p.weight(i)), p.weight(i)), (used[i], p.weight(i)), stream=Stream.COMPUTE)
+        p.update(i, stream=Stream.COMPUTE)
+    return p.build(policy="behind")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_split"])
@@ -174,16 +213,17 @@ def test_correct_schedule_does_not_notice_delays_and_poison(name: str, precision
 
 
 @cache
-def same_order() -> Reference:
+def same_order(staleness: int = 0) -> Reference:
     """Plain autograd over the whole model and torch's AdamW, with the executor's loss op and flat layers.
 
     Those two are the only places where the reference above does its sums in another order.
     """
     model, workload = ONE_PASS.model, ONE_PASS.workload
-    flat = {i: initial.random_parameters(model, 0)(i).requires_grad_() for i in model.layers}
+    updated = {i: initial.random_parameters(model, 0)(i).requires_grad_() for i in model.layers}
+    flat = {i: v.detach().clone().requires_grad_() for i, v in updated.items()} if staleness else updated
     own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
     optimizer = torch.optim.AdamW(
-        list(flat.values()), lr=PLAIN.lr, betas=PLAIN.betas, eps=PLAIN.eps, weight_decay=0.0, fused=True
+        list(updated.values()), lr=PLAIN.lr, betas=PLAIN.betas, eps=PLAIN.eps, weight_decay=0.0, fused=True
     )
     losses, gradients = [], []
     for step in range(STEPS):
@@ -207,17 +247,21 @@ def same_order() -> Reference:
         )
         x.backward(d_hidden)
         losses.append(float(loss))
-        gradients.append({i: values.grad.clone() for i, values in flat.items() if values.grad is not None})
+        if staleness:
+            for i, values in flat.items():
+                updated[i].grad, values.grad = values.grad, None
+                values.data.copy_(updated[i].data)
+        gradients.append({i: values.grad.clone() for i, values in updated.items() if values.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return Reference(losses=losses, gradients=gradients, parameters={i: v.detach() for i, v in flat.items()})
+    return Reference(losses=losses, gradients=gradients, parameters={i: v.detach() for i, v in updated.items()})
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_the_same_order_of_operations_no_bit_differs(name: str) -> None:
     # with one pass: a policy that adds a second one on the device adds token by token into the embedding's sum
-    right = same_order()
-    found = run(schedule_of(name, ONE_PASS.model, ONE_PASS.workload), STEPS, hyper=PLAIN)
+    schedule = schedule_of(name, ONE_PASS.model, ONE_PASS.workload)
+    found, right = run(schedule, STEPS, hyper=PLAIN), same_order(schedule.staleness)
     assert_same_bits(found, right)
     for step in range(STEPS):
         for i in ONE_PASS.model.layers:

@@ -30,10 +30,14 @@ EXAMPLE = Path(__file__).parents[1] / "docs" / "my_policy.py"
 
 # knobs with which a schedule of four blocks shows what the policy does to forty
 SMALL: dict[str, dict[str, Knob]] = {
+    "greedysnake": {"alpha": 0.5},
+    "lohan": {"swap": 2},
     "megatrain": {"checkpoint": 2, "slabs": 2},
     "megatrain_released": {"checkpoint": 2, "slabs": 2},
+    "paged_optimizer": {"pressure": 0.5, "keep": 2},
     "resident": {"keep": 2},
     "streamed": {"keep": 2, "slabs": 2, "defer": 1},
+    "torchao_offload": {"keep": 2},
     "zero3_offload": {"max_live": 20_000},
 }
 
@@ -186,6 +190,7 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "grad_slots": st.integers(1, 3),
             "slabs": st.integers(1, 3),
             "keep": st.none() | st.integers(0, 7),
+            "offload": st.integers(0, 7),
             "defer": st.integers(0, 7),
             "resident": st.integers(0, 9),
             "order": st.sampled_from(["layers", "microbatches"]),
@@ -252,6 +257,7 @@ def device_peak(schedule: Schedule) -> int:
         ("streamed", {}),
         ("streamed", {"order": "microbatches"}),
         ("streamed", {"resident": 2, "slots": 3}),
+        ("torchao_offload", {}),
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 3])

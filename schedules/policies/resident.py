@@ -15,6 +15,7 @@ from __future__ import annotations
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
+from schedules.sweep import Kept, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -29,23 +30,15 @@ def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, keep: 
     p = Program(model, workload)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), p.state(i))
-    kept = range(max(model.head - keep, 0), model.head)
+    kept = Kept(on_device=range(max(model.head - keep, 0), model.head))
     clip = workload.grad_clip is not None
 
+    def done(i: int, buffer: str) -> None:
+        if m == workload.microbatches[-1] and not clip:
+            p.update(i, stream=Stream.COMPUTE)
+
     for m in workload.microbatches:
-        last = m == workload.microbatches[-1]
-        p.forward(model.embed, m)
-        for i in model.blocks:
-            p.forward(i, m, keep="all" if i in kept else "input")
-        p.loss(m)
-        if last and not clip:
-            p.update(model.head, stream=Stream.COMPUTE)
-        for i in (*reversed(model.blocks), model.embed):
-            if i in model.blocks and i not in kept:
-                p.recompute(i, m)
-            p.backward(i, m)
-            if last and not clip:
-                p.update(i, stream=Stream.COMPUTE)
+        sweep(p, [m], weights=lambda i: None, grad=lambda i: None, done=done, kept=kept)
     if clip:
         p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
         for i in model.layers:

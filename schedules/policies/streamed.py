@@ -4,8 +4,9 @@ What it does. Weights arrive through a ring of device slots while other layers c
 micro-batches before the next one comes, so that weights and gradients cross the link once per step and not
 once per micro-batch (the vertical order of GreedySnake, arXiv 2512.17570); order=microbatches is the usual
 order, for comparison. A gradient leaves as soon as it is whole, and its update runs on the CPU beside the
-rest of the backward. The last `keep` blocks keep their activations; the others keep their input and run
-forward again just before their backward. Nothing waits for a whole step to end: the next forward starts as
+rest of the backward. The last `keep` blocks keep their activations; of the others, `offload`, evenly spread, send
+theirs to the host and get them back; what is left keeps its input and runs forward again just before its
+backward. Nothing waits for a whole step to end: the next forward starts as
 soon as its first layers are updated.
 
 Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer state 8, and a gradient, 2, for
@@ -24,13 +25,13 @@ Exact in its training; nothing is approximated.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
+from schedules.sweep import Kept, Window, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -43,6 +44,7 @@ def policy(
     grad_slots: int = 2,
     slabs: int = 4,
     keep: int | None = None,
+    offload: int = 0,
     defer: int = 0,
     resident: int = 0,
     order: Literal["layers", "microbatches"] = "layers",
@@ -54,6 +56,7 @@ def policy(
         grad_slots: device buffers for gradients on their way out.
         slabs: host buffers in which gradients wait for the optimizer.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+        offload: how many of the other blocks' activations go to the host and come back for the backward.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
         order: all micro-batches of a layer, or all layers of a micro-batch.
@@ -61,10 +64,12 @@ def policy(
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
 
     def build(keep: int) -> Program:
+        turn = max(model.head - keep, 0)
+        kept = Kept(on_device=model.blocks[turn:], on_host=spread(model.blocks[:turn], offload))
         step = _Step(model, workload, slots, grad_slots, slabs, defer, resident, visits=len(groups))
         step.load_first()
         for group in groups:
-            step.run(group, keep, first=group is groups[0], last=group is groups[-1])
+            step.run(group, kept, first=group is groups[0], last=group is groups[-1])
         for i in step.order:
             if i in step.late:
                 step.update(i)
@@ -103,10 +108,13 @@ class _Step:
 
         self.streamed = [i for i in model.blocks if i not in self.resident]
         self.ahead = self.streamed[:slots]
-        self.visits = deque([*self.streamed, *reversed(self.streamed)] * visits)
-        self.loaded: deque[str] = deque()
+        self.window = Window(
+            [*self.streamed, *reversed(self.streamed)] * visits,
+            ahead=len(self.ahead),
+            fetch=lambda i: p.load(p.weight(i), self.ring),
+        )
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
-        self.late = set(model.layers) if self.clip else _spread(self.streamed, defer)
+        self.late = set(model.layers) if self.clip else spread(self.streamed, defer)
         landing = [model.head, *reversed(model.blocks), model.embed]
         first = self.streamed[:1]
         self.order = [i for i in landing if i not in self.late]
@@ -124,79 +132,37 @@ class _Step:
             elif i in self.copy and (i not in self.late or i == p.model.embed):
                 p.prefetch(p.weight(i), into=self.copy[i])
 
-    def slot(self, i: int) -> str | None:
-        """The slot with block i's weights, those of the following visits being on their way."""
-        if i in self.resident:
-            return None
-        p = self.program
-        while self.visits and len(self.loaded) < len(self.ahead):
-            self.loaded.append(p.load(p.weight(self.visits.popleft()), self.ring))
-        return self.loaded.popleft()
+    def run(self, group: Sequence[int], kept: Kept, *, first: bool, last: bool) -> None:
+        """Forward and backward of a group of micro-batches, the `first` or `last` of the step or both."""
+        p, head = self.program, self.program.model.head
 
-    def run(self, group: Sequence[int], keep: int, *, first: bool, last: bool) -> None:
-        """Forward and backward of a group of micro-batches."""
-        p, embed, head = self.program, self.program.model.embed, self.program.model.head
-        kept = range(max(head - keep, 0), head)
-        for m in group:
-            p.forward(embed, m, weights=self.copy.get(embed))
-        for i in p.model.blocks:
-            slot = self.slot(i)
-            for m in group:
-                p.forward(i, m, weights=slot, keep="all" if i in kept else "input")
-        if first and head in self.copy and head in self.late:
-            p.prefetch(p.weight(head), into=self.copy[head])
-        for m in group:
-            table, sums = self.copy.get(embed), self.own.get(embed)
-            p.loss(m, weights=self.copy.get(head), grad=self.own.get(head), embed_weights=table, embed_grad=sums)
-        if last:
-            self.land(head, self.own.get(head))
-        for i in reversed(p.model.blocks):
-            slot = self.slot(i)
-            grad = None if i in self.resident else self.grads.next()
-            for m in group:
-                if i not in kept:
-                    p.recompute(i, m, weights=slot)
-                p.backward(i, m, weights=slot, grad=grad)
+        def weights(i: int) -> str | None:
+            if i in self.resident:
+                return None
+            if i == head and first and head in self.late:
+                p.prefetch(p.weight(head), into=self.copy[head])
+            return self.copy[i] if i in self.copy else self.window.weights(i)
+
+        def grad(i: int) -> str | None:
+            if i in self.resident:
+                return None
+            return self.own[i] if i in self.own else self.grads.next()
+
+        def done(i: int, buffer: str) -> None:
+            streamed = i in self.streamed
+            if not streamed and not last:
+                return  # the sum stays on the device
+            where = (buffer, p.grad(i))
             if i not in self.resident:
-                self.land(i, grad, first=first, last=last)
-            elif last:
-                self.land(i, grad)
-        for m in group:
-            p.backward(embed, m, grad=self.own.get(embed))
-        if last:
-            self.land(embed, self.own.get(embed))
+                held = i in self.late or not streamed
+                where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
+            elif self.clip:
+                p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
+            if last and i not in self.late:
+                self.update(i, where)
 
-    def land(self, i: int, buffer: str | None, *, first: bool = True, last: bool = True) -> None:
-        """Take layer i's gradient home and, once it is complete, put it to use.
+        sweep(p, group, weights=weights, grad=grad, done=done, kept=kept)
 
-        `buffer` holds the sum over one group of micro-batches, the `first` or `last` of the step or both.
-        """
-        p, grad = self.program, self.program.grad(i)
-        home = buffer = buffer or p.home(grad)
-        if i not in self.resident:
-            straight = first and last and i in self.streamed and i not in self.late
-            home = p.offload(grad, out_of=buffer, into=None if first and not straight else self.slabs.next())
-            if not first:
-                p.accumulate(i, out_of=home)
-                home = p.home(grad)
-        if last and self.clip:
-            # measured on the device where it is complete there: the CPU has enough to do
-            on_device = first
-            stream = Stream.COMPUTE if on_device else Stream.CPU
-            p.norm([(buffer if on_device else home, grad)], stream=stream, name=f"N.{p.model.layer_name(i)}")
-        if last and i not in self.late:
-            self.update(i, home)
-
-    def update(self, i: int, buffer: str | None = None) -> None:
-        """The optimizer's step on layer i, where its state lives."""
-        p = self.program
-        where = (buffer or p.home(p.grad(i)), p.grad(i))
-        p.update(i, grad=where, stream=Stream.COMPUTE if i in self.resident else Stream.CPU)
-
-
-def _spread(blocks: Sequence[int], count: int) -> set[int]:
-    """`count` of these blocks, evenly spread."""
-    n = len(blocks)
-    count = min(count, n)
-    offset = (n - count) // 2
-    return {blocks[n - 1 - j] for j in range(n) if (j * count + offset) % n + count >= n} if n else set()
+    def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
+        """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
+        self.program.update(i, grad=grad, stream=Stream.COMPUTE if i in self.resident else Stream.CPU)

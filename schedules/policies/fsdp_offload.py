@@ -1,0 +1,85 @@
+"""PyTorch FSDP2 (`fully_shard`) with CPUOffloadPolicy on one GPU, each block wrapped, the rest the root.
+
+What it does. Parameters live in pinned host memory. The root (embedding, final norm, head) is fetched when a
+micro-batch begins and stays on the device for it. A block is fetched while the one before it computes, for
+forward and again for backward, and freed after either. With checkpointing (the usual way to run it) a block
+keeps its input and runs forward again. After a block's backward its gradient goes to the host, the root's
+after the last backward; the host waits for all of them. From the second micro-batch on each gradient copy
+makes the host wait, and the host adds it up. Then the user's optimizer runs on the host, alone, layer by layer
+(torch's fused CPU Adam), with clipping after two passes over the gradients: norm and scale.
+
+Where states live, in bytes per parameter at bf16, all on the host: weights 2, gradients 2, optimizer state 8.
+On the device: two blocks' weights and gradients, and the root's.
+
+Exact in its training. Approximated: FSDP2 keeps moments in the parameters' type, 4 bytes in bf16, where our
+precisions have fp32 ones, 8; and with fp32 parameters computed in bf16 it moves 4 bytes per parameter over
+the link, which is not shown (precision fp32 moves them, and computes in fp32). The copies inside the device
+of a gather and a scatter over one rank are not shown, nor their second buffer. A block's fetch for the first
+backward begins during the last forward, not with the loss.
+Source: pytorch, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py, _fsdp_param_group.py).
+"""
+
+from __future__ import annotations
+
+from schedules.model import ModelSpec
+from schedules.op import Kind, Stream, Tier
+from schedules.program import Program
+from schedules.sweep import Kept, Window, sweep
+from schedules.workload import MemoryBudget, Workload
+
+
+def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, checkpointing: bool = True) -> Program:
+    """Build the step.
+
+    Args:
+        checkpointing: blocks keep only their input and run forward again.
+    """
+    p = Program(model, workload)
+    ring, grads, landing = p.slots("weight", 2), p.slots("grad", 2), p.buffer("landing", Tier.HOST)
+    root = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head)}
+    root_grads = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in root}
+    homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
+
+    def fetch(i: int) -> str:
+        return p.prefetch(p.weight(i), into=ring.next())  # freed after use: nothing is found in a slot
+
+    def reduce(i: int, buffer: str, m: int) -> None:
+        """Layer i's gradient to the host, which waits for it and adds it where it has one already."""
+        if m == 0:
+            p.offload(p.grad(i), out_of=buffer)
+        else:
+            p.accumulate(i, out_of=p.offload(p.grad(i), out_of=buffer, into=landing, blocking=True), stream=Stream.HOST)
+        p.discard(buffer)
+
+    def run(m: int) -> None:
+        """One micro-batch; the host waits for its gradients."""
+        window = Window([*model.blocks, *reversed(model.blocks)], ahead=2, fetch=fetch)
+
+        def done(i: int, buffer: str) -> None:
+            if i not in root:
+                reduce(i, buffer, m)
+            elif i == model.embed:
+                for end in root:
+                    reduce(end, root_grads[end], m)
+
+        for i in root:
+            p.prefetch(p.weight(i), into=root[i])
+        sweep(
+            p,
+            [m],
+            weights=lambda i: root[i] if i in root else window.weights(i),
+            grad=lambda i: root_grads[i] if i in root else grads.next(),
+            done=done,
+            kept=Kept(on_device=() if checkpointing else model.blocks),
+        )
+        p.synchronize(*homes.values(), kind=Kind.OFFLOAD, name="H.backward")
+
+    for m in workload.microbatches:
+        run(m)
+    if workload.grad_clip is not None:
+        p.norm(homes.values(), stream=Stream.HOST)
+        for i in model.layers:
+            p.scale(i, grad=homes[i], stream=Stream.HOST)
+    for i in model.layers:
+        p.update(i, scaled=True, stream=Stream.HOST)
+    return p

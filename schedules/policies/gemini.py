@@ -1,0 +1,144 @@
+"""Colossal-AI Gemini with parameters, gradients and states offloaded; a layer stands for its chunks.
+
+What it does. Before a layer runs, the chunks that are in the way leave the device and its own are fetched; the
+host waits for both, and they queue on the compute stream: nothing overlaps. static (the default there)
+moves every chunk down before it fetches one. auto keeps as many as fit and moves the one down whose next use
+is furthest; over forward and backward that is the least recently used one. After an optimizer step the host's
+bf16 chunk is stale: the first fetch brings the fp32 master, 4 bytes per parameter, and casts it on the device;
+the bf16 chunk then goes down, 2 bytes, when it is first moved out, and later fetches bring 2. A gradient goes
+down on a stream of its own. Under accumulation the sum comes up for each later micro-batch and goes down again,
+and after a layer's backward its bf16 chunk goes down too.
+After the whole backward the host runs Adam alone, with loss scale and clipping folded into it; the norm is
+taken on the device as gradients become complete.
+
+Where states live, in bytes per parameter, all on the host (16): bf16 chunk 2, gradients 2, fp32 master 4, moments
+8. There always is an fp32 master: precisions bf16 and bf16_split are built as bf16_fp32; with fp32 there is one
+chunk, and no cast. On the device: the chunks, and one fp32 chunk on its way through the cast.
+
+Exact in its training. Approximated: the language has no master apart from the optimizer state, so that its
+fetch is shown as two copies of the 2-byte weights and a cast of one; the gradient has memory of its own where
+Gemini reuses the chunk's unless it accumulates (14 bytes per parameter then, not 16); Adam is counted with the
+bf16 weights, 30 bytes of host traffic per parameter for Gemini's 26; a layer is fetched and moved out as a whole,
+once for recompute and backward together; embedding and head have device buffers of their own.
+Source: colossalai/zero/gemini (gemini_mgr.py, placement_policy.py, gemini_ddp.py, gemini_optimizer.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from schedules.model import ModelSpec
+from schedules.op import Kind, Stream
+from schedules.program import Program
+from schedules.sweep import Kept, sweep
+from schedules.workload import MemoryBudget, Workload
+
+STEADY_DEVICE_RATIO = 0.9  # of device memory that auto fills (steady_cuda_cap_ratio)
+
+
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    placement: Literal["static", "auto"] = "static",
+    checkpointing: bool = True,
+) -> Program:
+    """Build the step.
+
+    Args:
+        placement: static keeps no chunk that is not in use, auto keeps as many as fit the device.
+        checkpointing: blocks keep only their input and run forward again.
+    """
+    if workload.precision in ("bf16", "bf16_split"):
+        workload = replace(workload, precision="bf16_fp32")
+    kept = Kept(on_device=() if checkpointing else model.blocks)
+    if placement == "static":
+        return _step(model, workload, kept, chunks=1, static=True)
+    least = _step(model, workload, kept, chunks=1, static=False)
+    room = int(memory.device_bytes * STEADY_DEVICE_RATIO) - least.device_bytes()
+    more = max(room // least.nbytes(least.weight(0)), 0)
+    return _step(model, workload, kept, chunks=min(1 + more, model.num_hidden_layers), static=False)
+
+
+def _step(model: ModelSpec, workload: Workload, kept: Kept, *, chunks: int, static: bool) -> Program:
+    p = Program(model, workload)
+    device = _Chunks(p, chunks, static)
+    grads = p.slots("grad", 2)
+    end_grads = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in device.ends}
+    homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
+
+    def grad(i: int) -> str:
+        buffer = end_grads[i] if i in end_grads else grads.next()
+        if m > 0:
+            p.prefetch(p.grad(i), into=buffer, stream=Stream.COMPUTE, blocking=True)
+        return buffer
+
+    def done(i: int, buffer: str) -> None:
+        if m == workload.microbatches[-1] and workload.grad_clip is not None:
+            p.norm([(buffer, p.grad(i))], stream=Stream.COMPUTE, name=f"N.{model.layer_name(i)}")
+        device.give_up(i)
+        p.offload(p.grad(i), out_of=buffer)
+        p.discard(buffer)
+
+    for m in workload.microbatches:
+        sweep(p, [m], weights=device.fetch, grad=grad, done=done, kept=kept)
+    p.synchronize(*homes.values(), kind=Kind.OFFLOAD, name="H.backward")
+    for i in model.layers:
+        p.update(i, stream=Stream.HOST)
+    return p
+
+
+class _Chunks:
+    """The weights on the device, and which of them the host has only as fp32."""
+
+    def __init__(self, p: Program, chunks: int, static: bool) -> None:
+        self._program, self._static = p, static
+        self._ring = p.slots("chunk", chunks)
+        self.ends = {i: p.buffer(f"{p.model.layer_name(i)}.chunk") for i in (p.model.embed, p.model.head)}
+        self._wide = [p.buffer(f"wide{half}") for half in range(2)]
+        self._standing: dict[str, int] = {}  # buffer -> layer
+        self._stale = set() if p.workload.precision == "fp32" else set(p.model.layers)  # the host's 2-byte chunks
+        self._newer: set[int] = set()  # layers whose 2-byte chunk is up to date on the device only
+
+    def fetch(self, i: int) -> str:
+        """The buffer with layer i's weights, which the host has waited for."""
+        p = self._program
+        for buffer, layer in self._standing.items():
+            if layer == i:
+                return self._ring.holding(p.weight(i)) or buffer
+        if self._static:
+            # the loss needs both ends at once
+            for buffer in [b for b, layer in self._standing.items() if i not in self.ends or layer not in self.ends]:
+                self._evict(buffer)
+        buffer = self.ends[i] if i in self.ends else self._ring.next()
+        self._evict(buffer)
+        if i in self._stale:
+            for wide in self._wide:
+                p.prefetch(p.weight(i), into=wide, stream=Stream.COMPUTE, blocking=True)
+            p.cast((self._wide[0], p.weight(i)), (buffer, p.weight(i)), stream=Stream.COMPUTE)
+            self._stale.remove(i)
+            self._newer.add(i)
+        else:
+            p.prefetch(p.weight(i), into=buffer, stream=Stream.COMPUTE, blocking=True)
+        self._standing[buffer] = i
+        return buffer
+
+    def _evict(self, buffer: str) -> None:
+        """Move a chunk down; where the host has the same, there is nothing to copy."""
+        p, layer = self._program, self._standing.pop(buffer, None)
+        if layer in self._newer:
+            self._newer.remove(layer)
+            p.offload(p.weight(layer), out_of=buffer, stream=Stream.COMPUTE, blocking=True)
+        p.discard(buffer)
+
+    def give_up(self, i: int) -> None:
+        """Layer i's backward has run: its chunk becomes its gradient, or moves down if that has its own."""
+        p = self._program
+        for buffer in [b for b, layer in self._standing.items() if layer == i]:
+            del self._standing[buffer]
+            self._newer.discard(i)
+            if p.workload.accumulation > 1:
+                p.offload(p.weight(i), out_of=buffer)
+            p.discard(buffer)

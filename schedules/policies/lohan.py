@@ -1,0 +1,75 @@
+"""LoHan (Ratel, after Fuyou): gradients consumed by CPU Adam as they land, activations swapped or recomputed.
+
+What it does. Blocks' weights come through a window of device slots ahead of their use. A gradient leaves as soon
+as it is whole and the CPU optimizer takes it from where it lands, beside the rest of the backward (active
+gradient offloading): the host never holds more than a few. Of `swap` blocks, evenly spread, the activations go
+to the host after forward and come back for the backward; the others keep their input and run forward again.
+LoHan chooses that number by the traffic it can hide; here it is a knob, to be searched by simulation. The step
+ends when all updates are done.
+
+Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
+drive, from which they come through host buffers (weights for forward and backward; both for Adam, which writes
+both back). On the device: the window, two gradients, and embedding and head, 4.
+
+Exact in its training. Approximated: all is decided by layer, where LoHan chooses single activations and also
+spills them to the drive; embedding and head stay on the device for the step. Under accumulation, which LoHan does
+without, blocks' gradients add up on the host, 2 bytes per parameter, and the last micro-batch's backward is the
+one that hides updates. Gradient clipping is at odds with the idea, as no update may begin before the last gradient:
+then all wait on the host, 2 bytes per parameter, and all updates follow the backward.
+Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou.
+"""
+
+from __future__ import annotations
+
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from schedules.program import Program
+from schedules.shelf import Shelf
+from schedules.sweep import Kept, Streamed, land, spread, sweep
+from schedules.workload import MemoryBudget, Workload
+
+
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    swap: int = 0,
+    window: int = 2,
+    ssd: bool = False,
+) -> Program:
+    """Build the step.
+
+    Args:
+        swap: how many blocks' activations go to the host instead of being computed again.
+        window: device slots for blocks' weights.
+        ssd: weights and optimizer state live on a drive.
+    """
+    p = Program(model, workload)
+    shelf = Shelf(p, nvme=ssd)
+    device = Streamed(p, fetch=shelf.fetch, passes=workload.accumulation, slots=window)
+    slabs = p.slots("slab", 2, Tier.HOST)
+    clip = workload.grad_clip is not None
+
+    def done(i: int, buffer: str) -> None:
+        end, last = i in device.ends, m == workload.microbatches[-1]
+        if end and not last:
+            return  # the sum stays on the device
+        landed = land(p, i, buffer, slabs, first=end or m == 0, last=last, held=end or clip)
+        if last and not clip:
+            shelf.update(i, landed)
+
+    for m in workload.microbatches:
+        sweep(
+            p,
+            [m],
+            weights=device.weights,
+            grad=device.grad,
+            done=done,
+            kept=Kept(on_host=spread(model.blocks, swap)),
+        )
+    if clip:
+        for i in model.layers:
+            shelf.update(i, (p.home(p.grad(i)), p.grad(i)))
+    p.synchronize(*((p.home(p.weight(i)), p.weight(i)) for i in model.layers), name="H.step")
+    return p
