@@ -9,3 +9,7 @@ class InputError(ValueError):
 
 class Refused(ValueError):
     """The question is sound and the answer is no: it does not fit, or is not safe. Exit code 1."""
+
+
+class ProgramError(InputError):
+    """A policy asked for something that its own program makes impossible, such as a tensor that is nowhere."""

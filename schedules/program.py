@@ -10,54 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from schedules import tensor as tensors
-from schedules.errors import InputError
+from schedules.activations import Activations
+from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Tensor, parse
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
-
-
-class ProgramError(InputError):
-    """A policy asked for something that its own program makes impossible, such as a tensor that is nowhere."""
-
-
-class Ring:
-    """Slots of one kind, handed out least recently used first: the double buffer, and all there is to it."""
-
-    def __init__(self, program: Program, names: Sequence[str]) -> None:
-        self._program = program
-        self._names = list(names)  # least recently used first
-
-    @property
-    def current(self) -> str:
-        """The slot used last."""
-        return self._names[-1]
-
-    def next(self) -> str:
-        """The slot used longest ago, emptied for new contents."""
-        slot = self._names.pop(0)
-        self._names.append(slot)
-        self._program.discard(slot)
-        return slot
-
-    def clear(self) -> None:
-        """Empty all slots."""
-        for slot in self._names:
-            self._program.discard(slot)
-
-    def holding(self, tensor: str) -> str | None:
-        """The slot in which `tensor` still stands, now the one used last; None if it is in none."""
-        for slot in self._names:
-            if self._program.holds(slot) == tensor:
-                self._names.remove(slot)
-                self._names.append(slot)
-                return slot
-        return None
 
 
 class Program:
@@ -78,9 +42,7 @@ class Program:
         self._sizes: dict[str, int] = {}
         self._homes: dict[str, str] = {}
         self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
-        self._free: dict[tuple[str, int], list[str]] = {}  # activation buffers given back, oldest first
-        self._taken: dict[str, int] = {}
-        self._activation: dict[str, str] = {}  # live activation -> its buffer
+        self._activations = Activations(self.buffer, self.nbytes)
 
     # ---- tensors and buffers
 
@@ -203,19 +165,15 @@ class Program:
 
     def evict(self, tensor: str, *, tier: Tier = Tier.HOST) -> None:
         """Move a live activation off the device and give its device buffer back."""
-        source = self._live(tensor)
-        target = self._take(tensor, tier)
-        self.offload(tensor, out_of=source, into=target)
-        self._give_back(tensor, source)
-        self._activation[tensor] = target
+        source = self._activations.where(tensor)
+        self.offload(tensor, out_of=source, into=self._activations.take(tensor, tier))
+        self.discard(source)
 
     def restore(self, tensor: str) -> None:
         """Bring an evicted activation back to the device."""
-        source = self._live(tensor)
-        target = self._take(tensor, Tier.DEVICE)
-        self.prefetch(tensor, into=target, out_of=source)
-        self._give_back(tensor, source)
-        self._activation[tensor] = target
+        source = self._activations.where(tensor)
+        self.prefetch(tensor, into=self._activations.take(tensor), out_of=source)
+        self.discard(source)
 
     # ---- compute
 
@@ -254,7 +212,7 @@ class Program:
         writes = [self._new(self.output(i, m))] if output else []
         if keep == "all":
             writes.append(self._new(self.saved(i, m)))
-        reads = [(self._live(source), source)]
+        reads = [(self._activations.where(source), source)]
         self._compute(phase, i, m, weights, reads=reads, writes=writes, blocking=blocking)
         if keep == "nothing":
             self.free(source)
@@ -274,7 +232,7 @@ class Program:
         With tied embeddings the table is read too, and its gradient added to.
         """
         head, source = self.model.head, self.output(self.model.head - 1, m)
-        reads = [(self._live(source), source)]
+        reads = [(self._activations.where(source), source)]
         writes: list[tuple[str, str]] = []
         if self.model.tie_word_embeddings:
             reads.append((embed_weights or self.home(self.weight(self.model.embed)), self.weight(self.model.embed)))
@@ -295,7 +253,7 @@ class Program:
         if i == self.model.head:
             raise ProgramError("the head has no backward of its own: loss() is its forward and backward")
         incoming = self.output_grad(i, m)
-        reads = [(self._live(incoming), incoming)]
+        reads = [(self._activations.where(incoming), incoming)]
         writes: list[tuple[str, str]] = []
         self._add_to(self.grad(i), grad, reads, writes)
         if i == self.model.embed:
@@ -303,7 +261,7 @@ class Program:
             self.free(incoming)
             return
         for kept in (self.output(i - 1, m), self.saved(i, m)):
-            reads.append((self._live(kept), kept))
+            reads.append((self._activations.where(kept), kept))
         writes.append(self._new(self.output_grad(i - 1, m)))
         self._compute(Phase.BACKWARD, i, m, weights, reads=reads, writes=writes, blocking=blocking)
         self.free(incoming, self.output(i - 1, m), self.saved(i, m))
@@ -311,8 +269,10 @@ class Program:
     def free(self, *activations: str) -> None:
         """Give back the buffers of activations that nobody reads any more."""
         for tensor in activations:
-            self._give_back(tensor, self._live(tensor))
-            del self._activation[tensor]
+            self.discard(self._activations.give_back(tensor))
+
+    def _new(self, activation: str) -> tuple[str, str]:
+        return self._activations.take(activation), activation
 
     def _compute(
         self,
@@ -468,8 +428,8 @@ class Program:
         Raises:
             ProgramError: an activation was made and never freed, so that it would grow from step to step.
         """
-        if self._activation:
-            raise ProgramError(f"never freed: {', '.join(sorted(self._activation))}")
+        if self._activations.live:
+            raise ProgramError(f"never freed: {', '.join(self._activations.live)}")
         return Schedule(
             ops=tuple(self._ops),
             buffers=tuple(
@@ -526,32 +486,3 @@ class Program:
                 blocking=blocking,
             )
         )
-
-    # ---- activation buffers
-
-    def _new(self, tensor: str) -> tuple[str, str]:
-        buffer = self._take(tensor, Tier.DEVICE)
-        self._activation[tensor] = buffer
-        return buffer, tensor
-
-    def _live(self, tensor: str) -> str:
-        if tensor not in self._activation:
-            raise ProgramError(f"{tensor} is needed but no longer kept (or not yet made); keep or recompute it")
-        return self._activation[tensor]
-
-    def _pool(self, tensor: str, tier: Tier) -> tuple[str, int]:
-        # inputs and their gradients have one size and share their buffers
-        cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
-        return f"{'' if tier == Tier.DEVICE else f'{tier}.'}{cls}", self.nbytes(tensor)
-
-    def _take(self, tensor: str, tier: Tier) -> str:
-        pool = self._pool(tensor, tier)
-        if free := self._free.get(pool):
-            return free.pop(0)
-        number = self._taken.get(pool[0], 0)
-        self._taken[pool[0]] = number + 1
-        return self.buffer(f"{pool[0]}{number}", tier)
-
-    def _give_back(self, tensor: str, buffer: str) -> None:
-        self.discard(buffer)
-        self._free.setdefault(self._pool(tensor, self._tiers[buffer]), []).append(buffer)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from schedules.op import Stream
-from schedules.program import Program, Ring
+from schedules.program import Program
+from schedules.ring import Ring
 
 Place = Callable[[int], str | None]  # layer -> its device buffer; None is the tensor's home
 

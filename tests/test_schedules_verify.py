@@ -9,7 +9,8 @@ import pytest
 
 from schedules.op import Access, Op, Phase, Stream, Tier, Wait
 from schedules.presets import load
-from schedules.program import Program, Ring
+from schedules.program import Program
+from schedules.ring import Ring
 from schedules.schedule import Schedule
 from schedules.verify import ScheduleError, Violation, verify
 from schedules.workload import Workload

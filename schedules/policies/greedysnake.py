@@ -25,9 +25,10 @@ Source: GreedySnake, arXiv 2512.17570.
 
 from __future__ import annotations
 
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Tier
-from schedules.program import Program, ProgramError
+from schedules.program import Program
 from schedules.shelf import Shelf
 from schedules.sweep import Kept, Streamed, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload

@@ -19,9 +19,10 @@ Source: the paper, "MegaTrain" (April 2026), sections on the execution engine, f
 
 from __future__ import annotations
 
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Tier
-from schedules.program import Program, ProgramError
+from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
 
 

@@ -26,9 +26,10 @@ Source: infinity/model/cpu_master.py and examples/sft/train.py.
 
 from __future__ import annotations
 
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
-from schedules.program import Program, ProgramError
+from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
 
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Stream
-from schedules.program import Program, ProgramError
+from schedules.program import Program
 from schedules.sweep import Kept, sweep
 from schedules.workload import MemoryBudget, Workload
 

@@ -23,9 +23,10 @@ Source: pytorch/ao, torchao/optim/cpu_offload.py.
 
 from __future__ import annotations
 
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
-from schedules.program import Program, ProgramError
+from schedules.program import Program
 from schedules.sweep import Kept, sweep
 from schedules.workload import MemoryBudget, Workload
 

@@ -1,0 +1,61 @@
+"""Buffers for activations, taken and given back as a program goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from schedules import tensor as tensors
+from schedules.errors import ProgramError
+from schedules.op import Tier
+from schedules.tensor import parse
+
+
+class Activations:
+    """Which activation is in which buffer. A buffer given back serves the next of its kind and size.
+
+    `declare` makes a buffer, `nbytes` tells a tensor's size.
+    """
+
+    def __init__(self, declare: Callable[[str, Tier], str], nbytes: Callable[[str], int]) -> None:
+        self._declare = declare
+        self._nbytes = nbytes
+        self._free: dict[tuple[str, int], list[str]] = {}  # by kind and size, given back longest ago first
+        self._made: dict[str, int] = {}  # kind -> how many buffers
+        self._live: dict[str, tuple[str, Tier]] = {}
+
+    @property
+    def live(self) -> list[str]:
+        """The activations that have been made and not freed, sorted."""
+        return sorted(self._live)
+
+    def where(self, tensor: str) -> str:
+        """The buffer that holds `tensor`. Raises ProgramError if none does."""
+        if tensor not in self._live:
+            raise ProgramError(f"{tensor} is needed but no longer kept (or not yet made); keep or recompute it")
+        return self._live[tensor][0]
+
+    def take(self, tensor: str, tier: Tier = Tier.DEVICE) -> str:
+        """A buffer for `tensor`, from now on its place; where it was before is given back."""
+        kind, size = self._kind(tensor, tier)
+        if free := self._free.get((kind, size)):
+            buffer = free.pop(0)
+        else:
+            number = self._made.get(kind, 0)
+            self._made[kind] = number + 1
+            buffer = self._declare(f"{kind}{number}", tier)
+        if tensor in self._live:
+            self.give_back(tensor)
+        self._live[tensor] = buffer, tier
+        return buffer
+
+    def give_back(self, tensor: str) -> str:
+        """Forget `tensor`; returns the buffer that is free now. Raises ProgramError if it is in none."""
+        buffer = self.where(tensor)
+        _, tier = self._live.pop(tensor)
+        self._free.setdefault(self._kind(tensor, tier), []).append(buffer)
+        return buffer
+
+    def _kind(self, tensor: str, tier: Tier) -> tuple[str, int]:
+        # inputs and their gradients have one size and share their buffers
+        cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
+        return f"{'' if tier == Tier.DEVICE else f'{tier}.'}{cls}", self._nbytes(tensor)
