@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.initial import random_parameters
 from megatrain.train import Debug, Trainer
+from schedules.errors import Refused
 from schedules.trace import Trace
 from schedules.verify import Verified
 
@@ -36,6 +38,28 @@ def machine_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def available_memory() -> int:
+    """Bytes of RAM that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_memory(verified: Verified) -> None:
+    """Raises Refused unless the RAM has room for both tiers' buffers: on the CPU they share it."""
+    needed, available = sum(verified.allocated_bytes().values()), available_memory()
+    if needed > available:
+        tiers = ", ".join(
+            f"{tier} {nbytes / 1e9:.1f} GB" for tier, nbytes in verified.allocated_bytes().items() if nbytes
+        )
+        raise Refused(
+            f"{verified.schedule.label} for {verified.schedule.model.name} needs {needed / 1e9:.1f} GB ({tiers}), and "
+            f"{available / 1e9:.1f} GB of memory are available on this machine; simulate it instead, or shrink it"
+        )
+
+
 def train(
     verified: Verified,
     *,
@@ -50,8 +74,9 @@ def train(
     Raises:
         DataError: there is too little text for one sequence.
         OpFailed: an op failed.
-        StoreError, TemplateError: this schedule or model cannot be run here.
+        Refused, TemplateError: this schedule or model cannot be run here.
     """
+    require_memory(verified)
     schedule = verified.schedule
     data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=schedule.workload, seed=seed)
     with Trainer(

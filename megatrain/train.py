@@ -67,16 +67,14 @@ class Trainer(Generic[E]):
         if data.vocab_size > model.vocab_size:
             raise ValueError(f"the data has {data.vocab_size} different tokens, {model.name} {model.vocab_size}")
         self._verified, self._backend, self._data = verified, backend, data
+        layers = templates(
+            model, seq_len=workload.seq_len, device=backend.device, dtype=float_type(workload.bytes.activation)
+        )
         self._store = Store(schedule, backend.allocate, poison=debug.poison)
         self._actions = Actions(
             schedule=schedule,
             store=self._store,
-            templates=templates(
-                model,
-                seq_len=workload.seq_len,
-                device=backend.device,
-                dtype=float_type(workload.bytes.activation),
-            ),
+            templates=layers,
             device=backend.device,
             hyper=hyper if callable(hyper) else lambda step: hyper,
             on_gradient=on_gradient,

@@ -42,6 +42,8 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["simulate", "qwen2.5-72b", "-p", "resident"], 1, "device memory is"),
         (["verify", "nowhere.json"], 2, "cannot read nowhere.json"),
         (["run", "tiny", "--steps", "1", "--expect", "ffff"], 1, "not ffff"),
+        (["run", "llama-2-70b", "--steps", "1"], 1, "GB of memory are available on this machine"),
+        (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
         (["build", "tiny", "-o", "/proc/nowhere/s.json"], 2, "/proc/nowhere"),
     ],
 )
