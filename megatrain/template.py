@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatrain.autograd import Sink
 from schedules.errors import InputError
-from schedules.model import LOSS_CHUNK_TOKENS, ModelSpec
+from schedules.model import ModelSpec
+from schedules.traffic import LOSS_CHUNK_TOKENS
 
 
 class TemplateError(InputError):

@@ -15,15 +15,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from schedules.hf_config import ARCHITECTURES, ModelError, read_config
-from schedules.op import Phase
 from schedules.workload import Workload
 
-__all__ = ["LOSS_CHUNK_TOKENS", "ModelError", "ModelSpec"]
+__all__ = ["ModelError", "ModelSpec"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
-# The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
-LOSS_CHUNK_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +187,12 @@ class ModelSpec:
 
     def layer_kind(self, i: int) -> str:
         """Layers of one kind have the same parameters and the same computation, hence the same cost."""
-        if self._is_block(i):
+        if self.is_block(i):
             return "block" if self.window(i) is None else "block.sliding"
         return self.layer_name(i)
 
-    def _is_block(self, i: int) -> bool:
+    def is_block(self, i: int) -> bool:
+        """Whether layer i is a decoder block. Raises ModelError when there is no layer i."""
         return self.layer_name(i) not in ("embed", "head")
 
     # ---- parameters
@@ -219,7 +217,7 @@ class ModelSpec:
         )
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        q, kv = self._q_width, self._kv_width
+        q, kv = self.q_width, self.kv_width
         shapes: dict[str, tuple[int, ...]] = {}
         for letter, width in (("q", q), ("k", kv), ("v", kv)):
             shapes[f"self_attn.{letter}_proj.weight"] = (width, self.hidden_size)
@@ -275,15 +273,17 @@ class ModelSpec:
         return sum(self.params(i) for i in self.layers)
 
     @property
-    def _q_width(self) -> int:
+    def q_width(self) -> int:
+        """Elements of one token's queries, all heads together."""
         return self.num_attention_heads * self.head_dim
 
     @property
-    def _kv_width(self) -> int:
+    def kv_width(self) -> int:
+        """Elements of one token's keys, and of its values."""
         return self.num_key_value_heads * self.head_dim
 
     @property
-    def _mlp_width(self) -> int:
+    def mlp_width(self) -> int:
         """Intermediate elements of one token: of all its experts together, where there are experts."""
         if self.num_experts:
             return self.num_experts_per_tok * self.moe_intermediate_size
@@ -312,10 +312,10 @@ class ModelSpec:
             return 0
         if i == self.head:
             return 2 * tokens * h * self.vocab_size
-        projections = 2 * h * self._q_width + 2 * h * self._kv_width
-        mlp = 3 * h * self._mlp_width + h * self.num_experts  # the router is a matrix of h x experts
+        projections = 2 * h * self.q_width + 2 * h * self.kv_width
+        mlp = 3 * h * self.mlp_width + h * self.num_experts  # the router is a matrix of h x experts
         pairs = workload.micro_batch_size * self.attended_pairs(i, workload.seq_len)
-        return 2 * tokens * (projections + mlp) + 4 * pairs * self._q_width
+        return 2 * tokens * (projections + mlp) + 4 * pairs * self.q_width
 
     def backward_flops(self, i: int, workload: Workload) -> int:
         """Twice the forward: one product for the input's gradient and one for the weight's. No recompute."""
@@ -348,9 +348,9 @@ class ModelSpec:
         Rotary needs only its shared cos and sin table. Embedding and head keep nothing: the head's backward
         is in the loss op, the embedding's reads the token ids.
         """
-        if not self._is_block(i):
+        if not self.is_block(i):
             return 0
-        h, q, kv, f = self.hidden_size, self._q_width, self._kv_width, self._mlp_width
+        h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width
         heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
         elements = 3 * h + 2 * q + 2 * kv + 3 * f
         words = 2 + heads
@@ -361,91 +361,6 @@ class ModelSpec:
             elements += 2 * k * h
             words += self.num_experts + 3 * k
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
-
-    def elementwise_bytes(self, i: int, phase: Phase, workload: Workload) -> int:
-        """Device-memory traffic of one micro-batch through layer i, for a roofline estimate.
-
-        Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is
-        left out. Forward per token, in activation elements, for a block: `_block_traffic`; plus all weights,
-        read once. Backward: twice the forward's activations (each product has two in its backward, each
-        pointwise kernel reads what it saved and a gradient), the weights read and their gradients written.
-        Embedding: one row read and one written per token; its backward reads d and updates gradient rows.
-        Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
-        token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
-        and norm input, output and both gradients.
-        Raises ModelError for a phase that layer i does not compute.
-        """
-        tokens, b = workload.tokens_per_microbatch, workload.bytes
-        if self._is_block(i) and phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
-            activations = tokens * self._block_traffic() * b.activation
-            weights = self.params(i) * b.weight
-            if phase == Phase.BACKWARD:
-                return 2 * activations + weights + self.params(i) * b.grad
-            return activations + weights
-        if i == self.embed and phase == Phase.EMBED:
-            return tokens * self.hidden_size * (b.weight + b.activation)
-        if i == self.embed and phase == Phase.BACKWARD:
-            return tokens * self.hidden_size * (b.activation + 2 * b.grad)
-        if i == self.head and phase == Phase.LOSS:
-            chunks = -(-tokens // LOSS_CHUNK_TOKENS)
-            matrix = self.vocab_size * self.hidden_size
-            logits = tokens * self.vocab_size * FP32
-            return chunks * matrix * 2 * (b.weight + b.grad) + 5 * logits + 8 * self.hidden_bytes(workload)
-        raise ModelError(f"{self.name}: layer {self.layer_name(i)} has no compute op of phase {phase}")
-
-    def _block_traffic(self) -> int:
-        """Activation elements that a block's forward reads and writes per token.
-
-        4h          two norms, read and written
-        3h + q+2kv  q, k, v projections
-        2(q + kv)   rotary; again for qk_norm
-        2q + 2kv    attention reads q, k, v and writes its output
-        q + h       o projection
-        6h          two residual sums
-        2h + 2f     gate and up; with experts their input is one copy per choice
-        3f          activation and product
-        f + h       down; with experts one output per choice, then gathered into one
-        """
-        h, q, kv, f = self.hidden_size, self._q_width, self._kv_width, self._mlp_width
-        k = self.num_experts_per_tok
-        elements = 17 * h + 6 * q + 6 * kv + 6 * f
-        if self.qk_norm:
-            elements += 2 * (q + kv)
-        if self.num_experts:
-            # router input and logits; copies written; inputs and outputs per choice; the weighted sum
-            elements += h + self.num_experts + (h + k * h) + 3 * (k - 1) * h + (k * h + h)
-        return elements
-
-    def workspace_bytes(self, i: int, workload: Workload, phase: Phase) -> int:
-        """Estimate of the device bytes a compute op allocates and frees, beside the buffers it names.
-
-        Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
-        hidden states, since the norm's backward works in fp32.
-        Backward of a block: the gradient of its largest parameter, held until it is in its buffer, and the
-        larger of the MLP's gradients (product, gate, up, and two hidden) and attention's (output, q, k, v,
-        two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
-        Forward, which may run without saving: the larger of what lives at once in attention (normalised
-        input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
-        saves all but q and k before rotary and the two branches' outputs. Experts add their copies of the
-        hidden state. Embedding: none forward; an fp32 index sort of the tokens is ignored.
-        """
-        if i == self.head:
-            chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
-            return chunk * FP32 * (2 * self.vocab_size + 5 * self.hidden_size)
-        if not self._is_block(i):
-            return 0
-        h, q, kv, f = self.hidden_size, self._q_width, self._kv_width, self._mlp_width
-        copies = 2 * self.num_experts_per_tok * h
-        tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
-        if phase == Phase.BACKWARD:
-            largest = max(math.prod(shape) for shape in self.parameter_shapes(i).values())
-            per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
-            return largest * workload.bytes.grad + tokens * per_token
-        if phase == Phase.RECOMPUTE:
-            per_token = (q + kv + 2 * h) * a
-        else:
-            per_token = max(h + 3 * q + 3 * kv, 2 * h + 3 * f + copies) * a
-        return tokens * per_token
 
 
 def _positive(value: object) -> bool:

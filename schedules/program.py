@@ -19,6 +19,7 @@ from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Tensor, parse
+from schedules.traffic import elementwise_bytes, workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
@@ -301,7 +302,7 @@ class Program:
             microbatch=m,
             reads=reads,
             writes=writes,
-            nbytes=model.elementwise_bytes(i, phase, workload),
+            nbytes=elementwise_bytes(model, i, phase, workload),
             flops=flops,
             params=model.params(i),
             blocking=blocking,
@@ -403,7 +404,7 @@ class Program:
         """Bytes of the device that the program takes as written so far, its largest workspace included."""
         held = sum(size for buffer, size in self._sizes.items() if self._tiers[buffer] == Tier.DEVICE)
         workspace = max(
-            self.model.workspace_bytes(op.layer, self.workload, op.phase)
+            workspace_bytes(self.model, op.layer, op.phase, self.workload)
             for op in self._ops
             if op.kind == Kind.COMPUTE and op.layer is not None
         )

@@ -12,6 +12,7 @@ from schedules.errors import Refused
 from schedules.op import Kind, Op, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Ints, Trace
+from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
 from sim.cost import Terms, peak_flops, signature
@@ -249,7 +250,7 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
     key = signature(op, schedule.model, schedule.workload)
     if table is not None and key in table.values:
         return table.values[key]
-    return schedule.model.workspace_bytes(op.layer, schedule.workload, op.phase)
+    return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload)
 
 
 def _holders(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:

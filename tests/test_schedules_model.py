@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.model import LOSS_CHUNK_TOKENS, ModelError, ModelSpec
+from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase
+from schedules.traffic import LOSS_CHUNK_TOKENS, elementwise_bytes, workspace_bytes
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
 
 # Published totals: the parameter counts shown on the models' Hugging Face pages (safetensors metadata).
@@ -166,15 +167,15 @@ def test_bytes_grow_with_the_batch_and_hold_what_they_must(model: ModelSpec) -> 
     assert model.saved_bytes(0, large) == 2 * model.saved_bytes(0, small)
     assert model.saved_bytes(0, small) > 2 * model.hidden_bytes(small)
     for phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
-        assert model.elementwise_bytes(0, phase, small) > model.params(0) * 2
-        assert model.elementwise_bytes(0, phase, large) > model.elementwise_bytes(0, phase, small)
-        assert model.workspace_bytes(0, large, phase) > model.workspace_bytes(0, small, phase) > 0
+        assert elementwise_bytes(model, 0, phase, small) > model.params(0) * 2
+        assert elementwise_bytes(model, 0, phase, large) > elementwise_bytes(model, 0, phase, small)
+        assert workspace_bytes(model, 0, phase, large) > workspace_bytes(model, 0, phase, small) > 0
 
 
 def test_loss_workspace_is_bounded_by_its_chunk() -> None:
     model = spec()
     sizes = [
-        model.workspace_bytes(model.head, Workload(micro_batch_size=1, seq_len=n), Phase.LOSS)
+        workspace_bytes(model, model.head, Phase.LOSS, Workload(micro_batch_size=1, seq_len=n))
         for n in (LOSS_CHUNK_TOKENS // 2, LOSS_CHUNK_TOKENS, 8 * LOSS_CHUNK_TOKENS)
     ]
     assert sizes[0] * 2 == sizes[1] == sizes[2]
@@ -183,7 +184,7 @@ def test_loss_workspace_is_bounded_by_its_chunk() -> None:
 
 def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
     with pytest.raises(ModelError, match="layer head has no compute op of phase forward"):
-        spec().elementwise_bytes(2, Phase.FORWARD, WORKLOAD)
+        elementwise_bytes(spec(), 2, Phase.FORWARD, WORKLOAD)
 
 
 NAN = float("nan")

@@ -20,6 +20,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.schedule import Knob, Schedule
+from schedules.traffic import workspace_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
 
@@ -243,7 +244,7 @@ def test_streamed_resident_layers_do_not_cross_the_link() -> None:
 
 def device_peak(schedule: Schedule) -> int:
     workspace = max(
-        schedule.model.workspace_bytes(op.layer, schedule.workload, op.phase)
+        workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload)
         for op in schedule.ops
         if op.kind == Kind.COMPUTE and op.layer is not None
     )

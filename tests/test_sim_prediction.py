@@ -10,6 +10,7 @@ from strategies import MODEL, bare, round_profile, schedule_of
 from schedules import policies, presets
 from schedules.op import Buffer, Kind, Stream, Tier, Wait
 from schedules.schedule import Schedule
+from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import DRAM, Demand, peak_flops
 from sim.engine import play
@@ -87,7 +88,7 @@ def test_the_peak_is_all_buffers_and_the_largest_workspace(schedule: Schedule) -
     peaks = peak_bytes(schedule, PROFILE)
     by_tier = {tier: sum(b.nbytes for b in schedule.buffers if b.tier == tier) for tier in Tier}
     phases = [(op.layer, op.phase) for op in schedule.ops if op.kind == Kind.COMPUTE]
-    workspace = max(schedule.model.workspace_bytes(layer, schedule.workload, phase) for layer, phase in phases)
+    workspace = max(workspace_bytes(schedule.model, layer, phase, schedule.workload) for layer, phase in phases)
     assert workspace > 0
     assert peaks == {**by_tier, Tier.DEVICE: by_tier[Tier.DEVICE] + workspace}
 

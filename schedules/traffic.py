@@ -1,0 +1,100 @@
+"""What a compute op moves through device memory and allocates for itself: estimates where nothing is measured."""
+
+from __future__ import annotations
+
+import math
+
+from schedules.model import FP32, ModelError, ModelSpec
+from schedules.op import Phase
+from schedules.workload import Workload
+
+# The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
+LOSS_CHUNK_TOKENS = 1024
+
+
+def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+    """Device-memory traffic of one micro-batch through layer i, for a roofline estimate.
+
+    Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is
+    left out. Forward per token, in activation elements, for a block: `_block_traffic`; plus all weights,
+    read once. Backward: twice the forward's activations (each product has two in its backward, each
+    pointwise kernel reads what it saved and a gradient), the weights read and their gradients written.
+    Embedding: one row read and one written per token; its backward reads d and updates gradient rows.
+    Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
+    token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
+    and norm input, output and both gradients.
+    Raises ModelError for a phase that layer i does not compute.
+    """
+    tokens, b = workload.tokens_per_microbatch, workload.bytes
+    if model.is_block(i) and phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
+        activations = tokens * _block_traffic(model) * b.activation
+        weights = model.params(i) * b.weight
+        if phase == Phase.BACKWARD:
+            return 2 * activations + weights + model.params(i) * b.grad
+        return activations + weights
+    if i == model.embed and phase == Phase.EMBED:
+        return tokens * model.hidden_size * (b.weight + b.activation)
+    if i == model.embed and phase == Phase.BACKWARD:
+        return tokens * model.hidden_size * (b.activation + 2 * b.grad)
+    if i == model.head and phase == Phase.LOSS:
+        chunks = -(-tokens // LOSS_CHUNK_TOKENS)
+        matrix = model.vocab_size * model.hidden_size
+        logits = tokens * model.vocab_size * FP32
+        return chunks * matrix * 2 * (b.weight + b.grad) + 5 * logits + 8 * model.hidden_bytes(workload)
+    raise ModelError(f"{model.name}: layer {model.layer_name(i)} has no compute op of phase {phase}")
+
+
+def _block_traffic(model: ModelSpec) -> int:
+    """Activation elements that a block's forward reads and writes per token.
+
+    4h          two norms, read and written
+    3h + q+2kv  q, k, v projections
+    2(q + kv)   rotary; again for qk_norm
+    2q + 2kv    attention reads q, k, v and writes its output
+    q + h       o projection
+    6h          two residual sums
+    2h + 2f     gate and up; with experts their input is one copy per choice
+    3f          activation and product
+    f + h       down; with experts one output per choice, then gathered into one
+    """
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    k = model.num_experts_per_tok
+    elements = 17 * h + 6 * q + 6 * kv + 6 * f
+    if model.qk_norm:
+        elements += 2 * (q + kv)
+    if model.num_experts:
+        # router input and logits; copies written; inputs and outputs per choice; the weighted sum
+        elements += h + model.num_experts + (h + k * h) + 3 * (k - 1) * h + (k * h + h)
+    return elements
+
+
+def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+    """Estimate of the device bytes a compute op allocates and frees, beside the buffers it names.
+
+    Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
+    hidden states, since the norm's backward works in fp32.
+    Backward of a block: the gradient of its largest parameter, held until it is in its buffer, and the
+    larger of the MLP's gradients (product, gate, up, and two hidden) and attention's (output, q, k, v,
+    two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
+    Forward, which may run without saving: the larger of what lives at once in attention (normalised
+    input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
+    saves all but q and k before rotary and the two branches' outputs. Experts add their copies of the
+    hidden state. Embedding: none forward; an fp32 index sort of the tokens is ignored.
+    """
+    if i == model.head:
+        chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
+        return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size)
+    if not model.is_block(i):
+        return 0
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    copies = 2 * model.num_experts_per_tok * h
+    tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
+    if phase == Phase.BACKWARD:
+        largest = max(math.prod(shape) for shape in model.parameter_shapes(i).values())
+        per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
+        return largest * workload.bytes.grad + tokens * per_token
+    if phase == Phase.RECOMPUTE:
+        per_token = (q + kv + 2 * h) * a
+    else:
+        per_token = max(h + 3 * q + 3 * kv, 2 * h + 3 * f + copies) * a
+    return tokens * per_token
