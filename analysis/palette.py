@@ -42,10 +42,12 @@ _POLICIES = {
     "resident": Style(colour=BLACK, marker="s"),
     "zero_offload": Style(colour=GREY, hatch="//", marker="s"),
     "zero_infinity": Style(colour=GREY, hatch="xx", marker="^"),
+    "zero_offload_pp": Style(colour=GREY, hatch="..", marker="D"),
     "superoffload": Style(colour=VERMILLION),
     "gemini": Style(colour=PURPLE),
     "roundpipe": Style(colour=ORANGE),
     "greedysnake": Style(colour=SKY),
+    "fsdp_offload": Style(colour=YELLOW),
 }
 
 

@@ -33,6 +33,9 @@ class Ring:
         for slot in self._names:
             self._program.discard(slot)
 
+    def __contains__(self, tensor: str) -> bool:
+        return any(self._program.holds(slot) == tensor for slot in self._names)
+
     def holding(self, tensor: str) -> str | None:
         """The slot in which `tensor` still stands, now the one used last; None if it is in none."""
         for slot in self._names:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets
 from schedules.model import ModelSpec
-from schedules.op import Stream
+from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
@@ -39,6 +39,17 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, order=microbatches": {"order": "microbatches"},
     "streamed, keep=1, offload=1": {"keep": 1, "offload": 1},
     "zero3_offload, overlap_comm=False": {"overlap_comm": False},
+    "zero3_offload, prefetch=2, unpinned": {"prefetch": 2, "pin_memory": False, "max_live": 1},
+    "zero_infinity, everything": {
+        "params_on_nvme": True,
+        "pipeline_read": True,
+        "pipeline_write": True,
+        "sub_group_size": 1,
+        "max_live": 1,
+    },
+    "zero_offload, overlap_comm=True": {"overlap_comm": True, "reduce_bucket_size": 1},
+    "zero_offload_pp, ratio=0.5": {"ratio": 0.5, "sub_group_size": 1},
+    "superoffload, ratio=0.5": {"ratio": 0.5, "sub_group_size": 1, "overlap_comm": True},
     "fsdp_offload, checkpointing=False": {"checkpointing": False},
     "gemini, placement=auto": {"placement": "auto"},
     "paged_optimizer, pressure=1": {"pressure": 1.0},
@@ -56,7 +67,7 @@ class Case(NamedTuple):
 
     @property
     def model(self) -> ModelSpec:
-        return dataclasses.replace(presets.load("tiny"), tie_word_embeddings=self.tied)
+        return replace(presets.load("tiny"), tie_word_embeddings=self.tied)
 
     @property
     def workload(self) -> Workload:
@@ -81,7 +92,10 @@ def _one_thread() -> None:
 def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
     if name in WRITERS:
         return WRITERS[name](model, workload)
-    return policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
+    schedule = policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
+    # the store holds no buffers on NVMe yet: here they lie in host memory, and nothing else is different
+    buffers = tuple(replace(b, tier=Tier.HOST) if b.tier == Tier.NVME else b for b in schedule.buffers)
+    return replace(schedule, buffers=buffers)
 
 
 def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER) -> Reference:

@@ -38,8 +38,18 @@ SMALL: dict[str, dict[str, Knob]] = {
     "paged_optimizer": {"pressure": 0.5, "keep": 2},
     "resident": {"keep": 2},
     "streamed": {"keep": 2, "slabs": 2, "defer": 1},
+    "superoffload": {"ratio": 0.5, "sub_group_size": 18_000},
     "torchao_offload": {"keep": 2},
     "zero3_offload": {"max_live": 20_000},
+    "zero_infinity": {
+        "params_on_nvme": True,
+        "pipeline_read": True,
+        "pipeline_write": True,
+        "sub_group_size": 18_000,
+        "max_live": 20_000,
+    },
+    "zero_offload": {"reduce_bucket_size": 20_000},
+    "zero_offload_pp": {"ratio": 0.5, "sub_group_size": 18_000, "reduce_bucket_size": 20_000},
 }
 
 

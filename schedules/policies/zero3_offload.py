@@ -19,19 +19,22 @@ Exact in its training. Approximated: a layer is fetched and its gradient handed 
 goes by module and by bucket; tensors below its persistence threshold are not resident; embedding and head
 have device buffers of their own, and the embedding is not fetched again for its backward; Adam writes the
 compute-type weights itself and the cast reads and writes them in place, 36 bytes per parameter together
-where DeepSpeed has 34; the norm is computed only with gradient clipping.
-Source: DeepSpeed edaa722 (0.19.6 development), stage3.py, partitioned_param_coordinator.py.
+where DeepSpeed has 34; the norm is computed only with gradient clipping. Without pinned memory the host waits for
+every copy, but copies are as fast as pinned ones, which they are not: expect pin_memory=false to be predicted too fast.
+Source: DeepSpeed edaa722 (0.19.6 development), stage3.py, partitioned_param_coordinator.py; for older versions
+its pull request 8207.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
+from typing import Literal
 
 from schedules.model import ModelSpec
-from schedules.op import Kind, Stream
+from schedules.op import Stream
 from schedules.program import Program
+from schedules.sweep import Kept, sweep
 from schedules.workload import MemoryBudget, Workload
+from schedules.zero import Fetch, Reduction, passes, sub_groups, with_master
 
 
 def policy(
@@ -42,6 +45,10 @@ def policy(
     overlap_comm: bool = True,
     checkpointing: bool = True,
     max_live: int = 1_000_000_000,
+    prefetch: int = 1,
+    sub_group_size: int = 1,
+    pin_memory: bool = True,
+    version: Literal["0.19.5", "0.19.4"] = "0.19.5",
 ) -> Program:
     """Build the step.
 
@@ -49,98 +56,34 @@ def policy(
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
         checkpointing: blocks keep only their input and run forward again.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
+        prefetch: layers fetched ahead: stage3_prefetch_bucket_size, 5e7 parameters unless set, in whole layers.
+        sub_group_size: parameters that each pass of the optimizer takes at once, rounded up to whole layers.
+        pin_memory: host memory is pinned (the default since 0.19.5); otherwise the host waits for every copy.
+        version: up to 0.19.4 the host waits for each gradient's fp32 copy.
     """
-    if workload.precision in ("bf16", "bf16_split"):
-        workload = replace(workload, precision="bf16_fp32")
-    step = _Step(model, workload, overlap_comm, max_live)
-    p, embed, head = step.program, model.embed, model.head
+    p = Program(model, with_master(workload))
+    fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
+    reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
+    fetch = Fetch(p, stream=fetching, max_live=max_live, ahead=prefetch, blocking=not pin_memory)
+    buckets = p.slots("bucket", 2)
+    reduction = Reduction(p, stream=reducing, blocking=not pin_memory, blocking_wide=version == "0.19.4")
+    tied = p.buffer("embed.grad") if model.tie_word_embeddings else None
+
+    def run(m: int) -> None:
+        fetch.begin()
+        reduction.begin()
+        sweep(
+            p,
+            [m],
+            weights=fetch.weights,
+            grad=lambda i: tied if tied and i == model.embed else buckets.next(),
+            done=lambda i, bucket: reduction.reduce([(i, bucket)], m),
+            kept=Kept(on_device=() if checkpointing else model.blocks),
+        )
+        reduction.wait("H.epilogue")
+
     for m in workload.microbatches:
-        step.begin()
-        p.forward(embed, m, weights=step.weights(embed))
-        for i in model.blocks:
-            p.forward(i, m, weights=step.weights(i), keep="input" if checkpointing else "all")
-        table = step.weights(embed) if step.tied else None
-        bucket = step.buckets.next()
-        p.loss(m, weights=step.weights(head), grad=bucket, embed_weights=table, embed_grad=step.tied)
-        step.reduce(head, m, bucket)
-        for i in reversed(model.blocks):
-            slot, bucket = step.weights(i), step.buckets.next()
-            if checkpointing:
-                p.recompute(i, m, weights=slot)
-            p.backward(i, m, weights=slot, grad=bucket)
-            step.reduce(i, m, bucket)
-        bucket = step.tied or step.buckets.next()
-        p.backward(embed, m, grad=bucket)
-        step.reduce(embed, m, bucket)
-        p.synchronize(step.outstanding[-1], kind=Kind.OFFLOAD, name="H.epilogue")
-    for i in model.layers:
-        grad, weights = p.grad(i, wide=True), (p.home(p.weight(i)), p.weight(i))
-        p.scale(i, grad=(p.home(grad), grad), stream=Stream.HOST)
-        p.update(i, grad=(p.home(grad), grad), scaled=True, stream=Stream.HOST)
-        p.cast(weights, weights, stream=Stream.HOST)
+        run(m)
+    for group in sub_groups(model, sub_group_size):
+        passes(p, group)
     return p
-
-
-class _Step:
-    """The step under construction: the weights on the device, and the gradients under way."""
-
-    def __init__(self, model: ModelSpec, workload: Workload, overlap_comm: bool, max_live: int) -> None:
-        self.program = p = Program(model, workload)
-        self.fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
-        self.reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
-        # room for the layer that computes and the one on its way, whatever max_live says
-        slots = max(2, min(max_live // model.params(0), model.num_hidden_layers))
-        self.slots = p.slots("weight", slots)
-        self.ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head)}
-        self.buckets = p.slots("bucket", 2)
-        self.sum, self.wide = p.buffer("sum"), p.buffer("wide")
-        self.tied = p.buffer("embed.grad") if model.tie_word_embeddings else None
-        self.visits: deque[int] = deque()
-        self.fetched: str | None = None
-        self.outstanding: list[tuple[str, str]] = []
-
-    def begin(self) -> None:
-        """A micro-batch starts with nothing fetched and no gradient under way."""
-        model = self.program.model
-        again = [model.embed] if self.tied else []
-        self.visits = deque([model.embed, *model.blocks, *again, model.head, *reversed(model.blocks)])
-        self.slots.clear()
-        self.fetched = None
-        self.outstanding = []
-
-    def weights(self, i: int) -> str:
-        """The device buffer with layer i's weights: the host waits for them, then fetches the next layer's."""
-        assert self.visits.popleft() == i, "layers are visited in the order of the trace"
-        buffer = self.fetched or self._fetch(i)
-        p = self.program
-        p.synchronize((buffer, p.weight(i)), kind=Kind.PREFETCH, name=f"H.{p.model.layer_name(i)}")
-        self.fetched = self._fetch(self.visits[0]) if self.visits else None
-        return buffer
-
-    def _fetch(self, i: int) -> str:
-        p = self.program
-        if i in self.ends:
-            return p.prefetch(p.weight(i), into=self.ends[i], stream=self.fetching)
-        return p.load(p.weight(i), self.slots, stream=self.fetching)
-
-    def reduce(self, i: int, m: int, bucket: str) -> None:
-        """Layer i's gradient to the host, back to the device, and, when it is the last one, down in fp32."""
-        p, stream, grad = self.program, self.reducing, self.program.grad(i)
-        if len(self.outstanding) >= 2:
-            p.synchronize(self.outstanding[-2], kind=Kind.OFFLOAD, name="H.bucket")
-        if m == 0:
-            p.offload(grad, out_of=bucket, stream=stream)
-            p.prefetch(grad, into=self.sum, stream=stream)
-        else:
-            p.prefetch(grad, into=self.sum, stream=stream)
-            p.accumulate(i, out_of=bucket, into=self.sum, stream=stream)
-            p.offload(grad, out_of=self.sum, stream=stream)
-        p.discard(bucket)
-        landed = (p.home(grad), grad)
-        if m == p.workload.microbatches[-1]:
-            if p.workload.grad_clip is not None:
-                p.norm([(self.sum, grad)], stream=stream, name=f"N.{p.model.layer_name(i)}")
-            wide = p.grad(i, wide=True)
-            p.cast((self.sum, grad), (self.wide, wide), stream=stream)
-            landed = (p.offload(wide, out_of=self.wide, stream=stream), wide)
-        self.outstanding.append(landed)

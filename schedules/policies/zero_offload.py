@@ -1,0 +1,98 @@
+"""DeepSpeed ZeRO-2 with the optimizer offloaded to the CPU (ZeRO-Offload): weights stay on the GPU.
+
+What it does. Gradients gather in a bucket during the backward. When it is full they leave one after another: the
+host waits for the check that each is finite, it is cast to fp32 on the device and copied down, 4 bytes per
+parameter. With overlap_comm=false (the default for stage 2) that queues on the compute stream, so that nothing
+overlaps. After the backward the host alone makes three passes over the whole model: scale, Adam, cast to a
+2-byte copy; then all weights go up, queued before the next forward. Under accumulation every micro-batch takes
+its gradients down as they are; from the second on the sum comes up first and is added to on the device.
+
+Where states live, in bytes per parameter. Host (18): fp32 master 4, fp32 gradients 4, moments 8, the 2-byte copy
+of the weights 2; under accumulation 2 more for the sum. There always is an fp32 master: precisions bf16 and
+bf16_split are built as bf16_fp32. Device: weights 2, one bucket (two with overlap_comm), the gradient that
+backward is writing, one sum and one fp32 gradient in transit.
+
+Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
+gradient buffers beside the bucket; Adam writes the compute-type weights itself and the cast reads and writes
+them in place, 36 bytes per parameter together where DeepSpeed has 34; the norm, which DeepSpeed always takes,
+and the check that gradients are finite are no work here, but for the norm with gradient clipping. The paper's
+delayed update (one step stale) is not in the released code, and not here.
+Source: ZeRO-Offload, arXiv 2101.06840; DeepSpeed edaa722 (0.19.6 development), runtime/zero/stage_1_and_2.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedules.model import ModelSpec
+from schedules.op import Kind, Stream
+from schedules.program import Program
+from schedules.sweep import Kept, sweep
+from schedules.workload import MemoryBudget, Workload
+from schedules.zero import Bucket, passes, with_master
+
+
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    overlap_comm: bool = False,
+    reduce_bucket_size: int = 500_000_000,
+    checkpointing: bool = True,
+) -> Program:
+    """Build the step.
+
+    Args:
+        overlap_comm: gradients have a stream of their own.
+        reduce_bucket_size: parameters whose gradients gather on the device before they leave.
+        checkpointing: blocks keep only their input and run forward again.
+    """
+    p = Program(model, with_master(workload))
+    stream = Stream.D2H if overlap_comm else Stream.COMPUTE
+    weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
+    wide, total = p.buffer("wide"), p.buffer("sum")
+    last = workload.microbatches[-1]
+
+    def leave(grads: Sequence[tuple[int, str]], m: int) -> None:
+        for i, buffer in grads:
+            grad = p.grad(i)
+            if m > 0:
+                p.prefetch(grad, into=total, stream=stream)
+                p.accumulate(i, out_of=total, into=buffer, stream=stream)
+            if workload.accumulation > 1:
+                p.offload(grad, out_of=buffer, stream=stream)
+            if m == last:
+                widen(i, buffer)
+
+    def widen(i: int, buffer: str) -> None:
+        """The whole gradient of layer i goes down in fp32."""
+        grad, wide_grad = p.grad(i), p.grad(i, wide=True)
+        if workload.grad_clip is not None:
+            p.norm([(buffer, grad)], stream=stream, name=f"N.{model.layer_name(i)}")
+        p.synchronize((buffer, grad), kind=Kind.OFFLOAD, name=f"H.{model.layer_name(i)}")
+        p.cast((buffer, grad), (wide, wide_grad), stream=stream)
+        p.offload(wide_grad, out_of=wide, stream=stream)
+
+    bucket = Bucket(p, size=reduce_bucket_size, count=2 if overlap_comm else 1, leave=leave)
+
+    def run(m: int) -> None:
+        sweep(
+            p,
+            [m],
+            weights=weights.get,
+            grad=bucket.grad,
+            done=lambda i, buffer: bucket.add(i, buffer, m),
+            kept=Kept(on_device=() if checkpointing else model.blocks),
+        )
+        bucket.flush(m)
+        if overlap_comm or m == last:
+            landed = p.grad(model.embed, wide=m == last)
+            p.synchronize((p.home(landed), landed), kind=Kind.OFFLOAD, name="H.backward")
+
+    for m in workload.microbatches:
+        run(m)
+    passes(p, model.layers)
+    for i in model.layers:
+        p.prefetch(p.weight(i), into=weights[i], stream=Stream.COMPUTE)
+    return p

@@ -1,0 +1,245 @@
+"""What DeepSpeed's policies have in common: sub-groups, buckets, the fetch of weights and the way of gradients.
+
+A layer goes as a whole where DeepSpeed goes by tensor. On one GPU nothing is partitioned and nothing gathered.
+Source: DeepSpeed edaa722 (0.19.6 development), runtime/zero: stage3.py, partitioned_param_coordinator.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from schedules.model import ModelSpec
+from schedules.op import Kind, Stream
+from schedules.program import Program
+from schedules.sweep import Kept, sweep
+from schedules.workload import Workload
+
+Held = tuple[str, str]  # a buffer and the tensor in it
+
+
+def with_master(workload: Workload) -> Workload:
+    """The workload with the fp32 master that ZeRO always keeps: bf16 and bf16_split become bf16_fp32."""
+    return replace(workload, precision="bf16_fp32") if workload.precision in ("bf16", "bf16_split") else workload
+
+
+def sub_groups(model: ModelSpec, size: int) -> list[list[int]]:
+    """The layers in order, a group closed as soon as it has `size` parameters."""
+    groups: list[list[int]] = [[]]
+    for i in model.layers:
+        if sum(map(model.params, groups[-1])) >= size and groups[-1]:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+def passes(
+    p: Program, group: Sequence[int], *, stream: Stream = Stream.HOST, at: Mapping[str, str] | None = None
+) -> None:
+    """The optimizer's step on a sub-group, three passes over its memory: scale, Adam, cast to the compute type.
+
+    `at` is tensor -> buffer for what is not at home.
+    """
+    where = at or {}
+
+    def held(tensor: str) -> Held:
+        return where.get(tensor) or p.home(tensor), tensor
+
+    for i in group:
+        p.scale(i, grad=held(p.grad(i, wide=True)), stream=stream)
+    for i in group:
+        grad, (weights, _), (state, _) = held(p.grad(i, wide=True)), held(p.weight(i)), held(p.state(i))
+        p.update(i, grad=grad, weights=weights, state=state, scaled=True, stream=stream)
+    for i in group:
+        cast(p, held(p.weight(i)), stream)
+
+
+def cast(p: Program, weights: Held, stream: Stream = Stream.HOST) -> None:
+    """The pass that casts the master to the weights. Adam has written them already: it reads and writes them."""
+    p.cast(weights, weights, stream=stream)
+
+
+def upload(p: Program, group: Sequence[int], device: Mapping[int, str]) -> None:
+    """New weights of a sub-group go up to their buffers on the device, the host waiting for each copy."""
+    for i in group:
+        p.prefetch(p.weight(i), into=device[i], stream=Stream.COMPUTE, blocking=True)
+
+
+class Bucket:
+    """Device memory in which gradients gather until the next one would make them more than `size` elements.
+
+    Blocks' gradients take turns in `count` buckets, next to the one that backward is writing; embedding and
+    head have buffers of their own. `leave` takes (layer, buffer) pairs and their micro-batch off the device.
+    """
+
+    def __init__(
+        self, p: Program, *, size: int, count: int, leave: Callable[[Sequence[tuple[int, str]], int], None]
+    ) -> None:
+        self._program, self._size, self._leave = p, size, leave
+        room = min(max(size // p.model.params(0), 1), p.model.num_hidden_layers)
+        self._ring = p.slots("bucket", count * room + 1)
+        self._ends = {i: p.buffer(f"{p.model.layer_name(i)}.grad") for i in (p.model.embed, p.model.head)}
+        self._gathered: list[tuple[int, str]] = []
+
+    def grad(self, i: int) -> str:
+        """The buffer for layer i's gradient, empty."""
+        return self._ends[i] if i in self._ends else self._ring.next()
+
+    def add(self, i: int, buffer: str, m: int) -> None:
+        """Micro-batch m's gradient of layer i is in `buffer`. What was there leaves if not all fits together."""
+        if self._gathered and sum(map(self._program.model.params, [i, *(j for j, _ in self._gathered)])) > self._size:
+            self.flush(m)
+        self._gathered.append((i, buffer))
+
+    def flush(self, m: int) -> None:
+        """All that is there leaves."""
+        leaving, self._gathered = self._gathered, []
+        self._leave(leaving, m)
+        for _, buffer in leaving:
+            self._program.discard(buffer)
+
+
+class Fetch:
+    """ZeRO-3's weights: the host waits for each layer's, and for all on their way, then sends for the next.
+
+    Blocks' slots hold `max_live` parameters, but never fewer layers than are in use at once; embedding and head
+    have buffers of their own. With `stage`, which brings a layer's weights into a host buffer, those of the two
+    layers after the ones on their way are staged too.
+    """
+
+    def __init__(
+        self,
+        p: Program,
+        *,
+        stream: Stream,
+        max_live: int,
+        ahead: int = 1,
+        blocking: bool = False,
+        stage: Callable[[int], str] | None = None,
+    ) -> None:
+        model = p.model
+        self._program, self._stream, self._ahead = p, stream, ahead
+        self._blocking, self._stage = blocking, stage
+        self._slots = p.slots("weight", max(1 + ahead, min(max_live // model.params(0), model.num_hidden_layers)))
+        self._ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head)}
+        self._visits: deque[int] = deque()
+        self._coming: deque[Held] = deque()
+
+    def begin(self) -> None:
+        """A micro-batch starts with nothing fetched."""
+        model = self._program.model
+        again = [model.embed] if model.tie_word_embeddings else []
+        self._visits = deque([model.embed, *model.blocks, *again, model.head, *reversed(model.blocks)])
+        self._slots.clear()
+
+    def weights(self, i: int) -> str:
+        """The device buffer with layer i's weights."""
+        p = self._program
+        assert self._visits.popleft() == i, "layers are visited in the order of the trace"
+        if not self._coming:
+            self._coming.append(self._fetch(i))
+        p.synchronize(*self._coming, kind=Kind.PREFETCH, name=f"H.{p.model.layer_name(i)}")
+        buffer, _ = self._coming.popleft()
+        for coming in islice(self._visits, len(self._coming), self._ahead):
+            self._coming.append(self._fetch(coming))
+        if self._stage is not None:
+            for coming in self._absent(islice(self._visits, self._ahead, self._ahead + 2)):
+                self._stage(coming)
+        return buffer
+
+    def _fetch(self, i: int) -> Held:
+        p, weight = self._program, self._program.weight(i)
+        slot = self._slots.holding(weight)
+        if slot is None:
+            source = self._stage(i) if self._stage else None
+            slot = self._ends[i] if i in self._ends else self._slots.next()
+            p.prefetch(weight, into=slot, out_of=source, stream=self._stream, blocking=self._blocking)
+        return slot, weight
+
+    def _absent(self, layers: Iterator[int]) -> list[int]:
+        return [i for i in layers if self._program.weight(i) not in self._slots]
+
+
+class Reduction:
+    """The way of ZeRO-3's gradients: down, the same values up again, and, when whole, down once more in fp32.
+
+    Under accumulation the sum comes up instead, and goes down with the new gradient added. At most two handings
+    over are under way: the host waits for the older before a third. The fp32 gradients of layers `on_device`
+    stay on the device. `land` takes (layer, device buffer) to the host, where the home of fp32 gradients is not.
+    """
+
+    def __init__(
+        self,
+        p: Program,
+        *,
+        stream: Stream,
+        on_device: Collection[int] = (),
+        blocking: bool = False,
+        blocking_wide: bool = False,
+        land: Callable[[int, str], Held] | None = None,
+    ) -> None:
+        self._program, self._stream, self._on_device = p, stream, on_device
+        self._blocking, self._blocking_wide = blocking, blocking or blocking_wide
+        self._land = land or self._down
+        self._sum, self._wide = p.buffer("sum"), p.buffer("wide")
+        self._outstanding: list[Held] = []
+
+    def begin(self) -> None:
+        """A micro-batch starts with no gradient under way."""
+        self._outstanding = []
+
+    def reduce(self, grads: Sequence[tuple[int, str]], m: int) -> None:
+        """Hand over the gradients of micro-batch m in these (layer, buffer) pairs."""
+        if len(self._outstanding) >= 2:
+            self._program.synchronize(self._outstanding[-2], kind=Kind.OFFLOAD, name="H.bucket")
+        self._outstanding.append([self._reduce(i, m, bucket) for i, bucket in grads][-1])
+
+    def wait(self, name: str) -> None:
+        """The host waits for all that is under way."""
+        self._program.synchronize(self._outstanding[-1], kind=Kind.OFFLOAD, name=name)
+
+    def _reduce(self, i: int, m: int, bucket: str) -> Held:
+        p, grad = self._program, self._program.grad(i)
+        if m == 0:
+            p.offload(grad, out_of=bucket, stream=self._stream, blocking=self._blocking)
+        p.prefetch(grad, into=self._sum, stream=self._stream, blocking=self._blocking)
+        if m > 0:
+            p.accumulate(i, out_of=bucket, into=self._sum, stream=self._stream)
+            p.offload(grad, out_of=self._sum, stream=self._stream, blocking=self._blocking)
+        p.discard(bucket)
+        if m != p.workload.microbatches[-1]:
+            return p.home(grad), grad
+        if p.workload.grad_clip is not None:
+            p.norm([(self._sum, grad)], stream=self._stream, name=f"N.{p.model.layer_name(i)}")
+        wide = p.grad(i, wide=True)
+        buffer = p.home(wide) if i in self._on_device else self._wide
+        p.cast((self._sum, grad), (buffer, wide), stream=self._stream)
+        return (buffer, wide) if i in self._on_device else self._land(i, buffer)
+
+    def _down(self, i: int, buffer: str) -> Held:
+        p, wide = self._program, self._program.grad(i, wide=True)
+        return p.offload(wide, out_of=buffer, stream=self._stream, blocking=self._blocking_wide), wide
+
+
+def forward_and_backward(
+    p: Program, *, weights: Mapping[int, str], bucket: Bucket, reduction: Reduction, checkpointing: bool
+) -> None:
+    """All micro-batches with ZeRO-3's weights in device buffers of their own; the host ends each with a wait."""
+
+    def run(m: int) -> None:
+        reduction.begin()
+        sweep(
+            p,
+            [m],
+            weights=weights.get,
+            grad=bucket.grad,
+            done=lambda i, buffer: bucket.add(i, buffer, m),
+            kept=Kept(on_device=() if checkpointing else p.model.blocks),
+        )
+        bucket.flush(m)
+        reduction.wait("H.epilogue")
+
+    for m in p.workload.microbatches:
+        run(m)
