@@ -32,12 +32,6 @@ class Swap:
         self._pool = p.slots("pool", max(pool, 3), Tier.HOST)
         self._ends = {i: p.buffer(f"{model.layer_name(i)}.pool", Tier.HOST) for i in (model.embed, model.head)}
 
-    def begin(self) -> None:
-        """A micro-batch starts with no weights in the pool."""
-        self._pool.clear()
-        for buffer in self._ends.values():
-            self._program.discard(buffer)
-
     def stage(self, i: int) -> str:
         """The host buffer with layer i's weights, which are read unless they are there."""
         p, weight = self._program, self._program.weight(i)

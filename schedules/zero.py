@@ -156,6 +156,8 @@ class Fetch:
             source = self._stage(i) if self._stage else None
             slot = self._ends[i] if i in self._ends else self._slots.next()
             p.prefetch(weight, into=slot, out_of=source, stream=self._stream, blocking=self._blocking)
+            if source is not None:
+                p.discard(source)  # free for the next layer's
         return slot, weight
 
     def _absent(self, layers: Iterator[int]) -> list[int]:

@@ -195,15 +195,12 @@ def test_twin_flow_at_its_ends_holds_all_states_on_one_side(ratio: float) -> Non
 
 def test_twin_flow_fills_the_device_if_not_told_how_far() -> None:
     model, step = blocks(6), workload()
-    for split in range(9):
+    for split in range(1, 9):
         schedule = policies.build("zero_offload_pp", model, step, ROOM, ratio=1 - split / 8, sub_group_size=1)
-        assert len(layers_on(schedule, Phase.ADAM, Stream.COMPUTE)) == split
-        if split == 8:
-            break  # without any fp32 gradient in transit a little less would do
         for device_bytes, expected in ((device_peak(schedule), split), (device_peak(schedule) - 1, split - 1)):
             memory = MemoryBudget(device_bytes=device_bytes, host_bytes=10**10)
             found = policies.build("zero_offload_pp", model, step, memory, sub_group_size=1)
-            assert len(layers_on(found, Phase.ADAM, Stream.COMPUTE)) == max(expected, 0)
+            assert len(layers_on(found, Phase.ADAM, Stream.COMPUTE)) == expected
 
 
 # ---- superoffload

@@ -70,7 +70,6 @@ def policy(
     reduction = Reduction(p, stream=reducing, land=lambda i, buffer: swap.land(i, buffer, reducing))
 
     def run(m: int) -> None:
-        swap.begin()
         fetch.begin()
         reduction.begin()
         sweep(

@@ -21,7 +21,7 @@ Source: DeepSpeed edaa722 (0.19.6 development), runtime/zero/stage3.py (subgroup
 
 from __future__ import annotations
 
-from itertools import accumulate
+from bisect import bisect_right
 
 from schedules.errors import ProgramError
 from schedules.model import ModelSpec
@@ -75,7 +75,5 @@ def policy(
         if not 0 <= ratio <= 1:
             raise ProgramError(f"ratio: a part of the sub-groups, from 0 to 1, not {ratio}")
         return build(int((1 - ratio) * len(groups)))  # DeepSpeed's rounding
-    least = build(0)
-    sizes = [sum(least.nbytes(t) for i in g for t in (least.state(i), least.grad(i, wide=True))) for g in groups]
-    spare = memory.device_bytes - least.device_bytes()
-    return build(sum(held <= spare for held in accumulate(sizes)))
+    fitting = bisect_right(range(len(groups) + 1), memory.device_bytes, key=lambda n: build(n).device_bytes())
+    return build(max(fitting - 1, 0))
