@@ -1,4 +1,4 @@
-# make demo   set up, measure this machine, simulate and train with every policy, write results/demo
+# make demo   set up, measure this machine, simulate and train with five policies, write results/demo
 # make test   set up and run the tests
 # make lint   the linters that CI runs
 # make install  only .venv, with the megatrain command in it
