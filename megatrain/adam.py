@@ -5,7 +5,8 @@ The state slab is flat bytes, for n parameters: m fp32 [n], v fp32 [n], and then
   bf16_split  int16 [n], the lower half of an fp32 master whose rounding is the bf16 weight
   bf16_fp32   fp32 [n], the master
   fp32        nothing: the weight is the master
-which are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32.
+which are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32; on
+the CPU our own kernel does the same, bit by bit, in one pass where torch needs several, if it can be compiled.
 
 A split master is exact: master bits = (weight bits << 16) + low, low signed. The weight is the master rounded
 to nearest, a tie away from zero; rounding ties to even would leave one of 65537 cases without a code.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.native import adam as native
 from schedules.workload import PRECISIONS
 
 # Elements worked on at a time: on a CPU 2 to 4 MB with its scratch; on a GPU enough to fill it.
@@ -137,44 +139,68 @@ def step(
     size = min(n, CHUNK[weights.device.type])
     scratch = torch.empty(2, size, dtype=torch.float32, device=weights.device)
     count = torch.full((), float(step_number), device=weights.device)
+    kernel = native.kernel() if weights.device.type == "cpu" else None
     with torch.no_grad():
-        for start, stop, weight_decay in _chunks(n, size, hyper.weight_decay, decay):
-            part = slice(start, stop)
-            w, low = weights[part], None if parts.low is None else parts.low[part]
-            g = grad[part]
-            if g.dtype != torch.float32 or grad_scale is not None:
-                g = scratch[0, : stop - start].copy_(g)
-                if grad_scale is not None:
-                    g.mul_(grad_scale)
-            if parts.master is not None:
-                p = parts.master[part]
-            elif w.dtype == torch.float32:
-                p = w
-            else:
-                p = scratch[1, : stop - start]
-                _load(p, w, low, None)
-            torch._fused_adamw_(
-                [p], [g], [parts.m[part]], [parts.v[part]], [], [count],
-                lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
-                weight_decay=weight_decay, amsgrad=False, maximize=False,
-            )  # fmt: skip
-            if p is not w:
-                _store(p, w, low, None)
+        for start, stop, weight_decay in _ranges(n, hyper.weight_decay, decay):
+            done = 0
+            if kernel is not None:
+                part = slice(start, stop)
+                kept = parts.low if parts.master is None else parts.master
+                done = kernel.update(
+                    weights[part], grad[part], parts.m[part], parts.v[part], None if kept is None else kept[part],
+                    precision=precision, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=weight_decay,
+                    step_number=step_number, grad_scale=1.0 if grad_scale is None else float(grad_scale),
+                )  # fmt: skip
+            for at in range(start + done, stop, size):
+                part = slice(at, min(at + size, stop))
+                _step_in_torch(weights, grad, parts, part, scratch, count, hyper, weight_decay, grad_scale)
 
 
-def _chunks(
-    n: int, size: int, weight_decay: float, decay: Sequence[tuple[int, int]] | None
-) -> list[tuple[int, int, float]]:
-    """(start, stop, weight decay) of pieces that cover [0, n), none longer than `size`."""
-    pieces: list[tuple[int, int, float]] = []
-    if decay is None or not weight_decay:
-        pieces.append((0, n, weight_decay))
+def _step_in_torch(
+    weights: Tensor,
+    grad: Tensor,
+    parts: State,
+    part: slice,
+    scratch: Tensor,
+    count: Tensor,
+    hyper: Adam,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+) -> None:
+    """`step` on one part of the slabs, no longer than `scratch`: fp32 copies, torch's kernel, and back."""
+    length = part.stop - part.start
+    w, low = weights[part], None if parts.low is None else parts.low[part]
+    g = grad[part]
+    if g.dtype != torch.float32 or grad_scale is not None:
+        g = scratch[0, :length].copy_(g)
+        if grad_scale is not None:
+            g.mul_(grad_scale)
+    if parts.master is not None:
+        p = parts.master[part]
+    elif w.dtype == torch.float32:
+        p = w
     else:
-        at = 0
-        for start, stop in [*decay, (n, n)]:
-            pieces += [(at, start, 0.0), (start, stop, weight_decay)]
-            at = stop
-    return [(at, min(at + size, stop), value) for start, stop, value in pieces for at in range(start, stop, size)]
+        p = scratch[1, :length]
+        _load(p, w, low, None)
+    torch._fused_adamw_(
+        [p], [g], [parts.m[part]], [parts.v[part]], [], [count],
+        lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
+        weight_decay=weight_decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    if p is not w:
+        _store(p, w, low, None)
+
+
+def _ranges(n: int, weight_decay: float, decay: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, float]]:
+    """(start, stop, weight decay) of pieces that cover [0, n)."""
+    if decay is None or not weight_decay:
+        return [(0, n, weight_decay)]
+    pieces: list[tuple[int, int, float]] = []
+    at = 0
+    for start, stop in [*decay, (n, n)]:
+        pieces += [(at, start, 0.0), (start, stop, weight_decay)]
+        at = stop
+    return [piece for piece in pieces if piece[0] < piece[1]]
 
 
 def _load(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:

@@ -1,0 +1,1 @@
+"""Kernels in C++, compiled on the machine they run on. Where that is not possible torch does their work."""

@@ -1,0 +1,237 @@
+// AdamW on a layer's slabs, one pass over memory, on a pool of threads that hold no Python lock.
+//
+// The arithmetic is that of torch's vectorised fused AdamW kernel, operation by operation, so that a slab ends
+// with the same bits whichever of the two ran: fused multiply-adds stand where torch has them and nowhere else
+// (compile with -ffp-contract=off). Elements do not depend on each other, so neither the number of threads nor
+// where a block begins can be seen in the result.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+
+#if !defined(__FMA__) && !defined(__aarch64__)
+#error "without fused multiply-add in hardware the bits would not be torch's, and std::fma would be slow"
+#endif
+
+namespace {
+
+constexpr int64_t BLOCK = 1 << 15;  // elements handed to a thread at a time: 0.4 to 0.8 MB of memory
+
+// ---- element types
+
+inline float from_bits(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+constexpr uint32_t NAN_BITS = 0x7FC00000u;  // one pattern for every NaN: carries could turn another into a number
+
+inline float wide(uint16_t x) { return from_bits(uint32_t(x) << 16); }
+inline float wide(float x) { return x; }
+
+// to nearest, a tie to even
+inline uint16_t narrow(float x) {
+    uint32_t bits = to_bits(x);
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return uint16_t(x != x ? NAN_BITS >> 16 : rounded);
+}
+
+// ---- where the fp32 value of a parameter comes from and goes to, by precision
+
+struct Rounded {  // bf16: the weight is all there is
+    using Weight = uint16_t;
+    using Kept = uint8_t;  // nothing
+    static float load(Weight w, Kept) { return wide(w); }
+    static void store(Weight& w, Kept&, float p) { w = narrow(p); }
+};
+
+struct Split {  // bf16_split: the lower half of the master beside the weight
+    using Weight = uint16_t;
+    using Kept = int16_t;
+    static float load(Weight w, Kept low) { return from_bits((uint32_t(w) << 16) + uint32_t(int32_t(low))); }
+    static void store(Weight& w, Kept& low, float p) {
+        const uint32_t bits = p != p ? NAN_BITS : to_bits(p);
+        low = Kept(bits);
+        w = Weight((bits + 0x8000u) >> 16);
+    }
+};
+
+struct Master {  // bf16_fp32: a whole master
+    using Weight = uint16_t;
+    using Kept = float;
+    static float load(Weight, Kept master) { return master; }
+    static void store(Weight& w, Kept& master, float p) {
+        master = p;
+        w = narrow(p);
+    }
+};
+
+struct Plain {  // fp32: the weight is the master
+    using Weight = float;
+    using Kept = uint8_t;  // nothing
+    static float load(Weight w, Kept) { return w; }
+    static void store(Weight& w, Kept&, float p) { w = p; }
+};
+
+struct Step {
+    float kept;          // 1 - lr * weight decay
+    float lerp;          // 1 - beta1, or -beta1 where that is the smaller of the two
+    uint32_t from_mean;  // all ones where the interpolation starts at the mean, zero: at the gradient
+    float beta2, square;  // square: 1 - beta2
+    float correction;     // square root of 1 - beta2^t
+    float eps, size;      // size: minus lr / (1 - beta1^t)
+    float scale;          // of the gradient
+};
+
+// What a precision does not keep is read and written here, one element that nobody looks at.
+template <typename P>
+inline int64_t place(int64_t i) { return std::is_same_v<typename P::Kept, uint8_t> ? 0 : i; }
+
+// The pointers are arguments, as compilers believe __restrict nowhere else, and without it they do not vectorise.
+template <typename P, typename G>
+__attribute__((noinline)) void block(
+    typename P::Weight* __restrict w, typename P::Kept* __restrict kept, const G* __restrict g, float* __restrict m,
+    float* __restrict v, Step s, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        const float grad = wide(g[i]) * s.scale;
+        const float old = m[i];
+        // bits under a mask: compilers do not vectorise a choice that is the same for every element
+        const float base = from_bits((to_bits(old) & s.from_mean) | (to_bits(grad) & ~s.from_mean));
+        const float mean = std::fma(s.lerp, grad - old, base);
+        const float var = std::fma(s.square * grad, grad, v[i] * s.beta2);
+        m[i] = mean;
+        v[i] = var;
+        const float denominator = std::sqrt(var) / s.correction + s.eps;
+        const float p = P::load(w[i], kept[place<P>(i)]) * s.kept + s.size * mean / denominator;
+        P::store(w[i], kept[place<P>(i)], p);
+    }
+}
+
+// ---- threads
+
+class Pool {
+public:
+    // Calls work(begin, end) on blocks that cover [0, n), on `threads` threads of which the caller is one.
+    void run(int64_t n, int threads, const std::function<void(int64_t, int64_t)>& work) {
+        threads = int(std::min<int64_t>(threads, (n + BLOCK - 1) / BLOCK));
+        if (threads <= 1) {
+            work(0, n);
+            return;
+        }
+        std::lock_guard<std::mutex> one_at_a_time(busy_);
+        {
+            std::lock_guard<std::mutex> guard(state_);
+            while (helpers_ < threads - 1) {
+                std::thread(&Pool::serve, this, helpers_).detach();
+                ++helpers_;
+            }
+            work_ = &work;
+            n_ = n;
+            next_ = 0;
+            wanted_ = running_ = threads - 1;
+            ++turn_;
+        }
+        wake_.notify_all();
+        take(work, n);
+        std::unique_lock<std::mutex> guard(state_);
+        done_.wait(guard, [this] { return running_ == 0; });
+    }
+
+private:
+    void take(const std::function<void(int64_t, int64_t)>& work, int64_t n) {
+        for (int64_t begin; (begin = next_.fetch_add(BLOCK)) < n;) {
+            work(begin, std::min(begin + BLOCK, n));
+        }
+    }
+
+    void serve(int number) {
+        uint64_t seen = 0;
+        std::unique_lock<std::mutex> guard(state_);
+        for (;;) {
+            wake_.wait(guard, [&] { return turn_ != seen; });
+            seen = turn_;
+            if (number >= wanted_) {
+                continue;
+            }
+            const auto* work = work_;
+            const int64_t n = n_;
+            guard.unlock();
+            take(*work, n);
+            guard.lock();
+            if (--running_ == 0) {
+                done_.notify_one();
+            }
+        }
+    }
+
+    std::mutex busy_, state_;
+    std::condition_variable wake_, done_;
+    std::atomic<int64_t> next_{0};
+    const std::function<void(int64_t, int64_t)>* work_ = nullptr;
+    int64_t n_ = 0;
+    int helpers_ = 0, wanted_ = 0, running_ = 0;
+    uint64_t turn_ = 0;
+};
+
+// never destroyed: its threads end with the process
+Pool& pool() {
+    static Pool* const only = new Pool;
+    return *only;
+}
+
+template <typename P, typename G>
+void run(void* weights, void* kept, const void* grad, float* m, float* v, Step s, int64_t n, int threads) {
+    auto* w = static_cast<typename P::Weight*>(weights);
+    auto* k = static_cast<typename P::Kept*>(kept);
+    auto* g = static_cast<const G*>(grad);
+    pool().run(n, threads, [=](int64_t begin, int64_t end) {
+        typename P::Kept nothing{};
+        block<P, G>(w + begin, k ? k + begin : &nothing, g + begin, m + begin, v + begin, s, end - begin);
+    });
+}
+
+}  // namespace
+
+// Updates n parameters. `precision`: 0 bf16, 1 bf16_split, 2 bf16_fp32, 3 fp32; `kept` is what it keeps beside the
+// weights (low halves, master) or null. `wide_grad`: the gradient is fp32, else bf16. `step` counts from 1.
+extern "C" void megatrain_adam(
+    int precision, int wide_grad, int64_t n, int threads, void* weights, const void* grad, float* m, float* v,
+    void* kept, double lr, double beta1, double beta2, double eps, double weight_decay, double step,
+    float grad_scale) {
+    Step s;
+    const float lerp = float(1 - beta1);
+    s.kept = float(1 - lr * weight_decay);
+    s.from_mean = std::fabs(lerp) < 0.5f ? ~0u : 0u;
+    s.lerp = s.from_mean ? lerp : lerp - 1.0f;
+    s.beta2 = float(beta2);
+    s.square = float(1 - beta2);
+    s.correction = float(std::sqrt(1 - std::pow(beta2, step)));
+    s.eps = float(eps);
+    s.size = float(-(lr / (1 - std::pow(beta1, step))));
+    s.scale = grad_scale;
+    const auto chosen = [&](auto precise) {
+        using P = decltype(precise);
+        const auto go = wide_grad ? run<P, float> : run<P, uint16_t>;
+        go(weights, kept, grad, m, v, s, n, threads);
+    };
+    switch (precision) {
+    case 0: return chosen(Rounded{});
+    case 1: return chosen(Split{});
+    case 2: return chosen(Master{});
+    default: return chosen(Plain{});
+    }
+}

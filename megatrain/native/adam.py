@@ -1,0 +1,93 @@
+"""AdamW's kernel on the CPU: one pass over gradient, moments, weights and what is kept of a master.
+
+Has the bits of torch's fused kernel wherever that one is vectorised, by any number of threads; torch computes
+the last elements of a slab, fewer than a vector, in another precision, so those are left to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.native import build
+
+VECTOR = 16  # a multiple of torch's vector length on every processor: 16 or 8 floats
+SOURCE = Path(__file__).with_name("adam.cpp")
+_CODES = {"bf16": 0, "bf16_split": 1, "bf16_fp32": 2, "fp32": 3}
+_GRADS = {torch.bfloat16: 0, torch.float32: 1}
+_building = threading.Lock()
+
+
+class Kernel:
+    """The compiled function. Its calls hold no Python lock."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
+        self._function = library.megatrain_adam
+        self._function.restype = None
+        self._function.argtypes = [
+            number, number, ctypes.c_int64, number, *[pointer] * 5, *[real] * 6, ctypes.c_float,
+        ]  # fmt: skip
+
+    def update(
+        self,
+        weights: Tensor,
+        grad: Tensor,
+        m: Tensor,
+        v: Tensor,
+        kept: Tensor | None,
+        *,
+        precision: str,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step_number: int,
+        grad_scale: float,
+    ) -> int:
+        """Update the leading elements in place, on torch's number of threads; how many: all but a vector's rest.
+
+        All contiguous, on the CPU, [n]; types as in `megatrain.adam`, `kept` the low halves or the master. None
+        are updated where the gradient is neither bf16 nor fp32.
+        """
+        if grad.dtype not in _GRADS:
+            return 0
+        count = weights.numel() // VECTOR * VECTOR
+        if count:
+            self._function(
+                _CODES[precision], _GRADS[grad.dtype], count, torch.get_num_threads(),
+                weights.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(),
+                None if kept is None else kept.data_ptr(),
+                lr, *betas, eps, weight_decay, float(step_number), grad_scale,
+            )  # fmt: skip
+        return count
+
+
+def kernel() -> Kernel | None:
+    """The kernel, or None where it cannot be built; `why_not` says why. Compiled at the first call."""
+    found = _kernel_or_reason()
+    return found if isinstance(found, Kernel) else None
+
+
+def why_not() -> str | None:
+    """Why there is no kernel; None where there is one."""
+    found = _kernel_or_reason()
+    return found if isinstance(found, str) else None
+
+
+def _kernel_or_reason() -> Kernel | str:
+    with _building:
+        return _built()
+
+
+@functools.cache
+def _built() -> Kernel | str:
+    try:
+        return Kernel(build.load(SOURCE))
+    except build.NotBuilt as error:
+        return str(error)

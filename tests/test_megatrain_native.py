@@ -1,0 +1,166 @@
+"""The compiled kernel: torch's bits at any size and number of threads, or torch itself where it cannot be had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain import adam
+from megatrain.adam import Adam
+from megatrain.native import adam as native
+from megatrain.native import build
+from schedules.workload import PRECISIONS
+
+HYPER = Adam(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+# the last ones are longer than the piece that a thread takes, and no multiple of it
+SIZES = [*range(1, 70), 255, 256, 257, 4095, 4096, 4097, 100_003]
+needs_kernel = pytest.mark.skipif(native.kernel() is None, reason=str(native.why_not()))
+
+Slabs = tuple[Tensor, Tensor, list[Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """By more, torch splits a slab where it is not whole vectors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def slabs(values: Tensor, grads: list[Tensor], precision: str, *, wide: bool = False) -> Slabs:
+    n, dtype = len(values), torch.float32 if precision == "fp32" else torch.bfloat16
+    weights, state = torch.empty(n, dtype=dtype), torch.empty(n * PRECISIONS[precision].state, dtype=torch.uint8)
+    adam.initialise(weights, state, precision, values)
+    return weights, state, [grad if wide else grad.to(dtype) for grad in grads]
+
+
+def random(n: int) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, generator=generator), [torch.randn(n, generator=generator) for _ in range(3)]
+
+
+def train(made: Slabs, precision: str, hyper: Adam = HYPER, **options: object) -> tuple[Tensor, Tensor]:
+    weights, state, grads = made
+    for number, grad in enumerate(grads, 1):
+        adam.step(weights, grad, state, hyper, number, precision=precision, **options)  # type: ignore[arg-type]
+    return weights, state
+
+
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "kernel", lambda: None)
+
+
+def same(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, right, strict=True))
+
+
+@needs_kernel
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_kernel_has_the_bits_of_torch(monkeypatch: pytest.MonkeyPatch, precision: str, wide: bool) -> None:
+    found = {n: train(slabs(*random(n), precision, wide=wide), precision) for n in SIZES}
+    in_torch(monkeypatch)
+    for n in SIZES:
+        assert same(found[n], train(slabs(*random(n), precision, wide=wide), precision)), n
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.4, 0.3), (0.5, 0.999)])
+def test_kernel_has_the_bits_of_torch_with_other_settings(
+    monkeypatch: pytest.MonkeyPatch, precision: str, betas: tuple[float, float]
+) -> None:
+    hyper = Adam(lr=3e-4, betas=betas, eps=1e-6)
+    options = {"grad_scale": torch.tensor(0.3), "decay": [(7, 300), (411, 1000)]}
+    found = train(slabs(*random(1000), precision), precision, hyper, **options)
+    in_torch(monkeypatch)
+    assert same(found, train(slabs(*random(1000), precision), precision, hyper, **options))
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_number_of_threads_changes_no_bit(precision: str) -> None:
+    n = 1_000_003
+    one = train(slabs(*random(n), precision), precision)
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        assert same(train(slabs(*random(n), precision), precision), one), threads
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_special_values_go_where_torch_sends_them(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    values = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1e-30, 1.0, -1.0, 3.3e38, -3.4e38, math.inf, -math.inf, math.nan]
+    grads = [0.0, 1e-40, 1e-20, 1.0, -1.0, 1e18, -3e38, math.inf, -math.inf, math.nan]
+    pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(grads))
+    pairs = pairs[: len(pairs) // native.VECTOR * native.VECTOR]  # all of them through the kernel
+    made = [slabs(pairs[:, 0].contiguous(), [pairs[:, 1].contiguous()], precision) for _ in range(2)]
+    weights, state = train(made[0], precision)
+    in_torch(monkeypatch)
+    other_weights, other_state = train(made[1], precision)
+    torch.testing.assert_close(weights, other_weights, rtol=0, atol=0, equal_nan=True)
+    for found, right in zip(
+        (adam.master_weights(weights, state, precision), state[: 8 * len(pairs)].view(torch.float32)),
+        (adam.master_weights(other_weights, other_state, precision), other_state[: 8 * len(pairs)].view(torch.float32)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernel
+def test_kernel_does_the_work() -> None:
+    weights, state, (grad, *_) = slabs(*random(1000), "bf16")
+    parts, kernel = adam.split_state(state, 1000, "bf16"), native.kernel()
+    assert kernel is not None
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "step_number": 1, "grad_scale": 1.0}
+    assert kernel.update(weights, grad, parts.m, parts.v, None, precision="bf16", **settings) == 992  # type: ignore[arg-type]
+    assert parts.m[:992].all() and not parts.m[992:].any()
+    wrong = grad.double()  # of a type that it does not know
+    assert kernel.update(weights, wrong, parts.m, parts.v, None, precision="bf16", **settings) == 0  # type: ignore[arg-type]
+
+
+# ---- building
+
+
+@needs_kernel
+def test_library_is_built_once_and_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.load(native.SOURCE)
+    (built,) = build.cache_folder().iterdir()  # and nothing half-made beside it
+    before = built.stat().st_mtime_ns
+    build.load(native.SOURCE)
+    assert [path.stat().st_mtime_ns for path in build.cache_folder().iterdir()] == [before]
+
+
+def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(build.NotBuilt, match=r"no C\+\+ compiler"):
+        build.load(native.SOURCE)
+
+
+@needs_kernel
+def test_source_that_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is not a program")
+    with pytest.raises(build.NotBuilt, match=r"refused broken\.cpp"):
+        build.load(broken)
+    assert list(build.cache_folder().iterdir()) == []
+
+
+def test_cache_that_cannot_be_written_is_no_error_of_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    native._built.cache_clear()
+    try:
+        assert native.kernel() is None and native.why_not()
+        weights, _ = train(slabs(*random(100), "bf16"), "bf16")
+        assert weights.isfinite().all()
+    finally:
+        native._built.cache_clear()
