@@ -26,6 +26,7 @@ from megatrain.initial import random_parameters
 from megatrain.session import machine_name
 from megatrain.template import templates, views
 from megatrain.train import Trainer
+from schedules.errors import Refused
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -57,15 +58,23 @@ Work = Callable[[], object]
 def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progress) -> HardwareProfile:
     """Profile this machine's CPU for the ops of these schedules, all of one model and workload.
 
-    Every compute op and optimizer step of any of them is covered. Takes a serialised step of each schedule,
-    `ALONE_STEPS` times, and some ten seconds more.
+    Every compute op and optimizer step of any of them is covered, but for those only found in schedules that use
+    NVMe: these cannot be run yet and are left out. A policy may choose another precision than it was asked for
+    (an fp32 master beside bf16). Takes a serialised step of each schedule, `ALONE_STEPS` times, and some ten
+    seconds more.
+
+    Raises:
+        Refused: no schedule can be run.
     """
+    runnable = [schedule for schedule in schedules if not schedule.allocated_bytes(Tier.NVME)]
+    if not runnable:
+        raise Refused("nothing to measure: every schedule given uses NVMe, which can be planned but not yet run")
     samples: dict[str, list[float]] = {}
     copies: dict[str, list[tuple[int, float]]] = {"h2d": [], "d2h": []}
-    adam_rates: list[float] = []
+    adam_steps: list[tuple[str, Op, float]] = []  # precision, op on the host, ns
     waking: list[float] = []
-    for number, schedule in enumerate(schedules):
-        progress(0.8 * number / len(schedules), f"ops of {schedule.policy}, one at a time")
+    for number, schedule in enumerate(runnable):
+        progress(0.8 * number / len(runnable), f"ops of {schedule.policy}, one at a time")
         for op, duration_ns, gap_ns in alone(schedule):
             if op.phase == Phase.COPY:
                 direction = _direction(op, schedule)
@@ -74,10 +83,12 @@ def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progre
             elif op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
                 samples.setdefault(signature(op, model, schedule.workload), []).append(duration_ns)
             if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST):
-                adam_rates.append(op.params / duration_ns * 1e9)
+                adam_steps.append((schedule.workload.precision, op, duration_ns))
             waking.append(gap_ns)
     progress(0.8, "cores and memory under load")
-    return _profile(model, schedules[0], samples, copies, adam_rates, waking)
+    profile = _profile(model, runnable[0], samples, copies, adam_steps, waking)
+    progress(1.0, "")
+    return profile
 
 
 def alone(schedule: Schedule) -> list[tuple[Op, float, float]]:
@@ -209,7 +220,7 @@ def _link(points: Sequence[tuple[int, float]], source: str) -> Link:
     return Link(
         bandwidth=Value(value=float(1e9 / slope), unit="B/s", source=source),
         latency=Value(value=float(latency), unit="ns", source=source),
-        half_size=Value(value=0.0, unit="bytes", source="in the latency"),
+        half_size=Value(value=0.0, unit="bytes", source=f"{source}; in the latency"),
     )
 
 
@@ -218,11 +229,11 @@ def _profile(
     schedule: Schedule,
     samples: dict[str, list[float]],
     copies: dict[str, list[tuple[int, float]]],
-    adam_rates: Sequence[float],
+    adam_steps: Sequence[tuple[str, Op, float]],
     waking: Sequence[float],
 ) -> HardwareProfile:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}"
+    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, {_threads()}"
     block, optimizer = _block_work(model, schedule), _adam_work(model, schedule)
     copy_alone = _rates([_copy_work(1)])[0]
     copy_pair = _rates([_copy_work(1), _copy_work(2)])
@@ -235,13 +246,14 @@ def _profile(
     dram = max(2 * slab_copy * max(sum(copy_pair), copy_alone), 2 * h2d.bandwidth.value, 2 * d2h.bandwidth.value)
     peak, peak_fp32 = _matmul_flops(torch.bfloat16), _matmul_flops(torch.float32)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    rate = _adam_rate(adam_steps)
 
     def value(number: float, unit: str, note: str = "") -> Value:
         return Value(value=float(number), unit=unit, source=f"{source}{note and f'; {note}'}")
 
     thread = value(1.0, "cores", "one thread serves each stream")
     return HardwareProfile(
-        name=f"{machine_name()}, {torch.get_num_threads()} cores",
+        name=f"{machine_name()}, {os.cpu_count()} cores",
         description="this machine's CPU as host and device: a thread per stream, both memories in RAM",
         date=date,
         mode="measured",
@@ -266,13 +278,21 @@ def _profile(
                 f"what two busy threads get done, of one alone: {beside_adam:.2f} forward beside the optimizer, "
                 f"{beside_copy:.2f} forward beside copies",
             ),
-            adam_efficiency=value(_share_of(adam_rates, schedule, dram), "fraction"),
-            adam_params_per_s=value(statistics.median(adam_rates), "params/s") if adam_rates else None,
+            adam_efficiency=value(_share_of(adam_steps, dram), "fraction"),
+            adam_params_per_s=None if rate is None else value(rate, "params/s", "one layer after another"),
             adam_threads=thread,
             copy_threads=thread,
             compute_threads=thread,
         ),
-        links=Links(h2d=h2d, d2h=d2h, duplex=value(h2d.bandwidth.value + d2h.bandwidth.value, "B/s", "two threads")),
+        links=Links(
+            h2d=h2d,
+            d2h=d2h,
+            duplex=value(
+                h2d.bandwidth.value + d2h.bandwidth.value,
+                "B/s",
+                "the sum of both: a thread each, which only the memory bandwidth and the cores hold back",
+            ),
+        ),
         issue=_issue(waking, source),
         measured=Measured(
             op_times=Table(
@@ -295,11 +315,22 @@ def _rates_of_copies(copies: dict[str, list[tuple[int, float]]], bandwidth: floa
     return {direction: _link(points or plain, source) for direction, points in copies.items()}
 
 
-def _share_of(adam_rates: Sequence[float], schedule: Schedule, dram: float) -> float:
+def _threads() -> str:
+    """What torch uses inside an op: of the host stream, which is this thread, and of all others."""
+    return f"1 thread a stream, {torch.get_num_threads()} on the issuing thread"
+
+
+def _adam_rate(steps: Sequence[tuple[str, Op, float]]) -> float | None:
+    """Parameters per second; None where precisions differ, and the op times alone tell them apart."""
+    if len({precision for precision, _, _ in steps}) != 1:
+        return None
+    return statistics.median(op.params / duration_ns * 1e9 for _, op, duration_ns in steps)
+
+
+def _share_of(steps: Sequence[tuple[str, Op, float]], dram: float) -> float:
     """The memory traffic of the optimizer's step over the bandwidth: what passes over memory attain too."""
-    precision = schedule.workload.bytes
-    traffic = precision.grad + 2 * precision.state + 2 * precision.weight
-    return min(1.0, statistics.median(adam_rates) * traffic / dram) if adam_rates else 1.0
+    rates = [op.nbytes / duration_ns * 1e9 for _, op, duration_ns in steps]
+    return min(1.0, statistics.median(rates) / dram) if rates else 1.0
 
 
 def _issue(waking: Sequence[float], source: str) -> Issue:
