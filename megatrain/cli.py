@@ -263,10 +263,11 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the initial weights and the order of the data.")] = 0,
     expect: Annotated[str | None, typer.Option(help="Refuse any schedule whose digest does not begin so.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
+    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify a schedule and train by it, on this machine's CPU, on Python's own source files."""
+    """Verify a schedule and train by it, on this machine, on Python's own source files."""
     from schedules.verify import verify
     from schedules.workload import MemoryBudget
     from sim.prediction import memory_of, predict
@@ -288,6 +289,7 @@ def run(
             lr=lr,
             seed=seed,
             debug=debug,
+            backend=backend,
             on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
         )
     if trace is not None:

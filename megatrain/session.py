@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.initial import random_parameters
 from megatrain.train import Debug, Trainer
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
+from schedules.op import Tier
 from schedules.trace import Trace
 from schedules.verify import Verified
 
@@ -47,12 +50,26 @@ def available_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def require_memory(verified: Verified) -> None:
-    """Raises Refused unless the RAM has room for both tiers' buffers: on the CPU they share it."""
-    needed, available = sum(verified.allocated_bytes().values()), available_memory()
+def backend_of(name: str | None) -> CpuBackend:
+    """The machine to run on: "cpu", "cuda", or the GPU where there is one. Raises Refused for one that is not."""
+    if name not in (None, "cpu", "cuda"):
+        raise InputError(f"backend {name!r} is unknown; known are cpu, cuda")
+    if name == "cpu" or (name is None and not torch.cuda.is_available()):
+        return CpuBackend(machine=machine_name())
+    if not torch.cuda.is_available():
+        raise Refused("torch finds no GPU here; run on the CPU, with the backend cpu")
+    from megatrain.cuda import CudaBackend
+
+    return CudaBackend()
+
+
+def require_memory(verified: Verified, device: torch.device) -> None:
+    """Raises Refused unless the RAM has room for the buffers there: on the CPU, for both tiers' buffers."""
+    tiers_in_ram = [tier for tier in Tier if device.type == "cpu" or tier == Tier.HOST]
+    needed, available = sum(verified.allocated_bytes()[tier] for tier in tiers_in_ram), available_memory()
     if needed > available:
         tiers = ", ".join(
-            f"{tier} {nbytes / 1e9:.1f} GB" for tier, nbytes in verified.allocated_bytes().items() if nbytes
+            f"{tier} {nbytes / 1e9:.1f} GB" for tier in tiers_in_ram if (nbytes := verified.allocated_bytes()[tier])
         )
         raise Refused(
             f"{verified.schedule.label} for {verified.schedule.model.name} needs {needed / 1e9:.1f} GB ({tiers}), and "
@@ -67,21 +84,23 @@ def train(
     lr: float,
     seed: int = 0,
     debug: bool = False,
+    backend: str | None = "cpu",
     on_loss: Callable[[int, float], None] | None = None,
 ) -> Trained:
-    """Train on the CPU, on the standard library's source text, a token per byte.
+    """Train on the standard library's source text, a token per byte. `backend` as in `backend_of`.
 
     Raises:
         DataError: there is too little text for one sequence.
         OpFailed: an op failed.
         Refused, TemplateError: this schedule or model cannot be run here.
     """
-    require_memory(verified)
+    machine = backend_of(backend)
+    require_memory(verified, machine.device)
     schedule = verified.schedule
     data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=schedule.workload, seed=seed)
     with Trainer(
         verified,
-        CpuBackend(machine=machine_name()),
+        machine,
         data,
         Adam(lr=lr),
         initial=random_parameters(schedule.model, seed),

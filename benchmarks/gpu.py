@@ -1,0 +1,251 @@
+"""Everything there is to measure on one GPU, in one command, part by part.
+
+    python benchmarks/gpu.py --out results/gpu [--parts links gemm ...] [--models llama-3.2-1b ...] [--budget-s 500]
+
+Each row is written to gpu.json in the folder as soon as it is there; a row that is there is not measured again, so
+the same command goes on where it was stopped, here or in a later run. No row is begun after the budget. What did
+not fit or is not installed is a row too, and says why. The table is printed, and written to gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# before torch: segments that grow leave no holes between allocations of different sizes
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import gpu_machine
+import gpu_rivals
+import gpu_steps
+import torch
+from gpu_steps import Case, Row
+
+from megatrain.session import machine_name
+from schedules.errors import Refused
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("links", "gemm", "dram", "adam", "correctness", "steps", "rivals")
+MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-7b", "qwen2.5-14b")
+POLICIES = ("streamed", "megatrain", "megatrain_released", "zero3_offload", "resident")
+# (sequence, micro-batch, accumulation): 2k, 8k and 64k tokens a step
+BATCHES = ((1024, 2, 1), (1024, 8, 1), (4096, 4, 4))
+SPUN = ("streamed",)  # policies that are run with spinning kernels as well
+HOST_SHARE = 0.9  # of the host's memory, where nothing is said
+
+
+def cases(models: tuple[str, ...]) -> Iterator[Case]:
+    """Steps by schedule, the most telling first."""
+    for model in models:
+        if model == "qwen2.5-14b":  # more than 128 GiB hold: some layers live on the GPU
+            for seq, micro, accumulation in BATCHES[1:]:
+                yield Case(
+                    model=model,
+                    policy="streamed",
+                    seq_len=seq,
+                    micro_batch_size=micro,
+                    accumulation=accumulation,
+                    knobs={"resident": "fit"},
+                )
+            continue
+        for seq, micro, accumulation in BATCHES:
+            for policy in POLICIES:
+                yield Case(model=model, policy=policy, seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
+        if model == "llama-3.1-8b":
+            yield Case(model=model, policy="streamed", seq_len=4096, micro_batch_size=1, accumulation=16, device_gib=12)
+
+
+def rivals(models: tuple[str, ...]) -> Iterator[tuple[Case, Callable[[Case], Row]]]:
+    """Plain PyTorch with and without checkpointing, and DeepSpeed, at the same batches."""
+    for model in models:
+        for seq, micro, accumulation in BATCHES:
+            base = Case(
+                model=model, policy="plain torch", seq_len=seq, micro_batch_size=micro, accumulation=accumulation
+            )
+            yield base, gpu_rivals.plain
+            yield dataclasses.replace(base, knobs={"checkpointing": True}), gpu_rivals.plain
+            yield dataclasses.replace(base, policy="deepspeed zero3"), gpu_rivals.zero3
+
+
+# ---- correctness
+
+
+def correctness() -> list[Row]:
+    """The tests on this GPU, and a small training under CUDA's stream sanitizer."""
+    sanitized = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    smoke = [sys.executable, "-m", "megatrain.cli", "run", "demo", "--backend", "cuda", "--precision", "bf16"]
+    return [
+        _checked(
+            "tests", [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_megatrain_cuda.py"], None
+        ),
+        *(
+            _checked(f"stream sanitizer, {policy}", [*smoke, "--policy", policy, "--steps", "3", *more], sanitized)
+            for policy, more in (("streamed", []), ("streamed", ["-k", "offload=2", "-k", "keep=1"]), ("megatrain", []))
+        ),
+        _checked("poisoned and delayed", [*smoke, "--policy", "streamed", "--steps", "5", "--debug"], None),
+    ]
+
+
+def _checked(case: str, command: list[str], environment: dict[str, str] | None) -> Row:
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return {"case": f"{case}: {' '.join(command[1:])}", "passed": done.returncode == 0, "said": lines[-15:]}
+
+
+# ---- results
+
+
+class Results:
+    """The rows so far, in a file."""
+
+    def __init__(self, folder: Path, budget_s: float) -> None:
+        self.folder, self._end = folder, time.monotonic() + budget_s
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "gpu.json"
+        empty: dict[str, Any] = {"runs": [], "rows": {}}
+        self.body = json.loads(self._file.read_text()) if self._file.exists() else empty
+        self.body["runs"].append(
+            {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "command": " ".join(["python", *sys.argv]),
+                "gpu": torch.cuda.get_device_name(),
+                "host": f"{machine_name()}, {len(os.sched_getaffinity(0))} cores",
+                "versions": {
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                    "cuda": torch.version.cuda,
+                },
+            }
+        )
+
+    def rows(self, part: str) -> list[Row]:
+        """The rows of a part that hold figures."""
+        return [row for row in self.body["rows"].get(part, {}).values() if "error" not in row]
+
+    def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]]) -> None:
+        """Add the rows of `work` unless they are there, or time is up. Its error becomes the row."""
+        known = self.body["rows"].setdefault(part, {})
+        if any(name == key or name.startswith(f"{key}: ") for name in known) or time.monotonic() > self._end:
+            return
+        print(f"{part}: {key} ...", file=sys.stderr, flush=True)
+        begun = time.monotonic()
+        try:
+            found = work()
+        except (Refused, gpu_rivals.LeftOut) as error:
+            found = {"case": key, "error": str(error)}
+        except Exception as error:  # out of memory, or a fault of ours: the other rows are still wanted
+            traceback.print_exc()
+            found = {"case": key, "error": f"{type(error).__name__}: {error}"[:2000]}
+        took = {"took_s": round(time.monotonic() - begun, 1)}
+        if isinstance(found, list):
+            known.update({f"{key}: {row['case']}": {**row, **took} for row in found})
+        else:
+            known[key] = {**found, **took}
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.body, indent=1, default=str))
+        partial.replace(self._file)
+
+
+def table(results: Results) -> str:
+    """What a reader wants to see, as Markdown."""
+    peak = max((row["TFLOP_s"]["median"] for row in results.rows("gemm") if "TFLOP_s" in row), default=None)
+    lines = [
+        "| case | step (s) | spread | tokens/s | MFU | HFU | predicted | above bound | GPU peak (GB) | host (GB) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for part in ("steps", "rivals"):
+        for row in results.body["rows"].get(part, {}).values():
+            if "error" in row:
+                lines.append(f"| {row['case']} | {row['error'][:120].splitlines()[0]} | | | | | | | | |")
+                continue
+            step = row["step_s"]
+
+            def share(name: str, row: Row = row) -> str:
+                return f"{row[name] / peak:.1%}" if peak and name in row else ""
+
+            def signed(name: str, row: Row = row) -> str:
+                return f"{row[name]:+.1%}" if name in row else ""
+
+            lines.append(
+                f"| {row['case']} | {step['median']:.4f} | {step['least']:.4f}-{step['most']:.4f} "
+                f"| {row['tokens_per_s']:,.0f} | {share('model_TFLOP_s')} | {share('executed_TFLOP_s')} "
+                f"| {signed('prediction_error')} | {signed('above_bound')} "
+                f"| {row['gpu_peak_GB']:.1f} | {row.get('host_buffers_GB', 0):.1f} |"
+            )
+    others = [
+        f"{part}: {json.dumps({k: v for k, v in row.items() if k not in ('said', 'settings')}, default=_short)}"
+        for part in ("links", "gemm", "dram", "adam", "correctness")
+        for row in results.body["rows"].get(part, {}).values()
+    ]
+    note = f"MFU and HFU are of {peak:,.0f} TFLOP/s, the fastest product measured here." if peak else ""
+    return "\n".join([*lines, "", note, "", *others, ""])
+
+
+def _short(value: object) -> str:
+    return str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="the folder of the results")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="for steps and rivals")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="for steps")
+    parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
+    parser.add_argument("--budget-s", type=float, default=500.0, help="seconds after which nothing more is begun")
+    parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("torch finds no GPU here: nothing was measured")
+    results = Results(options.out, options.budget_s)
+    cores = len(os.sched_getaffinity(0))
+    threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host_bytes = int(options.host_gib * 2**30 if options.host_gib else memory * HOST_SHARE)
+    models = tuple(options.models)
+    traces = results.folder / "traces" if options.traces else None
+    if traces is not None:
+        traces.mkdir(exist_ok=True)
+
+    whole = {
+        "links": gpu_machine.links,
+        "gemm": gpu_machine.gemm,
+        "dram": lambda: gpu_machine.dram(threads),
+        "adam": lambda: gpu_machine.optimizer(threads),
+        "correctness": correctness,
+    }
+    for part in options.parts:
+        if part in whole:
+            results.measure(part, part, whole[part])
+    machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
+    if "steps" in options.parts:
+        for case in cases(models):
+            if case.policy in options.policies:
+                spin = case.policy in SPUN
+                results.measure(
+                    "steps",
+                    case.key,
+                    lambda case=case, spin=spin: gpu_steps.measure(case, host_bytes, machine, traces, spin),
+                )
+    if "rivals" in options.parts:
+        gpu_steps.PooledBackend.trim([])
+        for case, work in rivals(models):
+            results.measure("rivals", case.key, lambda case=case, work=work: work(case))
+    text = table(results)
+    (results.folder / "gpu.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What a GPU machine can do by itself: links, matrix products, host memory, the optimizer.
+
+All operands are random: zeros are moved and multiplied faster than numbers. All loads last about a second, so
+that clocks have settled where they stay in training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import adam as adam_benchmark
+import torch
+from torch import Tensor
+
+from megatrain import adam
+from megatrain.cuda import pci_address
+from megatrain.native import adam as native
+from megatrain.pinned import cpus_beside, pinned
+from schedules import presets
+from schedules.workload import PRECISIONS
+
+Row = dict[str, Any]
+
+WINDOWS = 7  # readings of which the median is told; two windows before them are warm-up
+WINDOW_S = 0.2
+SIZES = [1 << n for n in range(16, 31, 2)]  # of copies: 64 KiB to 1 GiB
+PRODUCTS = {"8192x8192x8192": (8192, 8192, 8192)}
+
+
+def host_slab(nbytes: int) -> Tensor:
+    """Pinned memory with random bytes."""
+    slab = pinned(nbytes, torch.cuda.cudart(), cpus=cpus_beside(pci_address(0)))
+    slab.view(torch.int32).random_()
+    return slab
+
+
+def device_slab(nbytes: int) -> Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+
+
+def rates(works: list[tuple[torch.cuda.Stream, Callable[[], object], float]]) -> list[dict[str, float]]:
+    """Amount per second of each work while all run, each on its stream: median, least, most.
+
+    A work is (stream, what queues it once, its amount).
+    """
+    counts = []
+    for stream, work, _ in works:  # how many fill a window, alone
+        with torch.cuda.stream(stream):
+            work()
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(5):
+                work()
+            torch.cuda.synchronize()
+        counts.append(max(1, round(WINDOW_S / ((time.perf_counter() - begun) / 5))))
+    marks: list[list[torch.cuda.Event]] = [[] for _ in works]
+    for window in range(WINDOWS + 2):
+        for (stream, work, _), count, mark in zip(works, counts, marks, strict=True):
+            with torch.cuda.stream(stream):
+                if not window:
+                    mark.append(_mark())
+                for _ in range(count):
+                    work()
+                mark.append(_mark())
+    torch.cuda.synchronize()
+    found = []
+    for (_, _, amount), count, mark in zip(works, counts, marks, strict=True):
+        each = [amount * count / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(mark[2:-1])]
+        found.append({"median": statistics.median(each), "least": min(each), "most": max(each)})
+    return found
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def links() -> list[Row]:
+    """GB/s of copies by size: each direction alone, then both together."""
+    up, down = torch.cuda.Stream(), torch.cuda.Stream()
+    rows = []
+    for size in SIZES:
+        hosts, devices = [host_slab(size) for _ in range(2)], [device_slab(size) for _ in range(2)]
+
+        def h2d(host: Tensor = hosts[0], device: Tensor = devices[0]) -> None:
+            device.copy_(host, non_blocking=True)
+
+        def d2h(host: Tensor = hosts[1], device: Tensor = devices[1]) -> None:
+            host.copy_(device, non_blocking=True)
+
+        (alone_up,), (alone_down,) = rates([(up, h2d, size / 1e9)]), rates([(down, d2h, size / 1e9)])
+        both = rates([(up, h2d, size / 1e9), (down, d2h, size / 1e9)])
+        rows.append(
+            {
+                "case": f"copy of {size >> 10} KiB",
+                "nbytes": size,
+                "h2d_GB_s": alone_up,
+                "d2h_GB_s": alone_down,
+                "both_GB_s": [both[0], both[1]],
+                "us_h2d": size / alone_up["median"] / 1e3,
+                "us_d2h": size / alone_down["median"] / 1e3,
+            }
+        )
+    return rows
+
+
+def gemm() -> list[Row]:
+    """TFLOP/s of bf16 products of N(0, 1), alone and beside copies both ways; of a device copy, GB/s."""
+    shapes = dict(PRODUCTS)
+    for name in ("llama-3.2-1b", "llama-3.1-8b"):
+        model = presets.load(name)
+        for tokens in (2048, 8192, 32768):
+            shapes[f"{name} gate, {tokens} tokens"] = (tokens, model.hidden_size, model.intermediate_size)
+    stream, up, down = (torch.cuda.Stream() for _ in range(3))
+    size = 1 << 28
+    host, device = [host_slab(size) for _ in range(2)], [device_slab(size) for _ in range(2)]
+    copies = [
+        (up, lambda: device[0].copy_(host[0], non_blocking=True), size / 1e9),
+        (down, lambda: host[1].copy_(device[1], non_blocking=True), size / 1e9),
+    ]
+    rows = []
+    for case, (m, k, n) in shapes.items():
+        a = torch.randn(m, k, device="cuda").bfloat16()
+        b = torch.randn(n, k, device="cuda").bfloat16()  # as a weight lies in memory
+        c = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+
+        def product(a: Tensor = a, b: Tensor = b, c: Tensor = c) -> None:
+            torch.mm(a, b.t(), out=c)
+
+        work = (stream, product, 2 * m * n * k / 1e12)
+        (alone,), beside = rates([work]), rates([work, *copies])
+        rows.append(
+            {
+                "case": case,
+                "TFLOP_s": alone,
+                "beside_copies_TFLOP_s": beside[0],
+                "slowdown": alone["median"] / beside[0]["median"] - 1,
+            }
+        )
+    (moved,) = rates([(stream, lambda: device[0].copy_(device[1]), 2 * size / 1e9)])
+    return [*rows, {"case": "copy on the device, read and written", "GB_s": moved}]
+
+
+def dram(threads: list[int]) -> list[Row]:
+    """GB/s of plain copies in host memory, read and written, by threads; torch's copy of fp32 numbers."""
+    rows = []
+    for count in threads:
+        torch.set_num_threads(count)
+        rows.append({"case": f"{count} threads", "threads": count, "GB_s": adam_benchmark.copy_rate(1 << 30) / 1e9})
+    return rows
+
+
+def optimizer(threads: list[int], params: int = 200_000_000) -> list[Row]:
+    """Gparam/s of the CPU's Adam by threads and precision, alone and beside copies both ways over the link."""
+    rows: list[Row] = []
+    copying = _Copying()
+    for precision in PRECISIONS:
+        weights, grad, state = adam_benchmark.slabs(params, precision)
+
+        def step(
+            weights: Tensor = weights, grad: Tensor = grad, state: Tensor = state, precision: str = precision
+        ) -> None:
+            adam.step(weights, grad, state, adam_benchmark.HYPER, 10, precision=precision)
+
+        for count in threads:
+            torch.set_num_threads(count)
+            alone = adam_benchmark.seconds(step)
+            with copying:
+                beside = adam_benchmark.seconds(step)
+            each = adam_benchmark.bytes_per_param(precision)
+            rows.append(
+                {
+                    "case": f"{precision}, {count} threads",
+                    "precision": precision,
+                    "threads": count,
+                    "kernel": native.why_not() or "ours",
+                    "Gparam_s": {"median": params / alone[0] / 1e9, "least": params / alone[2] / 1e9},
+                    "GB_s": params * each / alone[0] / 1e9,
+                    "beside_copies_Gparam_s": params / beside[0] / 1e9,
+                }
+            )
+    torch.set_num_threads(max(threads))
+    found = adam_benchmark.deepspeed(params)
+    if isinstance(found, str):
+        return [*rows, {"case": "DeepSpeedCPUAdam", "left_out": found}]
+    return [*rows, {"case": "DeepSpeedCPUAdam, fp32", "threads": max(threads), "Gparam_s": params / found[0] / 1e9}]
+
+
+class _Copying:
+    """Copies both ways over the link for as long as the block lasts."""
+
+    def __enter__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        size, streams = 1 << 28, [torch.cuda.Stream() for _ in range(2)]
+        host, device = [host_slab(size) for _ in range(2)], [device_slab(size) for _ in range(2)]
+        while not self._stop.is_set():
+            with torch.cuda.stream(streams[0]):
+                device[0].copy_(host[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                host[1].copy_(device[1], non_blocking=True)
+            torch.cuda.synchronize()

@@ -1,0 +1,169 @@
+"""What else trains the same model on one GPU: plain PyTorch, resident, and DeepSpeed ZeRO-3 offload.
+
+Both train a model of the transformers package with random weights, no dropout, scaled-dot-product attention, on
+random tokens. Where a package is missing the row says so.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_steps import STEPS, WARM_UP, Case, Row
+from torch import Tensor, nn
+
+from schedules import presets
+from schedules.model import ModelSpec
+
+BUCKET = 250_000_000  # elements; more than a layer, as DeepSpeed's prefetch wants it
+
+
+class LeftOut(Exception):
+    """Why a rival cannot run here."""
+
+
+def model_of(spec: ModelSpec) -> nn.Module:
+    """The model as transformers has it, bf16, where the default device is."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise LeftOut("left out: the package transformers is not installed") from None
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rms_norm_eps=spec.rms_norm_eps,
+        tie_word_embeddings=spec.tie_word_embeddings,
+        attention_bias=spec.attention_bias,
+        use_cache=False,
+        attn_implementation="sdpa",
+        dtype=torch.bfloat16,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def tokens(case: Case, vocab: int) -> Tensor:
+    return torch.randint(0, vocab, (case.micro_batch_size, case.seq_len), device="cuda")
+
+
+def steps(case: Case, step: Callable[[], None]) -> Row:
+    """Seconds of a step, the GPU idle before and after each."""
+    spec, workload = presets.load(case.model), case.workload
+    found = []
+    for number in range(WARM_UP + STEPS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        if number >= WARM_UP:
+            found.append(time.perf_counter() - begun)
+    median = statistics.median(found)
+    return {
+        "case": case.key,
+        "model": case.model,
+        "policy": case.policy,
+        "tokens_per_step": workload.tokens_per_step,
+        "step_s": {"median": median, "least": min(found), "most": max(found)},
+        "tokens_per_s": workload.tokens_per_step / median,
+        "model_TFLOP_s": spec.model_flops_per_step(workload) / median / 1e12,
+        "gpu_peak_GB": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+def plain(case: Case) -> Row:
+    """Everything on the GPU in bf16, moments too (8 bytes a parameter: less exact than any precision here)."""
+    spec = presets.load(case.model)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = model_of(spec)
+    if case.knobs.get("checkpointing"):
+        model.gradient_checkpointing_enable()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        for _ in range(case.accumulation):
+            batch = tokens(case, spec.vocab_size)
+            (model(input_ids=batch, labels=batch).loss / case.accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {**steps(case, step), "by": f"torch {torch.__version__}, transformers, AdamW(fused) with bf16 moments"}
+
+
+def zero3(case: Case) -> Row:
+    """DeepSpeed, parameters and optimizer offloaded, checkpointing, settings as `settings` says them."""
+    try:
+        import deepspeed
+    except ImportError:
+        raise LeftOut("left out: the package deepspeed is not installed") from None
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29511)):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    spec, threads = presets.load(case.model), len(os.sched_getaffinity(0)) - 2
+    torch.set_num_threads(threads)  # its optimizer uses torch's number
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    config = settings(case, spec)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = model_of(spec)
+    model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        value = work()
+        torch.cuda.synchronize()
+        phases[name].append(time.perf_counter() - begun)
+        return value
+
+    def step() -> None:
+        for _ in range(case.accumulation):
+            batch = tokens(case, spec.vocab_size)
+            loss = timed("forward", lambda batch=batch: engine(input_ids=batch, labels=batch).loss)
+            timed("backward", lambda loss=loss: engine.backward(loss))
+            timed("step", engine.step)
+
+    row = steps(case, step)
+    return {
+        **row,
+        "by": f"deepspeed {deepspeed.__version__}, {threads} threads",
+        "settings": config,
+        "phases_s": {name: statistics.median(times) for name, times in phases.items()},
+    }
+
+
+def settings(case: Case, spec: ModelSpec) -> dict[str, Any]:
+    """The usual configuration of ZeRO-3 offload, with overlap on, memory pinned and buckets above a layer."""
+    pinned = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": case.micro_batch_size,
+        "gradient_accumulation_steps": case.accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": pinned,
+            "offload_param": pinned,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1_000_000_000,
+            "reduce_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 10 * spec.hidden_size,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+        },
+    }

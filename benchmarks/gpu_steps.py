@@ -1,0 +1,294 @@
+"""Steps of real models by schedule on the GPU: measured, told apart by spinning, and predicted from single ops.
+
+Nothing is fitted to a step that is then predicted: the profile holds what links, memory and each op do alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.adam import Adam
+from megatrain.cuda import CudaBackend, spinning
+from megatrain.data import RandomTokens
+from megatrain.executor import Executor
+from megatrain.train import Trainer
+from schedules import policies, presets
+from schedules.errors import Refused
+from schedules.model import ModelSpec
+from schedules.op import Buffer, Kind, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.trace import Trace
+from schedules.verify import Verified, verify
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.cost import signature
+from sim.hardware import HardwareProfile, Measured, Table, Value
+from sim.prediction import predict
+
+Row = dict[str, Any]
+
+WARM_UP, STEPS = 2, 6  # a period needs the ends of two steps: five periods
+ALONE_STEPS = 3  # with every op by itself; the first does not count
+DEVICE_RESERVE = 2 << 30  # for what no schedule counts: libraries' workspaces, fragments, the rotary table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row: a model, a policy and a batch. `device_gib` limits the GPU's memory, all of it if None."""
+
+    model: str
+    policy: str
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int = 1
+    precision: str = "bf16"
+    device_gib: float | None = None
+    knobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        knobs = "".join(f" {name}={value}" for name, value in self.knobs.items())
+        limit = f" in {self.device_gib:g} GiB" if self.device_gib else ""
+        return (
+            f"{self.model} {self.policy}{knobs} {self.accumulation}x{self.micro_batch_size}x{self.seq_len} "
+            f"{self.precision}{limit}"
+        )
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            micro_batch_size=self.micro_batch_size,
+            accumulation=self.accumulation,
+            seq_len=self.seq_len,
+            precision=self.precision,
+        )
+
+
+def schedule_of(case: Case, host_bytes: int) -> Schedule:
+    """The case's schedule. With resident="fit", the least number of resident layers that the host has room for."""
+    model, total = presets.load(case.model), torch.cuda.get_device_properties(0).total_memory
+    limit = int(case.device_gib * 2**30) if case.device_gib else total
+    budget = MemoryBudget(device_bytes=limit - DEVICE_RESERVE, host_bytes=host_bytes)
+
+    def build(knobs: dict[str, Any]) -> Schedule:
+        return policies.build(case.policy, model, case.workload, budget, **knobs)
+
+    schedule = build({**case.knobs, "resident": 0}) if case.knobs.get("resident") == "fit" else build(case.knobs)
+    if case.knobs.get("resident") == "fit":
+        for count in range(1, len(model.layers) + 1):
+            if schedule.allocated_bytes(Tier.HOST) <= host_bytes:
+                break
+            schedule = build({**case.knobs, "resident": count})
+    for tier, available in ((Tier.HOST, host_bytes), (Tier.DEVICE, limit)):
+        if schedule.allocated_bytes(tier) > available:
+            needed = schedule.allocated_bytes(tier) / 2**30
+            raise Refused(f"does not fit: {needed:.1f} GiB of {tier} memory, {available / 2**30:.1f} GiB available")
+    return schedule
+
+
+class PooledBackend(CudaBackend):
+    """Keeps pinned slabs from one case for the next: pinning 100 GB takes longer than a case."""
+
+    pool: ClassVar[dict[int, list[Tensor]]] = defaultdict(list)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: list[Tensor] = []
+
+    def allocate(self, buffer: Buffer) -> Tensor:
+        if buffer.tier != Tier.HOST:
+            return super().allocate(buffer)
+        free = self.pool[buffer.nbytes]
+        self._taken.append(free.pop() if free else super().allocate(buffer))
+        return self._taken[-1]
+
+    def close(self) -> None:
+        super().close()
+        for slab in self._taken:
+            self.pool[slab.nbytes].append(slab)
+        self._taken = []
+
+    @classmethod
+    def trim(cls, needed: list[int]) -> None:
+        """Unpin what a case that needs slabs of these sizes would not use."""
+        for size, slabs in cls.pool.items():
+            del slabs[needed.count(size) :]
+
+
+def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
+    """Layer -> random parameters as `initial.random_parameters`, made on the GPU, the same for blocks of a kind."""
+    made: dict[str, Tensor] = {}
+
+    def parameters(i: int) -> Tensor:
+        kind = model.layer_kind(i) if i in model.blocks else model.layer_name(i)
+        if kind not in made:
+            parts = [
+                torch.randn(shape, device="cuda").mul_(0.02).flatten()
+                if len(shape) > 1
+                else torch.full(shape, 1.0 if "norm" in name else 0.0, device="cuda")
+                for name, shape in model.parameter_shapes(i).items()
+            ]
+            made[kind] = torch.cat(parts).cpu()
+        return made[kind]
+
+    return parameters
+
+
+def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: Path | None, spin: bool) -> Row:
+    """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused."""
+    schedule = schedule_of(case, host_bytes)
+    verified = verify(schedule)
+    PooledBackend.trim([b.nbytes for b in schedule.buffers if b.tier == Tier.HOST])
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(case.device_gib * 2**30 / total if case.device_gib else 1.0)
+    torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
+    backend = PooledBackend()
+    backend.events = []
+    with Trainer(verified, backend, data, Adam(lr=1e-5), initial=random_layers(schedule.model), record=True) as trainer:
+        startup_s = time.perf_counter() - begun
+        torch.cuda.empty_cache()  # what made the weights
+        torch.cuda.reset_peak_memory_stats()
+        losses = trainer.run(WARM_UP + STEPS)
+        trace = trainer.trace()
+        handing_ns = _handing_over(backend)
+        peak = torch.cuda.max_memory_allocated()
+        if traces is not None:
+            trace.save(traces / f"{case.key.replace(' ', '_')}.json")
+        durations_ns, serial = _alone(trainer, backend, schedule)
+        profile = profile_of(schedule, machine, durations_ns, handing_ns)
+        row = _row(case, schedule, trace, losses)
+        row |= {
+            "startup_s": startup_s,
+            "gpu_peak_GB": peak / 1e9,
+            "gpu_buffers_GB": schedule.allocated_bytes(Tier.DEVICE) / 1e9,
+            "host_buffers_GB": schedule.allocated_bytes(Tier.HOST) / 1e9,
+            "host_peak_GB": _high_water() / 1e9,
+            "serial_step_s": serial,
+            "handing_over_us": {name: ns / 1e3 for name, ns in handing_ns.items()},
+        }
+        row |= _predicted(schedule, profile, row["step_s"]["median"])
+        if spin:
+            row["spin_step_s"] = _spin(trainer, backend, verified, durations_ns)
+    return row
+
+
+def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> Row:
+    steps_s = (trace.step_ns(WARM_UP - 1) / 1e9).tolist()
+    step_s, window = statistics.median(steps_s), trace.window(WARM_UP - 1)
+    model, workload = schedule.model, schedule.workload
+    executed = sum(op.flops for op in schedule.ops if op.kind == Kind.COMPUTE)
+    span = window[1] - window[0]
+    return {
+        "case": case.key,
+        **schedule.describe(),
+        "tokens_per_step": workload.tokens_per_step,
+        "step_s": {"median": step_s, "least": min(steps_s), "most": max(steps_s)},
+        "tokens_per_s": workload.tokens_per_step / step_s,
+        "model_TFLOP_s": model.model_flops_per_step(workload) / step_s / 1e12,
+        "executed_TFLOP_s": executed / step_s / 1e12,
+        "busy": {str(s): trace.busy_ns(schedule, s, window) / span for s in schedule.streams},
+        "compute_idle_ns": trace.idle_causes_ns(schedule, Stream.COMPUTE, window),
+        "losses": losses,
+    }
+
+
+def _handing_over(backend: CudaBackend) -> dict[str, float]:
+    """Median host time, ns, to hand over an op, by what it is; of the steps after the warm-up."""
+    found: dict[str, list[int]] = defaultdict(list)
+    events, backend.events = backend.events or [], None
+    for op, event in events[len(events) * WARM_UP // (WARM_UP + STEPS) :]:
+        found["copy" if op.phase == Phase.COPY else f"{op.kind}"].append(event.host_ns)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule) -> tuple[list[int], float]:
+    """Each op's median time, ns, with nothing beside it, and the time of such a step, s."""
+    serial = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, blocking=True) for op in schedule.ops))
+    trainer._executor = Executor(verify(serial), backend, trainer._actions.works(), record=True)
+    trainer.run(ALONE_STEPS)
+    trace = trainer.trace()
+    spans = (trace.end_ns - trace.start_ns).reshape(ALONE_STEPS, -1)[1:]
+    return np.median(spans, axis=0).astype(int).tolist(), float(np.median(np.diff(trace.step_end_ns))) / 1e9
+
+
+def profile_of(
+    schedule: Schedule, machine: dict[str, list[Row]], durations_ns: list[int], handing_ns: dict[str, float]
+) -> HardwareProfile:
+    """This machine for the simulator: the H200's datasheet, every number that was measured in its place."""
+    base = hardware.load("h200")
+    source = "measured by benchmarks/gpu.py"
+
+    def value(number: float, unit: str) -> Value:
+        return Value(value=float(number), unit=unit, source=source)
+
+    times: dict[str, list[int]] = defaultdict(list)
+    rates = []
+    for op, duration in zip(schedule.ops, durations_ns, strict=True):
+        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
+            times[signature(op, schedule.model, schedule.workload)].append(duration)
+        if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and duration:
+            rates.append(op.params / duration * 1e9)
+    links, host, issue, gpu = base.links, base.host, base.issue, base.gpu
+    if rows := machine.get("links"):
+        largest = rows[-1]
+        links = dataclasses.replace(
+            links,
+            h2d=dataclasses.replace(links.h2d, bandwidth=value(largest["h2d_GB_s"]["median"] * 1e9, "B/s")),
+            d2h=dataclasses.replace(links.d2h, bandwidth=value(largest["d2h_GB_s"]["median"] * 1e9, "B/s")),
+            duplex=value(sum(one["median"] for one in largest["both_GB_s"]) * 1e9, "B/s"),
+        )
+    if rows := machine.get("dram"):
+        host = dataclasses.replace(host, memory_bandwidth=value(max(row["GB_s"] for row in rows) * 1e9, "B/s"))
+    if rates:
+        host = dataclasses.replace(host, adam_params_per_s=value(statistics.median(rates), "params/s"))
+    if rows := machine.get("gemm"):
+        slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
+        gpu = dataclasses.replace(gpu, copy_slowdown=value(slowdown, "fraction"))
+    issue = dataclasses.replace(
+        issue,
+        compute=value(handing_ns.get(str(Kind.COMPUTE), issue.compute.value), "ns"),
+        copy=value(handing_ns.get("copy", issue.copy.value), "ns"),
+    )
+    op_times = {key: round(statistics.median(found)) for key, found in times.items()}
+    measured = Measured(op_times=Table(values=op_times, unit="ns", source=f"{source}, each op alone, in place"))
+    return dataclasses.replace(base, mode="measured", gpu=gpu, links=links, host=host, issue=issue, measured=measured)
+
+
+def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:
+    prediction = predict(schedule, profile)
+    predicted_s, bound_s = prediction.period_ns / 1e9, prediction.bound_ns / 1e9
+    return {
+        "predicted_step_s": predicted_s,
+        "prediction_error": predicted_s / step_s - 1,
+        "bound_step_s": bound_s,
+        "above_bound": step_s / bound_s - 1,
+        "binding": prediction.binding,
+    }
+
+
+def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, durations_ns: list[int]) -> float:
+    """The median step, s, when kernels merely last as long as they do alone. The weights are worthless after it."""
+    works = spinning(verified.schedule, trainer._actions.works(), durations_ns, backend.spin)
+    trace = Executor(verified, backend, works).run(WARM_UP + STEPS)
+    return float(np.median(trace.step_ns(WARM_UP - 1))) / 1e9
+
+
+def _high_water() -> int:
+    """The most memory that this process has had resident, bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,246 @@
+"""A GPU as a machine: its queues are CUDA streams, its memories the GPU's own and pinned slabs of the host.
+
+Each device stream has a thread that hands its ops over to CUDA, in order. What an op waits for on another device
+stream becomes an event that the GPU waits for; for what runs on a thread of the host (the optimizer), the
+handing thread waits itself. So the issuing thread never waits for anything it was not told to wait for, the GPU
+always has the next ops queued, and nothing is left waiting on the GPU when an op on the host fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.backend import Task, Work
+from megatrain.cpu import CpuBackend, CpuEvent
+from megatrain.pinned import cpus_beside, pinned
+from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.tensor import SAVED, parse
+
+DEVICE_STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
+RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
+SYNCHRONISATIONS = 5  # readings of the two clocks side by side; the closest pair counts
+SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
+
+
+class Clock:
+    """Maps moments on the GPU to `time.perf_counter_ns`, to some microseconds within a minute of its start."""
+
+    def __init__(self) -> None:
+        readings = []
+        for _ in range(SYNCHRONISATIONS):
+            torch.cuda.synchronize()
+            before = time.perf_counter_ns()
+            event = _timed()
+            event.record()
+            event.synchronize()
+            after = time.perf_counter_ns()
+            readings.append((after - before, (before + after) // 2, event))
+        _, self._origin_ns, self._origin = min(readings, key=lambda reading: reading[:2])
+
+    def ns(self, event: torch.cuda.Event) -> int:
+        """When an event was reached that the host knows has been."""
+        since_ms: float = self._origin.elapsed_time(event)
+        return self._origin_ns + round(since_ms * 1e6)
+
+
+def _timed() -> torch.cuda.Event:
+    """An event with a time; a host thread that waits for it sleeps."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+
+class DeviceEvent(CpuEvent):
+    """The end of a task on a CUDA stream. Its CPU part tells when the task was handed over to CUDA.
+
+    `failed` is told what goes wrong on the GPU, which shows when somebody waits.
+    """
+
+    __slots__ = ("_clock", "_end", "_failed", "_spin", "_start", "_stream", "host_ns")
+
+    def __init__(
+        self, stream: torch.cuda.Stream, clock: Clock, spin: Spin, failed: Callable[[BaseException], None]
+    ) -> None:
+        super().__init__()
+        self._stream, self._clock, self._spin, self._failed = stream, clock, spin, failed
+        self._start, self._end = _timed(), _timed()
+        self.host_ns = 0  # what handing over took
+
+    def span(self) -> tuple[int, int]:
+        """See Event."""
+        return self._clock.ns(self._start), self._clock.ns(self._end)
+
+    def wait(self) -> None:
+        """Wait for the task's end on the GPU."""
+        super().wait()
+        try:
+            self._end.synchronize()
+        except Exception as error:  # a kernel went wrong; CUDA tells whoever comes first
+            self._failed(error)
+
+    def follow(self, before: CpuEvent) -> None:
+        """What is handed over next runs after `before`."""
+        if isinstance(before, DeviceEvent):
+            CpuEvent.wait(before)  # until it is handed over: an event can be waited for once it is recorded
+            self._stream.wait_event(before._end)
+        else:
+            before.wait()
+
+    def run(self, task: Task) -> None:
+        """Hand the task over, between two events of its stream."""
+        begun = time.perf_counter_ns()
+        with torch.cuda.stream(self._stream):
+            if task.delay_s:
+                self._spin(round(task.delay_s * 1e9))
+            self._start.record(self._stream)
+            task.work(task.step)
+            self._end.record(self._stream)
+        self.host_ns = time.perf_counter_ns() - begun
+
+
+class CudaBackend(CpuBackend):
+    """See Backend. Ops of h2d, compute and d2h run on CUDA streams, all others as on the CPU.
+
+    `threads` as in CpuBackend; where nothing is said, the optimizer's stream has all cores but two. A stream
+    has at most IN_FLIGHT ops ahead of the GPU, so that memory which torch frees in stream order comes back.
+    """
+
+    def __init__(
+        self, *, index: int = 0, threads: Mapping[Stream, int] | None = None, machine: str | None = None
+    ) -> None:
+        cores = len(os.sched_getaffinity(0))
+        super().__init__(
+            threads={Stream.CPU: max(1, cores - RESERVED_CORES), **(threads or {})},
+            machine=machine or torch.cuda.get_device_name(index),
+        )
+        self._index = index
+        torch.cuda.set_device(index)
+        self._cpus = cpus_beside(pci_address(index))
+        self._clock, self._spin = Clock(), Spin()
+        self._streams = {
+            stream: torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+            for stream in DEVICE_STREAMS
+        }
+        self._begun = False
+        self.events: list[tuple[Op, DeviceEvent]] | None = None  # a list, to be told of every op handed over
+
+    @property
+    def device(self) -> torch.device:
+        """See Backend."""
+        return torch.device("cuda", self._index)
+
+    @property
+    def spin(self) -> Spin:
+        """Kernels that merely last."""
+        return self._spin
+
+    def allocate(self, buffer: Buffer) -> Tensor:
+        """See Backend. Host memory is pinned."""
+        if buffer.tier == Tier.DEVICE:
+            return torch.zeros(buffer.nbytes, dtype=torch.uint8, device=self.device)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return pinned(buffer.nbytes, runtime, cpus=self._cpus)
+
+    def submit(self, task: Task, waits: Sequence[CpuEvent]) -> CpuEvent:
+        """See Backend."""
+        if task.op.stream not in DEVICE_STREAMS:
+            return super().submit(task, waits)
+        self._check()
+        if not self._begun:
+            self._begun = True
+            torch.cuda.synchronize()  # memory was filled on another stream than those that use it
+        event = DeviceEvent(
+            self._streams[task.op.stream], self._clock, self._spin, lambda error: self._fail(task, error)
+        )
+        if self.events is not None:
+            self.events.append((task.op, event))
+        self._queue(task.op.stream).put((task, waits, event))
+        return event
+
+    def close(self) -> None:
+        """See Backend. The GPU has finished when this returns."""
+        super().close()
+        with contextlib.suppress(RuntimeError):  # an error on the GPU was told when it was first seen
+            torch.cuda.synchronize()
+
+    def _serve(self, stream: Stream) -> None:
+        if stream not in DEVICE_STREAMS:
+            super()._serve(stream)
+            return
+        torch.set_num_threads(1)
+        torch.cuda.set_device(self._index)
+        queue, ahead = self._queues[stream], deque[CpuEvent]()
+        while (item := queue.get()) is not None:
+            task, waits, event = item
+            assert isinstance(event, DeviceEvent)
+            if len(ahead) == IN_FLIGHT:
+                ahead.popleft().wait()
+            try:
+                for before in waits:
+                    event.follow(before)
+                if not self._stopped:
+                    event.run(task)
+            except BaseException as error:  # whatever it is, it must reach the issuing thread
+                self._fail(task, error)
+            event.finish()
+            ahead.append(event)
+            del item, task, waits, event  # or they would live until the next task comes
+
+
+def pci_address(index: int) -> str:
+    """A GPU's place, as in "0000:1b:00.0"; empty where torch does not know it."""
+    properties = torch.cuda.get_device_properties(index)
+    domain, bus, device = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    return "" if bus is None or device is None else f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"
+
+
+# ---- kernels that merely last
+
+
+class Spin:
+    """Keeps the current stream busy for a time, without touching memory."""
+
+    def __init__(self) -> None:
+        rates = []
+        for _ in range(SYNCHRONISATIONS):
+            start, end = (_timed(), _timed())
+            start.record()
+            torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            rates.append(SPIN_CYCLES / (start.elapsed_time(end) * 1e6))
+        self._cycles_per_ns = statistics.median(rates)
+
+    def __call__(self, duration_ns: int) -> None:
+        """A kernel of that length, queued on the current stream."""
+        torch.cuda._sleep(max(1, round(duration_ns * self._cycles_per_ns)))  # type: ignore[no-untyped-call]
+
+
+def spinning(schedule: Schedule, works: Sequence[Work], durations_ns: Sequence[int], spin: Spin) -> list[Work]:
+    """The works of a run in which all but copies merely lasts: kernels on the GPU, sleep on the host.
+
+    What is then slower than predicted is due to copies and to issuing, not to kernels. Copies of activations
+    saved in layers last too: there are none to copy.
+    """
+
+    def lasting(op: Op, duration_ns: int) -> Work:
+        if op.stream in DEVICE_STREAMS:
+            return lambda step: spin(duration_ns)
+        return lambda step: time.sleep(duration_ns / 1e9)
+
+    return [
+        work if op.phase == Phase.COPY and not _of_saved(op) else lasting(op, duration_ns)
+        for op, work, duration_ns in zip(schedule.ops, works, durations_ns, strict=True)
+    ]
+
+
+def _of_saved(op: Op) -> bool:
+    return op.kind != Kind.COMPUTE and any(parse(access.tensor).cls == SAVED for access in op.reads)

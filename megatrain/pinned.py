@@ -1,0 +1,114 @@
+"""Host memory that a GPU's copy engines reach by themselves: pinned, exact in size, touched, on the GPU's side.
+
+torch's own pinned allocator rounds every block up to a power of two. Here a slab is a private mapping of its own,
+in huge pages where the kernel gives them, touched by several threads that run on the cores beside the GPU, so
+that its pages lie in the memory of that side, and only then registered with CUDA, which finds them in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 1 << 21
+TOUCHING_THREADS = 16  # more gain nothing: they wait for the kernel's lock of the address space
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+
+
+class Runtime(Protocol):
+    """The two calls of the CUDA runtime that pin memory, as `torch.cuda.cudart()` has them; 0 is success."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any: ...
+
+    def cudaHostUnregister(self, address: int) -> Any: ...
+
+
+class PinError(RuntimeError):
+    """CUDA refused to pin memory, often because of a limit on locked memory."""
+
+
+def pinned(nbytes: int, runtime: Runtime, *, cpus: Sequence[int] = ()) -> Tensor:
+    """A new slab, uint8 [nbytes], zeroed, aligned to a huge page; unpinned when the last view of it is gone.
+
+    `cpus` are the cores whose memory it should lie in, any if empty. Raises PinError.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # address space for the alignment costs nothing: what is not touched takes no memory
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping))
+    offset = -base % HUGE_PAGE
+    _advise(mapping, offset, nbytes)
+    slab = (ctypes.c_ubyte * nbytes).from_buffer(mapping, offset)
+    address = base + offset
+    _touch(address, nbytes, cpus)
+    status = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
+    if status:
+        raise PinError(f"{nbytes / 1e9:.2f} GB of host memory could not be pinned: CUDA error {status}")
+    # the finalizer holds the mapping, which must outlive the registration
+    weakref.finalize(slab, _unpin, runtime, address, mapping).atexit = False
+    return torch.frombuffer(slab, dtype=torch.uint8)
+
+
+def _unpin(runtime: Runtime, address: int, mapping: mmap.mmap) -> None:
+    runtime.cudaHostUnregister(address)
+
+
+def _advise(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Ask for huge pages, only where whole ones fit, so that no byte more is taken than asked for."""
+    whole = nbytes // HUGE_PAGE * HUGE_PAGE
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE, offset, whole)
+        except OSError:
+            return  # a kernel without them
+
+
+def _touch(address: int, nbytes: int, cpus: Sequence[int]) -> None:
+    """Write every page, several threads a part each, on the cores named."""
+    count = max(1, min(TOUCHING_THREADS, len(cpus) or os.cpu_count() or 1, nbytes // HUGE_PAGE))
+    part = -(-nbytes // count // HUGE_PAGE) * HUGE_PAGE if count > 1 else nbytes
+
+    def write(start: int) -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread alone
+        ctypes.memset(address + start, 0, min(part, nbytes - start))  # without Python's lock
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in range(0, nbytes, part)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# ---- which side of the machine a GPU is on
+
+
+def cpus_beside(pci_address: str, sys: Path = Path("/sys")) -> tuple[int, ...]:
+    """The cores that this process may use on the NUMA node of a PCI device ("0000:1b:00.0"); all if unknown."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except (OSError, ValueError):
+        return tuple(sorted(allowed))
+    return tuple(sorted(allowed & _numbers(listed))) or tuple(sorted(allowed))
+
+
+def _numbers(listed: str) -> set[int]:
+    """{0, 1, 2, 8} from "0-2,8"."""
+    found: set[int] = set()
+    for part in listed.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found

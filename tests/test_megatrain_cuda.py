@@ -1,0 +1,426 @@
+"""The CUDA backend, against a recording fake of torch.cuda, and on a real GPU where there is one.
+
+The fake runs a task's work when it is handed over, on the CPU: whole trainings pass through it, with the right
+numbers, and it writes down each event that was recorded, and each wait for one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand_written import WRITERS, small
+from torch import Tensor
+
+from megatrain import cuda, initial
+from megatrain.adam import Adam
+from megatrain.backend import OpFailed, Task
+from megatrain.cpu import CpuBackend
+from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, CudaBackend, Spin, spinning
+from megatrain.data import RandomTokens
+from megatrain.executor import Executor
+from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
+from megatrain.session import backend_of
+from megatrain.train import Debug, Trainer
+from schedules import policies
+from schedules.errors import InputError, Refused
+from schedules.model import ModelSpec
+from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+
+MODEL = small()
+WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
+STEPS = 3
+
+
+class FakeEvent:
+    """Remembers who recorded it; its time is the number of events recorded before, in ms."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.name, self.ms = gpu, "", -1.0
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.name = self.gpu.running()
+        self.ms = float(self.gpu.tick())
+        self.gpu.write(("record", stream.name if stream else "default", self.name))
+
+    def synchronize(self) -> None:
+        if self.name in self.gpu.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.gpu.write(("host waits", self.name))
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.ms - self.ms
+
+
+class FakeStream:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.name = gpu, DEVICE_STREAMS[gpu.streams % len(DEVICE_STREAMS)]
+        gpu.streams += 1
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.name, "a wait for an event that was never recorded is no wait"
+        self.gpu.write(("wait", self.name, event.name))
+
+
+class FakeGpu:
+    """What the backend asks of torch.cuda, written down in the order it was asked."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.spun: list[tuple[str, int]] = []
+        self.broken: set[str] = set()
+        self.streams = 0
+        self._lock, self._ticks, self._here = threading.Lock(), 0, threading.local()
+
+    def running(self) -> str:
+        return getattr(self._here, "name", "calibration")
+
+    def run(self, name: str) -> None:
+        self._here.name = name
+
+    def tick(self) -> int:
+        with self._lock:
+            self._ticks += 1
+            return self._ticks
+
+    def write(self, line: tuple[str, ...]) -> None:
+        with self._lock:
+            self.log.append(line)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self._here.stream = stream.name
+        yield
+        self._here.stream = "default"
+
+    def sleep(self, cycles: int) -> None:
+        self.spun.append((getattr(self._here, "stream", "default"), cycles))
+
+
+class FakeBackend(CudaBackend):
+    """The device's memory is the host's."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__(machine="fake")
+        self.gpu = gpu
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(fake))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(fake))
+    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
+    monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    run = cuda.DeviceEvent.run
+
+    def named(event: cuda.DeviceEvent, task: Task) -> None:
+        fake.run(f"{task.op.name}@{task.step}")
+        run(event, task)
+
+    monkeypatch.setattr(cuda.DeviceEvent, "run", named)
+    return fake
+
+
+class FakeRuntime:
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.pinned = status, {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("stream ")] == []
+
+
+def trainer(schedule: Schedule, backend: CpuBackend, **options: Any) -> Trainer[Any]:
+    data = RandomTokens(vocab_size=256, workload=schedule.workload, seed=1)
+    start = initial.random_parameters(schedule.model, 0)
+    return Trainer(verify(schedule), backend, data, Adam(lr=1e-2), initial=start, **options)
+
+
+def result(schedule: Schedule, backend: CpuBackend, **options: Any) -> tuple[list[float], list[Tensor]]:
+    with trainer(schedule, backend, **options) as run:
+        losses = run.run(STEPS)
+        return losses, [run.parameters(i).cpu() for i in schedule.model.layers]
+
+
+def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:
+    """A policy's schedule; skips the test where it needs NVMe, which cannot be run yet."""
+    schedule = policies.build(policy, model, workload, MemoryBudget(device_bytes=10**9, host_bytes=10**9))
+    if schedule.allocated_bytes(Tier.NVME):
+        pytest.skip("its schedule uses NVMe")
+    return schedule
+
+
+# ---- the backend and the fake
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_streams_events_and_waits_are_the_schedules_and_no_others(gpu: FakeGpu, writer: str) -> None:
+    schedule = WRITERS[writer](MODEL, WORKLOAD)
+    backend = FakeBackend(gpu)
+    executor = Executor(verify(schedule), backend)
+    executor.run(STEPS)
+    backend.close()
+    on_device = {op.name: op.stream for op in schedule.ops if op.stream in DEVICE_STREAMS}
+    expected: dict[str, list[tuple[str, ...]]] = {stream: [] for stream in DEVICE_STREAMS}
+    for step in range(STEPS):
+        for op in schedule.ops:
+            if op.name not in on_device:
+                continue
+            for wait in schedule.waits_of[op.name]:
+                if wait.on in on_device and wait.distance <= step:
+                    expected[op.stream].append(("wait", op.stream, f"{wait.on}@{step - wait.distance}"))
+            expected[op.stream] += [("record", op.stream, f"{op.name}@{step}")] * 2
+    for stream in DEVICE_STREAMS:
+        asked = [line for line in gpu.log if line[0] in ("wait", "record") and line[1] == stream]
+        assert asked == expected[stream], stream
+
+
+def test_threads_of_the_host_wait_for_the_gpu_and_the_gpu_never_for_them(gpu: FakeGpu) -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    on_host = {op.name for op in schedule.ops if op.stream not in DEVICE_STREAMS}
+    backend = FakeBackend(gpu)
+    Executor(verify(schedule), backend).run(2)
+    backend.close()
+    waited = {line[1] for line in gpu.log if line[0] == "host waits"}
+    needed = {
+        f"{wait.on}@{step}"
+        for step in range(2)
+        for wait in schedule.waits
+        if wait.op in on_host and wait.on not in on_host and step + wait.distance < 2
+    }
+    assert needed and needed <= waited
+    assert not [line for line in gpu.log if line[0] == "wait" and line[2].split("@")[0] in on_host]
+
+
+def test_no_stream_runs_further_ahead_than_allowed(gpu: FakeGpu) -> None:
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
+    backend = FakeBackend(gpu)
+    tasks = [Task(op, 0, step, lambda step: None) for step in range(3 * IN_FLIGHT)]
+    backend.host_wait([backend.submit(task, ()) for task in tasks][-1])
+    backend.close()
+    done, handed = set(), 0
+    for line in gpu.log:
+        if line[0] == "host waits" and line[1].startswith("op@"):
+            done.add(line[1])
+        elif line[:2] == ("record", Stream.COMPUTE):
+            handed += 1  # two of an op
+            assert (handed + 1) // 2 - len(done) <= IN_FLIGHT
+    assert handed == 2 * len(tasks)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_training_through_the_backend_is_training(gpu: FakeGpu, writer: str) -> None:
+    schedule = WRITERS[writer](MODEL, WORKLOAD)
+    losses, parameters = result(schedule, FakeBackend(gpu), debug=Debug(poison=True, delay_s=1e-3))
+    right = result(schedule, CpuBackend())
+    assert losses == right[0]
+    assert all(torch.equal(*pair) for pair in zip(parameters, right[1], strict=True))
+    assert {stream for stream, _ in gpu.spun} >= {Stream.COMPUTE}  # delays are kernels there
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str) -> None:
+    schedule = built(policy, MODEL, dataclasses.replace(WORKLOAD, grad_clip=None))
+    assert result(schedule, FakeBackend(gpu))[0] == result(schedule, CpuBackend())[0]
+
+
+def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu) -> None:
+    backend = FakeBackend(gpu)
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
+    first, second = (backend.submit(Task(op, 0, step, lambda step: None), ()) for step in range(2))
+    backend.host_wait(second)
+    backend.close()
+    spans = first.span(), second.span()
+    assert spans[0][1] - spans[0][0] == 1_000_000  # the fake's clock: a millisecond an event
+    assert spans[1][0] - spans[0][1] == 1_000_000
+    assert first.host_ns > 0
+
+
+def test_host_memory_is_pinned_and_device_memory_is_the_devices(gpu: FakeGpu) -> None:
+    backend = FakeBackend(gpu)
+    host = backend.allocate(Buffer(name="b", tier=Tier.HOST, nbytes=1000))
+    assert host.shape == (1000,) and host.data_ptr() % HUGE_PAGE == 0 and not host.any()
+    device = backend.allocate(Buffer(name="b", tier=Tier.DEVICE, nbytes=1000))
+    assert device.shape == (1000,) and device.device == backend.device and not device.any()
+    backend.close()
+
+
+# ---- what goes wrong
+
+
+def test_error_while_handing_over_has_the_ops_name(gpu: FakeGpu) -> None:
+    def broken(step: int) -> None:
+        raise ArithmeticError("out of numbers")
+
+    backend = FakeBackend(gpu)
+    bad = Op(name="bad", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
+    after = Op(name="after", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.CPU)
+    ran: list[int] = []
+    failing = backend.submit(Task(bad, 0, 7, broken), ())
+    last = backend.submit(Task(after, 1, 7, ran.append), (failing,))
+    with pytest.raises(OpFailed, match=r"bad of step 7 failed on stream compute: .*out of numbers"):
+        backend.host_wait(last)
+    backend.close()
+    assert not ran
+
+
+def test_error_on_the_gpu_reaches_the_issuing_thread_and_no_thread_hangs(gpu: FakeGpu) -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    landed = next(op.name for op in schedule.ops if op.stream == Stream.D2H)
+    gpu.broken = {f"{landed}@1"}
+    with trainer(schedule, FakeBackend(gpu)) as run, pytest.raises(OpFailed, match="illegal memory access"):
+        run.run(10)
+
+
+def test_backend_is_chosen_by_name() -> None:
+    assert type(backend_of("cpu")) is CpuBackend
+    with pytest.raises(InputError, match="'cdua' is unknown"):
+        backend_of("cdua")
+    if torch.cuda.is_available():
+        return
+    assert type(backend_of(None)) is CpuBackend
+    with pytest.raises(Refused, match="no GPU here"):
+        backend_of("cuda")
+
+
+# ---- spin
+
+
+def test_spinning_keeps_copies_and_replaces_all_else(gpu: FakeGpu) -> None:
+    schedule = WRITERS["moved_out"](MODEL, WORKLOAD)
+    spin, copied = Spin(), []
+    gpu.spun.clear()
+    works = [lambda step, op=op: copied.append(op.name) for op in schedule.ops]
+    replaced = spinning(schedule, works, [1000 * (n + 1) for n in range(len(schedule.ops))], spin)
+    for work in replaced:
+        work(0)
+    activations = {op.name for op in schedule.ops if any(a.tensor.startswith("s.") for a in op.accesses)}
+    assert copied == [op.name for op in schedule.ops if op.phase == Phase.COPY and op.name not in activations]
+    device = [op for op in schedule.ops if op.stream in DEVICE_STREAMS]
+    assert len(gpu.spun) == len(device) - len(copied)
+    cycles = [cycles for _, cycles in gpu.spun]
+    assert cycles == sorted(cycles) and cycles[-1] > cycles[0]
+
+
+# ---- pinned memory
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, HUGE_PAGE, 5 * HUGE_PAGE + 12345])
+def test_slab_is_exact_zeroed_aligned_and_pinned_while_any_view_lives(nbytes: int) -> None:
+    runtime = FakeRuntime()
+    slab = pinned(nbytes, runtime, cpus=cpus_beside(""))
+    assert slab.shape == (nbytes,) and slab.dtype == torch.uint8 and not slab.any()
+    assert runtime.pinned == {slab.data_ptr(): nbytes}
+    assert slab.data_ptr() % HUGE_PAGE == 0
+    view = slab[nbytes - 1 :]
+    del slab
+    gc.collect()
+    assert runtime.pinned
+    view.fill_(7)
+    del view
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_refusal_to_pin_is_told() -> None:
+    with pytest.raises(PinError, match=r"0\.00 GB of host memory could not be pinned: CUDA error 2"):
+        pinned(4096, FakeRuntime(status=2))
+
+
+def test_cores_beside_a_gpu_are_those_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    device, node = tmp_path / "bus/pci/devices/0000:1b:00.0", tmp_path / "devices/system/node/node1"
+    device.mkdir(parents=True)
+    node.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    (node / "cpulist").write_text("2-4,7,12-15\n")
+    assert cpus_beside("0000:1B:00.0", tmp_path) == (2, 3, 4, 7)
+    (device / "numa_node").write_text("-1\n")  # as on a machine with one node, or a virtual one
+    assert cpus_beside("0000:1b:00.0", tmp_path) == tuple(range(8))
+    assert cpus_beside("0000:ff:00.0", tmp_path) == tuple(range(8))
+
+
+# ---- a real GPU
+
+real = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+@real
+@pytest.mark.parametrize("name", [*WRITERS, *policies.names()])
+def test_gpu_trains_as_the_cpu_does(name: str) -> None:
+    model = small(blocks=4)
+    schedule = WRITERS[name](model, WORKLOAD) if name in WRITERS else built(name, model, WORKLOAD)
+    losses, parameters = result(schedule, CudaBackend())
+    right = result(schedule, CpuBackend())
+    assert losses == pytest.approx(right[0], rel=1e-5)
+    for found, expected in zip(parameters, right[1], strict=True):
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-3
+
+
+@real
+@pytest.mark.parametrize("writer", WRITERS)
+def test_gpu_does_not_notice_delays_and_poison(writer: str) -> None:
+    schedule = WRITERS[writer](MODEL, dataclasses.replace(WORKLOAD, precision="bf16_split"))
+    right = result(schedule, CudaBackend())
+    for seed in range(3):
+        found = result(schedule, CudaBackend(), debug=Debug(poison=True, delay_s=1e-3, seed=seed))
+        assert found[0] == right[0]
+        assert all(torch.equal(*pair) for pair in zip(found[1], right[1], strict=True))
+
+
+@real
+def test_trace_of_a_gpu_keeps_the_order_of_each_stream_and_wait() -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    with trainer(schedule, CudaBackend(), record=True) as run:
+        run.run(STEPS)
+        trace = run.trace()
+    count, slack_ns = len(schedule.ops), 100_000  # two clocks
+    for stream in schedule.streams:
+        rows = trace.rows_of(schedule, stream)
+        assert (trace.end_ns[rows][:-1] <= trace.start_ns[rows][1:]).all()
+    for row in range(len(trace)):
+        for wait in schedule.waits_of[schedule.ops[row % count].name]:
+            before = row - row % count - wait.distance * count + schedule.index[wait.on]
+            assert before < 0 or trace.end_ns[before] <= trace.start_ns[row] + slack_ns
+    assert np.all(trace.start_ns <= trace.end_ns)
+
+
+@real
+def test_spin_lasts_as_long_as_asked() -> None:
+    spin = Spin()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    spin(20_000_000)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) == pytest.approx(20, rel=0.1)
