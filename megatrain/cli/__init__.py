@@ -1,0 +1,58 @@
+"""The command line: the one package that may import every other, each inside the subcommand that needs it.
+
+A file holds a command, or a few that belong together; they are listed here in the order of the help text.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from megatrain.cli import compare, demo, lists, profile, run, simulate
+from schedules.errors import InputError, Refused
+
+app = typer.Typer(
+    name="megatrain",
+    help="See, prove, predict and run the schedules that train models far bigger than a GPU on one GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS = (
+    simulate.simulate,
+    simulate.build,
+    simulate.verify,
+    compare.compare,
+    run.run,
+    profile.profile,
+    lists.models,
+    lists.hardware,
+    lists.policies,
+    lists.published,
+    demo.demo,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main() -> NoReturn:
+    """Run the command line; no traceback reaches a user for bad input.
+
+    Exit codes: 0 done, 1 the answer is no (does not fit, does not verify), 2 wrong input, 130 interrupted.
+    """
+    try:
+        app()  # tells misspelt commands and options itself, and leaves with 2
+    except Refused as error:
+        sys.exit(_told(str(error), 1))
+    except (InputError, OSError) as error:
+        sys.exit(_told(str(error), 2))
+    sys.exit(0)
+
+
+def _told(message: str, code: int) -> int:
+    print(f"megatrain: {message}", file=sys.stderr)
+    return code

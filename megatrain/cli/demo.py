@@ -1,0 +1,37 @@
+"""`megatrain demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatrain.cli.options import progress_bar
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the results.")] = Path("results/demo"),
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps to train with each policy.")] = 40,
+) -> None:
+    """Measure this machine, simulate five policies, train with each, and lay both side by side."""
+    from analysis import demo_report, tables
+    from megatrain import demo as demonstration
+
+    with progress_bar() as progress:
+
+        def stage(name: str) -> Callable[[float, str], None]:
+            task = progress.add_task(name, total=1.0, note="")
+            return lambda done, note: progress.update(task, completed=done, note=note)
+
+        profile = demonstration.measure_machine(out, stage("measuring this machine"))
+        results = demonstration.run_all(out, profile, steps, stage("training with every policy"))
+        finish = stage("writing results")
+        index = demo_report.write(out, results, f"megatrain demo --out {out} --steps {steps}", finish)
+        finish(1.0, "")
+    times = demo_report.step_times(results)
+    tables.show(times, tables.PREDICTED_MEASURED, note=tables.PREDICTED_MEASURED_NOTE)
+    for run in results.runs[:1]:
+        print(f"loss {run.trained.losses[0]:.2f} -> {run.trained.losses[-1]:.2f} in {steps} steps")
+    print(f"tables, pictures and timelines: {index}")

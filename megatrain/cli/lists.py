@@ -1,0 +1,104 @@
+"""Commands that list what is known: models, hardware, policies, published."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megatrain.cli.options import Json, Set, machine_of, print_json, progress_bar
+
+
+def models(
+    name: Annotated[str | None, typer.Argument(help="A model's name or config.json; all if left out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that come with it, or describe one."""
+    from megatrain.tables import print_table
+    from schedules import presets
+
+    chosen = [name] if name else presets.names()
+    specs = [presets.load(model) for model in chosen]
+    if as_json:
+        print_json([{**spec.to_dict(), "total_params": spec.total_params} for spec in specs])
+        return
+    columns = ["model", "parameters", "blocks", "hidden", "heads", "vocabulary", "one block", "embedding", "head"]
+    rows = [
+        [
+            spec.name,
+            f"{spec.total_params:,}",
+            f"{spec.num_hidden_layers}",
+            f"{spec.hidden_size:,}",
+            f"{spec.num_attention_heads}/{spec.num_key_value_heads}",
+            f"{spec.vocab_size:,}",
+            f"{spec.params(0):,}",
+            f"{spec.params(spec.embed):,}",
+            "tied" if spec.tie_word_embeddings else f"{spec.params(spec.head):,}",
+        ]
+        for spec in specs
+    ]
+    print_table("models (parameters; heads as query/key-value)", columns, rows)
+
+
+def hardware(
+    name: Annotated[str | None, typer.Argument(help="A machine's name or profile file; all if left out.")] = None,
+    change: Set = None,
+    as_json: Json = False,
+) -> None:
+    """List the machines that come with it, or every number of one with its source."""
+    from megatrain.tables import print_table
+    from sim import hardware as machines
+
+    if name is None:
+        profiles = [machines.load(machine) for machine in machines.names()]
+        if as_json:
+            print_json([machines.to_json(machine) for machine in profiles])
+            return
+        rows = [
+            [
+                p.name,
+                p.description,
+                str(p.gpu.memory),
+                str(p.gpu.matmul_flops),
+                str(p.links.h2d.bandwidth),
+                str(p.host.memory),
+            ]
+            for p in profiles
+        ]
+        print_table("machines", ["machine", "", "device memory", "peak bf16", "H2D", "host memory"], rows, left=2)
+        return
+    chosen = machine_of(name, change)
+    if as_json:
+        print_json(machines.to_json(chosen))
+        return
+    rows = [list(row) for row in machines.listing(chosen)]
+    print_table(f"{chosen.name}: {chosen.description}", ["number", "value", "meaning", "source"], rows, left=4)
+
+
+def policies(
+    name: Annotated[str | None, typer.Argument(help="A policy's name or file; all if left out.")] = None,
+) -> None:
+    """List the policies, or explain one and its knobs."""
+    from megatrain.tables import print_table
+    from schedules import policies as known
+
+    if name is None:
+        rows = [[policy, known.summary(policy)] for policy in known.names()]
+        print_table("policies", ["policy", "what it does"], rows, left=2)
+        return
+    print(known.explain(name))
+
+
+def published(as_json: Json = False) -> None:
+    """Predict every published point from datasheets, nothing tuned, beside the published number."""
+    from analysis import published as points
+    from analysis import tables
+
+    with progress_bar() as progress:
+        progress.add_task("simulating", total=None, note="")
+        frame, phases = points.reproduce(), points.phases()
+    if as_json:
+        print_json({"points": tables.records(frame), "phases": tables.records(phases)})
+        return
+    tables.show(frame, tables.PUBLISHED, title="published points", note=tables.PUBLISHED_NOTE)
+    tables.show(phases, tables.PHASES, title="one step of MegaTrain 14B on MI355X, part by part")

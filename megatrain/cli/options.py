@@ -1,0 +1,83 @@
+"""The options that commands share, and what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from schedules.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from schedules.schedule import Schedule
+    from schedules.workload import MemoryBudget, Workload
+    from sim.hardware import HardwareProfile
+
+Target = Annotated[str, typer.Argument(help="A model's name, its config.json, or a schedule file.", show_default=False)]
+Policy = Annotated[str, typer.Option("--policy", "-p", help="A policy's name, or a file of your own.")]
+Hardware = Annotated[str, typer.Option("--hardware", "-H", help="A machine's name, or a profile file.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Change a number: host.memory=256GiB. Repeatable.")]
+Knob = Annotated[list[str] | None, typer.Option("--knob", "-k", help="Set a policy's knob: slots=3. Repeatable.")]
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch.")]
+Accumulation = Annotated[int, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step.")]
+Seq = Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")]
+Precision = Annotated[str, typer.Option("--precision", help="bf16, bf16_split, bf16_fp32 or fp32.")]
+Clip = Annotated[float | None, typer.Option("--clip", help="Clip gradients to this global norm.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def workload_of(batch: int, accumulation: int, seq: int, precision: str, clip: float | None) -> Workload:
+    from schedules.workload import Workload
+
+    try:
+        return Workload(
+            micro_batch_size=batch, accumulation=accumulation, seq_len=seq, precision=precision, grad_clip=clip
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
+    from sim.hardware import load, override
+
+    return override(load(hardware), changes or [])
+
+
+def is_schedule(target: str) -> bool:
+    path = Path(target)
+    if not path.is_file():
+        return False
+    with path.open(errors="replace") as file:
+        return '"format"' in file.read(200)
+
+
+def schedule_of(
+    target: str, policy: str, knobs: list[str] | None, workload: Workload, budget: MemoryBudget
+) -> Schedule:
+    """A schedule from its file, or built by a policy for a model."""
+    from schedules import codec, policies, presets
+
+    if is_schedule(target):
+        return codec.read(Path(target))
+    chosen = policies.parse_knobs(policy, knobs or [])
+    return policies.build(policy, presets.load(target), workload, budget, **chosen)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress

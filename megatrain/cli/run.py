@@ -1,0 +1,94 @@
+"""`megatrain run`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatrain.cli.options import (
+    Accumulation,
+    Batch,
+    Clip,
+    Json,
+    Knob,
+    Policy,
+    Precision,
+    Seq,
+    Target,
+    machine_of,
+    print_json,
+    progress_bar,
+    schedule_of,
+    workload_of,
+)
+from schedules.errors import Refused
+
+
+def run(
+    target: Target,
+    policy: Policy = "streamed",
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", "-H", help="A profile of this machine, to predict the run too.")
+    ] = None,
+    batch: Batch = 4,
+    accumulation: Accumulation = 1,
+    seq: Seq = 256,
+    precision: Precision = "fp32",
+    clip: Clip = None,
+    knob: Knob = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 20,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of the initial weights and the order of the data.")] = 0,
+    expect: Annotated[str | None, typer.Option(help="Refuse any schedule whose digest does not begin so.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
+    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Verify a schedule and train by it, on this machine, on Python's own source files."""
+    from schedules.verify import verify
+    from schedules.workload import MemoryBudget
+    from sim.prediction import memory_of, predict
+
+    profile = machine_of(hardware, None) if hardware else None
+    budget = memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34)
+    schedule = schedule_of(target, policy, knob, workload_of(batch, accumulation, seq, precision, clip), budget)
+    if expect is not None and not schedule.digest.startswith(expect):
+        raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
+    verified = verify(schedule)
+
+    from megatrain.session import train
+
+    with progress_bar() as progress:
+        task = progress.add_task(f"training {schedule.policy}", total=steps, note="")
+        result = train(
+            verified,
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            debug=debug,
+            backend=backend,
+            on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
+        )
+    if trace is not None:
+        result.trace.save(trace)
+    record: dict[str, Any] = {**schedule.describe(), "losses": result.losses, "machine": result.trace.machine}
+    if steps > 2:
+        record["measured_step_s"] = statistics.median(result.trace.step_ns()) / 1e9
+        record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
+    if profile is not None:
+        from sim.prediction import predict
+
+        record["predicted_step_s"] = predict(schedule, profile, budget).period_ns / 1e9
+    if as_json:
+        print_json(record)
+        return
+    print(f"{schedule.label}, digest {schedule.short_digest}: loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
+    if "measured_step_s" in record:
+        rate = record["measured_tokens_per_s"]
+        print(f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s")
+    if "predicted_step_s" in record:
+        print(f"predicted {record['predicted_step_s'] * 1e3:,.1f} ms a step")
