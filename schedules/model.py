@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from schedules.hf_config import ARCHITECTURES, ModelError, read_config
@@ -167,16 +168,20 @@ class ModelSpec:
 
     def layer_name(self, i: int) -> str:
         """'embed', 'head', or the block's number. Raises ModelError when there is no layer i."""
+        if 0 <= i < self.num_hidden_layers:
+            return str(i)
         if i not in self.layers:
             raise ModelError(f"{self.name} has no layer {i}; its layers are {self.embed} to {self.head}")
-        return "embed" if i == self.embed else "head" if i == self.head else str(i)
+        return "embed" if i == self.embed else "head"
 
     def layer_index(self, name: str) -> int:
         """The inverse of `layer_name`. Raises ModelError when no layer has that name."""
-        for i in self.layers:
-            if self.layer_name(i) == name:
-                return i
-        raise ModelError(f"{self.name} has no layer {name!r}; it has embed, 0 to {self.head - 1}, and head")
+        i = {"embed": self.embed, "head": self.head}.get(name)
+        if i is None and name.isdecimal() and (i := int(name)) not in self.blocks:
+            i = None
+        if i is None or self.layer_name(i) != name:
+            raise ModelError(f"{self.name} has no layer {name!r}; it has embed, 0 to {self.head - 1}, and head")
+        return i
 
     def window(self, i: int) -> int | None:
         """How many keys, its own included, a token of block i may attend to; None for all before it."""
@@ -260,7 +265,14 @@ class ModelSpec:
 
     def params(self, i: int) -> int:
         """Parameters of layer i."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes(i).values())
+        if i not in self._params:
+            self._params[i] = sum(math.prod(shape) for shape in self.parameter_shapes(i).values())
+        return self._params[i]
+
+    @cached_property
+    def _params(self) -> dict[int, int]:
+        """Those counted so far: schedules ask for them once per op."""
+        return {}
 
     def active_params(self, i: int) -> int:
         """Parameters of layer i that one token uses: all of them but the experts it is not routed to."""

@@ -41,6 +41,7 @@ class Program:
         self._names: dict[str, int] = {}
         self._tiers: dict[str, Tier] = {}
         self._sizes: dict[str, int] = {}
+        self._nbytes: dict[str, int] = {}  # of tensors asked for so far
         self._homes: dict[str, str] = {}
         self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
         self._activations = Activations(self.buffer, self.nbytes)
@@ -73,7 +74,9 @@ class Program:
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""
-        return tensor_bytes(tensor, self.model, self.workload)
+        if tensor not in self._nbytes:
+            self._nbytes[tensor] = tensor_bytes(tensor, self.model, self.workload)
+        return self._nbytes[tensor]
 
     def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
         """Declare a buffer; its size follows from what is put into it."""
@@ -373,8 +376,8 @@ class Program:
         ]
         reads = [grad, *own, *([] if scaled else self._clip())]
         self._update(f"U.{self.model.layer_name(i)}", Phase.ADAM, i, stream, reads, own)
-        target = own[1][0]
-        for buffer in [b for b, held in self._holds.items() if held == self.weight(i) and b != target]:
+        target, weight = own[1]
+        for buffer in [b for b, held in self._holds.items() if held == weight and b != target]:
             self.discard(buffer)
         self.discard(grad[0])
 

@@ -23,12 +23,14 @@ class Kept:
     """What blocks keep for their backward, and where. A block in neither of the first two runs forward again.
 
     on_device: all activations stay. on_host: they go to the host and come back. inputs: the block's input
-    goes to the host and comes back, whatever else the block keeps.
+    goes to the host and comes back, whatever else the block keeps. slack: how many visits of a block lie between
+    its own and the moment its buffer is needed again, or filled again.
     """
 
     on_device: Collection[int] = ()
     on_host: Collection[int] = ()
     inputs: Collection[int] = ()
+    slack: int = 1
 
     def travels(self, p: Program, i: int, m: int) -> list[str]:
         """The tensors of block i, micro-batch m, that go to the host and come back."""
@@ -39,30 +41,36 @@ class Kept:
 class Travel:
     """Activations on their way to the host and back, each beside the computation that follows or precedes.
 
-    What one forward leaves behind goes once the next forward has buffers of its own; what a backward needs
-    comes while the one before it runs. `returns` is what each backward needs back, in their order.
+    What one forward leaves behind goes once the next `slack` forwards have buffers of their own; what a backward
+    needs comes while the `slack` before it run. `returns` is what each backward needs back, in their order.
     """
 
-    def __init__(self, p: Program, returns: Iterable[Sequence[str]]) -> None:
-        self._program = p
+    def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int) -> None:
+        self._program, self._slack = p, slack
         self._returns = deque(returns)
-        self._leaving: Sequence[str] = ()
+        self._leaving: deque[Sequence[str]] = deque()
 
     def leave(self, tensors: Sequence[str]) -> None:
         """A forward has run, and leaves these behind."""
-        for tensor in self._leaving:
-            self._program.evict(tensor)
-        self._leaving = tensors
+        self._leaving.append(tensors)
+        if len(self._leaving) > self._slack:
+            self._go()
 
     def turn(self) -> None:
         """The last forward has run; the first backward comes."""
-        self.leave(())
-        self.come()
+        while self._leaving:
+            self._go()
+        for _ in range(self._slack):
+            self.come()
 
     def come(self) -> None:
-        """A backward is about to run: bring back what the next one needs."""
+        """A backward is about to run: bring back what one of the next needs."""
         for tensor in self._returns.popleft() if self._returns else ():
             self._program.restore(tensor)
+
+    def _go(self) -> None:
+        for tensor in self._leaving.popleft():
+            self._program.evict(tensor)
 
 
 def sweep(
@@ -76,7 +84,7 @@ def sweep(
     """
     model = p.model
     visits = [(i, m) for i in reversed(model.blocks) for m in group]
-    travel = Travel(p, [kept.travels(p, i, m) for i, m in visits])
+    travel = Travel(p, [kept.travels(p, i, m) for i, m in visits], slack=kept.slack)
     table = weights(model.embed)
     for m in group:
         p.forward(model.embed, m, weights=table)

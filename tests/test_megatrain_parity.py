@@ -38,6 +38,9 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, resident=2": {"resident": 2},
     "streamed, order=microbatches": {"order": "microbatches"},
     "streamed, keep=1, offload=1": {"keep": 1, "offload": 1},
+    "streamed, offload=2, inputs=2, slack=2": {"keep": 0, "offload": 2, "inputs": 2, "slack": 2},
+    "streamed, through=2, resident=1": {"through": 2, "resident": 1},
+    "streamed, nvme=2, through=1": {"nvme": 2, "through": 1},
     "zero3_offload, overlap_comm=False": {"overlap_comm": False},
     "zero3_offload, prefetch=2, unpinned": {"prefetch": 2, "pin_memory": False, "max_live": 1},
     "zero_infinity, everything": {

@@ -73,14 +73,14 @@ def home_bytes_per_param(schedule: Schedule, tier: Tier) -> float:
     return sum(b.nbytes for b in homes) / sum(schedule.model.params(i) for i in schedule.model.layers)
 
 
-def moved(schedule: Schedule, source: Tier, target: Tier, letter: str) -> Counter[str]:
+def moved(schedule: Schedule, source: Tier, target: Tier, *letters: str) -> Counter[str]:
     """Tensor -> how often it is copied between two tiers."""
     tier = {buffer.name: buffer.tier for buffer in schedule.buffers}
     return Counter(
         op.reads[0].tensor
         for op in schedule.ops
         if op.phase == Phase.COPY
-        and op.reads[0].tensor.startswith(f"{letter}.")
+        and op.reads[0].tensor.partition(".")[0] in letters
         and (tier[op.reads[0].buffer], tier[op.writes[0].buffer]) == (source, target)
     )
 
@@ -204,11 +204,15 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "offload": st.integers(0, 7),
             "defer": st.integers(0, 7),
             "resident": st.integers(0, 9),
+            "inputs": st.integers(0, 7),
+            "slack": st.integers(1, 4),
+            "through": st.integers(0, 7),
+            "nvme": st.integers(0, 7),
             "order": st.sampled_from(["layers", "microbatches"]),
         }
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_streamed_is_safe_with_any_knobs(
     layers: int, accumulation: int, tied: bool, clip: float | None, knobs: dict[str, Knob]
 ) -> None:
@@ -216,6 +220,27 @@ def test_streamed_is_safe_with_any_knobs(
     schedule = policies.build("streamed", model, step, ROOM, **knobs)
     verify(schedule)
     assert schedule.knobs == knobs
+
+
+def test_streamed_updates_on_the_device_what_passes_through() -> None:
+    schedule = policies.build("streamed", TINY, workload(accumulation=2), ROOM, through=2)
+    updates = {op.layer: op.stream for op in schedule.ops if op.phase == Phase.ADAM}
+    through = {layer for layer, stream in updates.items() if stream == Stream.COMPUTE}
+    assert len(through) == 2
+    moved_down = moved(schedule, Tier.DEVICE, Tier.HOST, "o", "w", "g")
+    for layer in through:  # state and weights go back, the gradient never leaves
+        assert moved_down[f"o.{layer}"] == moved_down[f"w.{layer}"] == 1
+        assert f"g.{layer}" not in moved_down
+
+
+def test_streamed_brings_activations_back_with_the_slack_asked_for() -> None:
+    def lead(slack: int) -> int:
+        schedule = policies.build("streamed", blocks(8), workload(), ROOM, keep=0, offload=8, slack=slack)
+        backwards = [op.name for op in schedule.ops if op.phase == Phase.BACKWARD and op.layer in range(8)]
+        back = place(schedule, "P.s.2.0")
+        return sum(back < place(schedule, name) < place(schedule, "B.2.0") for name in backwards)
+
+    assert [lead(slack) for slack in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_streamed_loads_first_what_the_step_before_updates_first() -> None:

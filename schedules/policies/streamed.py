@@ -4,16 +4,17 @@ What it does. Weights arrive through a ring of device slots while other layers c
 micro-batches before the next one comes, so that weights and gradients cross the link once per step and not
 once per micro-batch (the vertical order of GreedySnake, arXiv 2512.17570); order=microbatches is the usual
 order, for comparison. A gradient leaves as soon as it is whole, and its update runs on the CPU beside the
-rest of the backward. The last `keep` blocks keep their activations; of the others, `offload`, evenly spread, send
-theirs to the host and get them back; what is left keeps its input and runs forward again just before its
-backward. Nothing waits for a whole step to end: the next forward starts as
-soon as its first layers are updated.
+rest of the backward. The last `keep` blocks keep their activations, but for `offload` blocks, evenly spread,
+which send theirs to the host and get them back, `slack` visits ahead; what is left keeps its input and runs
+forward again just before its backward. Nothing waits for a whole step to end: the next forward starts as soon as
+its first layers are updated.
 
 Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer state 8, and a gradient, 2, for
 the layers whose update must wait; slabs serve the others. Device: the slots, and of embedding and head a copy
 of the weights, 2, and the gradients. With resident=n the first n layers, counted from the embedding, live on
 the device with gradient and state, 12, and are updated there: the next forward runs on them while the CPU
-still updates.
+still updates. With through=n that many blocks are updated on the device as well, and only their state, 8, passes
+through it: this pays where the CPU is slow and a step is long. With nvme=n the state of n blocks lives on a drive.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -25,13 +26,12 @@ Exact in its training; nothing is approximated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from schedules.model import ModelSpec
-from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Kept, Window, land, spread, sweep
+from schedules.streaming import StreamedStep
+from schedules.sweep import Kept, spread
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -45,8 +45,12 @@ def policy(
     slabs: int = 4,
     keep: int | None = None,
     offload: int = 0,
+    inputs: int = 0,
+    slack: int = 1,
     defer: int = 0,
     resident: int = 0,
+    through: int = 0,
+    nvme: int = 0,
     order: Literal["layers", "microbatches"] = "layers",
 ) -> Program:
     """Build the step.
@@ -57,16 +61,30 @@ def policy(
         slabs: host buffers in which gradients wait for the optimizer.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
         offload: how many of the other blocks' activations go to the host and come back for the backward.
+        inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
+            do not fit the device together.
+        slack: how many visits ahead of their need activations come back, and after their making they leave.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
+        through: how many of the other blocks are updated on the device while their weights and gradient are there,
+            their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
+        nvme: how many of the streamed blocks have their optimizer state on NVMe.
         order: all micro-batches of a layer, or all layers of a micro-batch.
     """
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
 
     def build(keep: int) -> Program:
-        turn = max(model.head - keep, 0)
-        kept = Kept(on_device=model.blocks[turn:], on_host=spread(model.blocks[:turn], offload))
-        step = _Step(model, workload, slots, grad_slots, slabs, defer, resident, visits=len(groups))
+        away = spread(model.blocks, offload)
+        others = [i for i in model.blocks if i not in away]
+        kept = Kept(
+            on_device=others[max(len(others) - keep, 0) :],
+            on_host=away,
+            inputs=spread(model.blocks, inputs),
+            slack=slack,
+        )
+        step = StreamedStep(
+            model, workload, slots, grad_slots, slabs, defer, resident, through, nvme, visits=len(groups)
+        )
         step.load_first()
         for group in groups:
             step.run(group, kept, first=group is groups[0], last=group is groups[-1])
@@ -75,94 +93,9 @@ def policy(
                 step.update(i)
         return step.program
 
-    return build(build(0).blocks_that_fit(memory, copies=len(groups[0])) if keep is None else keep)
-
-
-class _Step:
-    """The step under construction: its rings, and where each layer's weights and gradient are."""
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        workload: Workload,
-        slots: int,
-        grad_slots: int,
-        slabs: int,
-        defer: int,
-        resident: int,
-        visits: int,
-    ) -> None:
-        self.program = p = Program(model, workload)
-        self.clip = workload.grad_clip is not None
-        self.resident = model.layers[:resident]
-        p.keep_on_device(*(t for i in self.resident for t in (p.weight(i), p.grad(i), p.state(i))))
-        self.ring = p.slots("weight", slots)
-        self.grads = p.slots("grad", grad_slots)
-        self.slabs = p.slots("slab", slabs, Tier.HOST)
-        # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
-        ends = [i for i in (model.embed, model.head) if i not in self.resident]
-        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in ends}
-        # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
-        shared = visits == 1 and not model.tie_word_embeddings
-        self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in ends}
-
-        self.streamed = [i for i in model.blocks if i not in self.resident]
-        self.ahead = self.streamed[:slots]
-        self.window = Window(
-            [*self.streamed, *reversed(self.streamed)] * visits,
-            ahead=len(self.ahead),
-            fetch=lambda i: p.load(p.weight(i), self.ring),
-        )
-        # updated after everything has landed, first layer first (its gradient lands before the embedding's)
-        self.late = set(model.layers) if self.clip else spread(self.streamed, defer)
-        landing = [model.head, *reversed(model.blocks), model.embed]
-        first = self.streamed[:1]
-        self.order = [i for i in landing if i not in self.late]
-        self.order += sorted(self.late, key=lambda i: (i not in first, i))
-
-    def load_first(self) -> None:
-        """Load what the forward begins with in the order in which the step before updates it.
-
-        A queue is first in, first out: so nothing stands in it behind weights that are not ready.
-        """
-        p = self.program
-        for i in self.order:
-            if i in self.ahead:
-                p.load(p.weight(i), self.ring)
-            elif i in self.copy and (i not in self.late or i == p.model.embed):
-                p.prefetch(p.weight(i), into=self.copy[i])
-
-    def run(self, group: Sequence[int], kept: Kept, *, first: bool, last: bool) -> None:
-        """Forward and backward of a group of micro-batches, the `first` or `last` of the step or both."""
-        p, head = self.program, self.program.model.head
-
-        def weights(i: int) -> str | None:
-            if i in self.resident:
-                return None
-            if i == head and first and head in self.late:
-                p.prefetch(p.weight(head), into=self.copy[head])
-            return self.copy[i] if i in self.copy else self.window.weights(i)
-
-        def grad(i: int) -> str | None:
-            if i in self.resident:
-                return None
-            return self.own[i] if i in self.own else self.grads.next()
-
-        def done(i: int, buffer: str) -> None:
-            streamed = i in self.streamed
-            if not streamed and not last:
-                return  # the sum stays on the device
-            where = (buffer, p.grad(i))
-            if i not in self.resident:
-                held = i in self.late or not streamed
-                where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
-            elif self.clip:
-                p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
-            if last and i not in self.late:
-                self.update(i, where)
-
-        sweep(p, group, weights=weights, grad=grad, done=done, kept=kept)
-
-    def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
-        """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
-        self.program.update(i, grad=grad, stream=Stream.COMPUTE if i in self.resident else Stream.CPU)
+    if keep is not None:
+        return build(keep)
+    program = build(most := build(0).blocks_that_fit(memory, copies=len(groups[0])))
+    while most and program.device_bytes() > memory.device_bytes:  # more blocks in flight than `build(0)` had
+        program = build(most := most - 1)
+    return program

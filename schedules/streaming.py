@@ -1,0 +1,141 @@
+"""The step in which layers stream through the device: its rings, and where each layer's weights and gradient are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedules.model import ModelSpec
+from schedules.op import Stream, Tier
+from schedules.program import Program
+from schedules.sweep import Kept, Window, land, spread, sweep
+from schedules.workload import Workload
+
+
+class StreamedStep:
+    """The step under construction. The arguments are the knobs of the policy `streamed`."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        slots: int,
+        grad_slots: int,
+        slabs: int,
+        defer: int,
+        resident: int,
+        through: int,
+        nvme: int,
+        visits: int,
+    ) -> None:
+        self.program = p = Program(model, workload)
+        self.clip = workload.grad_clip is not None
+        self.resident = model.layers[:resident]
+        p.keep_on_device(*(t for i in self.resident for t in (p.weight(i), p.grad(i), p.state(i))))
+        self.ring = p.slots("weight", slots)
+        self.grads = p.slots("grad", grad_slots)
+        self.slabs = p.slots("slab", slabs, Tier.HOST)
+        # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
+        ends = [i for i in (model.embed, model.head) if i not in self.resident]
+        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in ends}
+        # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
+        shared = visits == 1 and not model.tie_word_embeddings
+        self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in ends}
+
+        self.streamed = [i for i in model.blocks if i not in self.resident]
+        self.ahead = self.streamed[:slots]
+        self.window = Window(
+            [*self.streamed, *reversed(self.streamed)] * visits,
+            ahead=len(self.ahead),
+            fetch=lambda i: p.load(p.weight(i), self.ring),
+        )
+        # blocks updated on the device while their weights and gradient are still there, the state passing through
+        whole = visits == 1 and not self.clip
+        self.through = spread(self.streamed, through) if whole else set()
+        self.states = p.slots("state", 2) if self.through else None
+        # blocks whose state comes from a drive and goes back there
+        self.on_nvme = spread(self.streamed, nvme)
+        p.keep_on_nvme(*(p.state(i) for i in sorted(self.on_nvme)))
+        self.passing = p.slots("update.state", 2, Tier.HOST) if self.on_nvme else None
+        self.slot = ""  # of the block that ran last
+        # updated after everything has landed, first layer first (its gradient lands before the embedding's)
+        others = [i for i in self.streamed if i not in self.through]
+        self.late = set(model.layers) if self.clip else spread(others, defer)
+        landing = [model.head, *reversed(model.blocks), model.embed]
+        first = self.streamed[:1]
+        self.order = [i for i in landing if i not in self.late]
+        self.order += sorted(self.late, key=lambda i: (i not in first, i))
+
+    def load_first(self) -> None:
+        """Load what the forward begins with in the order in which the step before updates it.
+
+        A queue is first in, first out: so nothing stands in it behind weights that are not ready.
+        """
+        p = self.program
+        for i in self.order:
+            if i in self.ahead:
+                p.load(p.weight(i), self.ring)
+            elif i in self.copy and (i not in self.late or i == p.model.embed):
+                p.prefetch(p.weight(i), into=self.copy[i])
+
+    def run(self, group: Sequence[int], kept: Kept, *, first: bool, last: bool) -> None:
+        """Forward and backward of a group of micro-batches, the `first` or `last` of the step or both."""
+        p, head = self.program, self.program.model.head
+
+        def weights(i: int) -> str | None:
+            if i in self.resident:
+                return None
+            if i == head and first and head in self.late:
+                p.prefetch(p.weight(head), into=self.copy[head])
+            if i in self.copy:
+                return self.copy[i]
+            self.slot = self.window.weights(i)
+            return self.slot
+
+        def grad(i: int) -> str | None:
+            if i in self.resident:
+                return None
+            return self.own[i] if i in self.own else self.grads.next()
+
+        def done(i: int, buffer: str) -> None:
+            streamed = i in self.streamed
+            if not streamed and not last:
+                return  # the sum stays on the device
+            where = (buffer, p.grad(i))
+            if i in self.through:
+                self.pass_through(i, where)
+                return
+            if i not in self.resident:
+                held = i in self.late or not streamed
+                where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
+            elif self.clip:
+                p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
+            if last and i not in self.late:
+                self.update(i, where)
+
+        sweep(p, group, weights=weights, grad=grad, done=done, kept=kept)
+
+    def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
+        """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
+        p = self.program
+        if i in self.on_nvme and self.passing is not None:
+            state = p.prefetch(p.state(i), into=self.passing.next(), stream=Stream.NVME_READ)
+            p.update(i, grad=grad, state=state)
+            p.offload(p.state(i), out_of=state, stream=Stream.NVME_WRITE)
+        else:
+            p.update(i, grad=grad, stream=Stream.COMPUTE if i in self.resident else Stream.CPU)
+
+    def pass_through(self, i: int, grad: tuple[str, str]) -> None:
+        """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
+        p = self.program
+        weights, source = self.slot, None
+        assert self.states is not None and p.holds(weights) == p.weight(i), "the backward has just read the weights"
+        if i in self.on_nvme and self.passing is not None:
+            source = p.prefetch(p.state(i), into=self.passing.next(), stream=Stream.NVME_READ)
+        state = p.prefetch(p.state(i), into=self.states.next(), out_of=source)
+        p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE)
+        p.offload(p.weight(i), out_of=weights)
+        if source is None:
+            p.offload(p.state(i), out_of=state)
+        else:
+            p.offload(p.state(i), out_of=state, into=source)
+            p.offload(p.state(i), out_of=source, stream=Stream.NVME_WRITE)
