@@ -131,6 +131,25 @@ PHASES = (
     Column(heading="predicted", cell=_seconds("predicted_s")),
 )
 
+TRACE_TOTALS = (
+    Column(heading="stream", cell=_text("stream"), number=False),
+    Column(heading="class of op", cell=_text("class"), number=False),
+    Column(heading="ops", cell=_number("ops", ",.0f")),
+    Column(heading="first", cell=_seconds("first_s")),
+    Column(heading="second", cell=_seconds("second_s")),
+    Column(heading="difference", cell=_number("difference_s", "+,.4g", 1e3, " ms")),
+)
+TRACE_MOVES = (
+    Column(heading="stream", cell=_text("stream"), number=False),
+    Column(heading="class of op", cell=_text("class"), number=False),
+    Column(heading="step becomes", cell=_seconds("step_s")),
+    Column(heading="moves the step by", cell=_number("moves_s", "+,.4g", 1e3, " ms")),
+)
+TRACE_MOVES_NOTE = (
+    "The first run replayed with the times of one class of op as in the second. What lasted longer and moves nothing "
+    "was hidden; what only moves the step together with another stands under all of it."
+)
+
 
 def records(frame: pd.DataFrame) -> list[Record]:
     """Rows for programs: plain Python values, None for what is not a number."""

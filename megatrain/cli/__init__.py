@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from megatrain.cli import compare, demo, lists, profile, run, simulate
+from megatrain.cli import compare, demo, diff, lists, profile, run, simulate
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ COMMANDS = (
     simulate.verify,
     compare.compare,
     run.run,
+    diff.diff,
     profile.profile,
     lists.models,
     lists.hardware,

@@ -1,0 +1,367 @@
+"""Where two runs of one schedule part: op by op, stream by stream, and which of it moves the step.
+
+Two steady steps are laid side by side, of each run the one whose length is the median. A stream's step is made of
+its ops and of the idle time before each, so a stream's difference is the sum of the differences listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.palette import op_class
+from schedules.op import Op, Phase, Stream
+from schedules.schedule import Schedule
+from schedules.trace import ISSUE, Ints, Trace, TraceError
+from sim.cost import D2H, GPU, H2D, demands
+from sim.hardware import HardwareProfile
+from sim.longest_path import periods
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occurrence:
+    """One op in the step looked at: ns from the step's beginning, which is the end of the step before.
+
+    `idle_ns` is how long its stream had nothing to do before it; `released_by` is the op whose end let it start,
+    None where the host had only then issued it.
+    """
+
+    start_ns: int
+    end_ns: int
+    idle_ns: int
+    released_by: Op | None
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """One op in both runs. `beside` ran beside it in the second run, on a resource that both use, for `beside_ns`
+    longer than in the first; None where nothing did."""
+
+    op: Op
+    first: Occurrence
+    second: Occurrence
+    beside: Op | None
+    beside_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """How much longer the op ran in the second run."""
+        return self.second.duration_ns - self.first.duration_ns
+
+    @property
+    def idle_ns(self) -> int:
+        """How much longer its stream had stood idle before it."""
+        return self.second.idle_ns - self.first.idle_ns
+
+    @property
+    def delay_ns(self) -> int:
+        """How much later in the step it started, whatever made it late."""
+        return self.second.start_ns - self.first.start_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """Two runs side by side. `steps_ns` are the lengths of the two steps looked at."""
+
+    schedule: Schedule
+    names: tuple[str, str]
+    steps_ns: tuple[int, int]
+    partings: tuple[Parting, ...]  # in program order
+
+
+def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfile) -> Diff:
+    """Lay two runs of a schedule side by side. `profile` only says which ops use a resource in common.
+
+    Raises:
+        TraceError: a trace is of another schedule, or does not hold whole steps.
+    """
+    for trace in (first, second):
+        trace.check(schedule)
+        if not len(trace) or len(trace) != trace.steps * len(schedule.ops):
+            raise TraceError("a trace to be compared must hold whole steps, each of all ops")
+    steps = (typical_step(first), typical_step(second))
+    runs = [_occurrences(schedule, trace, step) for trace, step in zip((first, second), steps, strict=True)]
+    using = _resources(schedule, profile)
+    partings = [
+        Parting(op=op, first=runs[0][i], second=runs[1][i], beside=beside, beside_ns=beside_ns)
+        for i, (op, (beside, beside_ns)) in enumerate(zip(schedule.ops, _besides(schedule, runs, using), strict=True))
+    ]
+    lengths = [_bounds(trace, step) for trace, step in zip((first, second), steps, strict=True)]
+    return Diff(
+        schedule=schedule,
+        names=(f"{first.source} on {first.machine}", f"{second.source} on {second.machine}"),
+        steps_ns=(lengths[0][1] - lengths[0][0], lengths[1][1] - lengths[1][0]),
+        partings=tuple(partings),
+    )
+
+
+def typical_step(trace: Trace) -> int:
+    """The step of median length; of three steps or more neither the first nor the last, where nothing repeats."""
+    lengths = np.diff(np.maximum.accumulate(trace.step_end_ns), prepend=0)
+    kept = range(1, trace.steps - 1) if trace.steps > 2 else range(trace.steps - 1, trace.steps)
+    return sorted(kept, key=lambda step: int(lengths[step]))[(len(kept) - 1) // 2]
+
+
+def _bounds(trace: Trace, step: int) -> tuple[int, int]:
+    ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
+    return ends[step], ends[step + 1]
+
+
+def _occurrences(schedule: Schedule, trace: Trace, step: int) -> list[Occurrence]:
+    """Of each op, in program order, what it did in that step."""
+    count, begin = len(schedule.ops), _bounds(trace, step)[0]
+    rows = {(int(s), int(op)): row for row, (s, op) in enumerate(zip(trace.step, trace.op, strict=True))}
+    before: dict[int, tuple[int, int]] = {}  # op -> the op in front of it on its stream: (steps back, op)
+    for ops in schedule.streams.values():
+        places = [schedule.index[op.name] for op in ops]
+        for at, place in enumerate(places):
+            before[place] = (0, places[at - 1]) if at else (1, places[-1])
+    found = []
+    for op in range(count):
+        row = rows[step, op]
+        back, other = before[op]
+        free = int(trace.end_ns[rows[step - back, other]]) if step >= back else 0
+        on = int(trace.waited_on[row])
+        start, end = int(trace.start_ns[row]), int(trace.end_ns[row])
+        found.append(
+            Occurrence(
+                start_ns=start - begin,
+                end_ns=end - begin,
+                idle_ns=start - free,
+                released_by=None if on == ISSUE else schedule.ops[int(trace.op[on])],
+            )
+        )
+    return found
+
+
+# ---- what ran beside an op
+
+
+def _resources(schedule: Schedule, profile: HardwareProfile) -> list[frozenset[str]]:
+    """Per op, what it competes for. GPU work is also slowed by whatever crosses the link."""
+    used = [frozenset(demand.usage) for demand in demands(schedule, profile)]
+    return [names | {H2D, D2H} if GPU in names else names for names in used]
+
+
+def _besides(
+    schedule: Schedule, runs: Sequence[Sequence[Occurrence]], using: Sequence[frozenset[str]]
+) -> list[tuple[Op | None, int]]:
+    """Per op, the one that ran beside it for the longest more in the second run than in the first: (op, ns more)."""
+    spans = [(np.array([o.start_ns for o in run]), np.array([o.end_ns for o in run])) for run in runs]
+    rivals: dict[tuple[Stream, frozenset[str]], NDArray[np.bool_]] = {}
+    found: list[tuple[Op | None, int]] = []
+    for i, op in enumerate(schedule.ops):
+        key = op.stream, using[i]
+        if key not in rivals:
+            rivals[key] = np.array([_slows(other, using[j], *key) for j, other in enumerate(schedule.ops)])
+        together = [np.clip(np.minimum(end, end[i]) - np.maximum(start, start[i]), 0, None) for start, end in spans]
+        more = np.where(rivals[key], together[1] - together[0], 0)
+        j = int(more.argmax())
+        found.append((schedule.ops[j], int(more[j])) if more[j] > 0 else (None, 0))
+    return found
+
+
+def _slows(other: Op, used: frozenset[str], stream: Stream, using: frozenset[str]) -> bool:
+    """Whether an op that uses `used` takes something from one of `stream` that uses `using`."""
+    if other.stream == stream or (GPU in used and GPU not in using):  # the GPU's work does not slow copies
+        return False
+    return bool(used & using)
+
+
+# ---- what it comes to
+
+
+def totals(found: Diff) -> pd.DataFrame:
+    """Per stream and class of op: how often, ns in each run, the difference; idle time as a class of its own."""
+    import pandas as pd
+
+    sums: dict[tuple[str, str], list[int]] = {}
+    for parting in found.partings:
+        stream = str(parting.op.stream)
+        for cls, first, second in (
+            (op_class(parting.op), parting.first.duration_ns, parting.second.duration_ns),
+            ("idle", parting.first.idle_ns, parting.second.idle_ns),
+        ):
+            row = sums.setdefault((stream, cls), [0, 0, 0])
+            row[0] += 1
+            row[1] += first
+            row[2] += second
+    order = [str(stream) for stream in Stream]
+    rows = [
+        {
+            "stream": stream,
+            "class": cls,
+            "ops": count,
+            "first_s": first / 1e9,
+            "second_s": second / 1e9,
+            "difference_s": (second - first) / 1e9,
+        }
+        for (stream, cls), (count, first, second) in sorted(
+            sums.items(), key=lambda item: (order.index(item[0][0]), item[0][1] == "idle")
+        )
+    ]
+    return pd.DataFrame(rows)
+
+
+def criticality(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame:
+    """Which differences move the step: the first run replayed with one class of op lasting as in the second.
+
+    Replayed are the schedule's waits and streams, and the durations and issue costs seen in the typical step of
+    each run, through `sim.longest_path`. Rows, largest move first: every (stream, class) whose durations differ,
+    the host's issue, and all of it at once, which also counts what moves the step only together.
+    """
+    import pandas as pd
+
+    ops = schedule.ops
+    work = [_durations(schedule, trace) for trace in (first, second)]
+    issue = [_issue_costs(schedule, trace) for trace in (first, second)]
+    classes = [(str(op.stream), op_class(op)) for op in ops]
+    changed = [c for c in dict.fromkeys(classes) if any(work[0][i] != work[1][i] for i in _of(classes, c))]
+    labels = [("", "none"), *changed, ("host", "issue"), ("", "all of it")]
+    durations = np.tile(work[0], (len(labels), 1))
+    issues = np.tile(issue[0], (len(labels), 1))
+    for row, cls in enumerate(changed, start=1):
+        places = _of(classes, cls)
+        durations[row, places] = work[1][places]
+    durations[-1], issues[-1], issues[-2] = work[1], issue[1], issue[1]
+    found = periods(schedule, durations, issues)
+    rows = [
+        {"stream": stream, "class": cls, "step_s": found[row] / 1e9, "moves_s": (found[row] - found[0]) / 1e9}
+        for row, (stream, cls) in enumerate(labels)
+    ]
+    middle = sorted(rows[1:-1], key=lambda row: -abs(row["moves_s"]))
+    return pd.DataFrame([*middle, rows[-1]])
+
+
+def _of(classes: Sequence[tuple[str, str]], wanted: tuple[str, str]) -> list[int]:
+    return [i for i, cls in enumerate(classes) if cls == wanted]
+
+
+def _durations(schedule: Schedule, trace: Trace) -> Ints:
+    return np.array([o.duration_ns for o in _occurrences(schedule, trace, typical_step(trace))], dtype=np.int64)
+
+
+def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
+    """Ns that the host took to issue each op, from when it was free to: the last op issued, or waited for."""
+    begin = typical_step(trace) * len(schedule.ops)
+    costs = np.zeros(len(schedule.ops), dtype=np.int64)
+    for i in range(len(schedule.ops)):
+        row, before = begin + i, schedule.ops[i - 1]
+        free = 0
+        if row:
+            waited = before.blocking or before.stream == Stream.HOST
+            free = int(trace.end_ns[row - 1] if waited else trace.issue_ns[row - 1])
+        costs[i] = max(0, int(trace.issue_ns[row]) - free)
+    return costs
+
+
+# ---- in words
+
+_VERBS = {
+    Phase.EMBED: "embedding",
+    Phase.LOSS: "loss",
+    Phase.ADAM: "update",
+    Phase.ACCUMULATE: "gradient addition",
+    Phase.NORM: "gradient norm",
+    Phase.SYNC: "host's wait",
+}
+
+
+def name_of(schedule: Schedule, op: Op) -> str:
+    """An op for people: "D2H of layer 12", "the update of layer 11, micro-batch 1"."""
+    verb = str(op.stream).upper() if op.phase == Phase.COPY else _VERBS.get(op.phase, str(op.phase))
+    parts = [verb.replace("_", " ")]
+    if op.layer is not None and op.phase not in (Phase.EMBED, Phase.LOSS):
+        ends = {schedule.model.embed: "of the embedding", schedule.model.head: "of the head"}
+        parts.append(ends.get(op.layer, f"of layer {op.layer}"))
+    elif op.layer is None:
+        parts.append(f"({op.name})")
+    if op.microbatch is not None and schedule.workload.accumulation > 1:
+        parts.append(f"(micro-batch {op.microbatch})")
+    return " ".join(parts)
+
+
+def sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:
+    """(ns more, sentence) of the ops that lasted longer or shorter, largest first."""
+    changed = sorted((p for p in found.partings if p.duration_ns), key=lambda p: -abs(p.duration_ns))
+    return [(p.duration_ns, _lasted(found, p)) for p in changed[:at_most]]
+
+
+def idle_sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:
+    """(ns more, sentence) where a stream stood idle longer or shorter, and what it waited for; largest first."""
+    changed = sorted((p for p in found.partings if p.idle_ns), key=lambda p: -abs(p.idle_ns))
+    return [(p.idle_ns, _stood(found, p)) for p in changed[:at_most]]
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms"
+
+
+def _lasted(found: Diff, parting: Parting) -> str:
+    op, name = parting.op, name_of(found.schedule, parting.op)
+    first, second = parting.first.duration_ns, parting.second.duration_ns
+    if op.phase == Phase.COPY and first and second:
+        text = f"{name} ran at {op.nbytes / second:.3g} GB/s, the first run says {op.nbytes / first:.3g}"
+    else:
+        text = f"{name} took {_ms(second)}, the first run says {_ms(first)}"
+    if parting.duration_ns > 0 and parting.beside is not None:
+        whole = parting.beside_ns >= second
+        text += f"; {name_of(found.schedule, parting.beside)} was running"
+        text += "" if whole else f" for {_ms(parting.beside_ns)} more of it"
+    return text
+
+
+def _stood(found: Diff, parting: Parting) -> str:
+    op, name = parting.op, name_of(found.schedule, parting.op)
+    text = f"{op.stream} stood idle for {_ms(parting.second.idle_ns)} before {name}, "
+    text += f"in the first run for {_ms(parting.first.idle_ns)}; "
+    if parting.idle_ns > 0:
+        return text + _cause(found, parting, parting.second.released_by)
+    return text + "there " + _cause(found, parting, parting.first.released_by)
+
+
+def _cause(found: Diff, parting: Parting, on: Op | None) -> str:
+    if on is None:
+        return "the host had not issued it"
+    if on.stream == parting.op.stream:
+        return f"it stood behind {name_of(found.schedule, on)}"
+    longer = next(p.duration_ns for p in found.partings if p.op.name == on.name)
+    how = f", which ran {_ms(abs(longer))} {'longer' if longer > 0 else 'less long'}" if longer else ""
+    return f"it waited for {name_of(found.schedule, on)}{how}"
+
+
+def frame(found: Diff) -> pd.DataFrame:
+    """A row per op, for programs; times in ns, the largest difference first."""
+    import pandas as pd
+
+    rows = [
+        {
+            "op": p.op.name,
+            "stream": str(p.op.stream),
+            "class": op_class(p.op),
+            "first_ns": p.first.duration_ns,
+            "second_ns": p.second.duration_ns,
+            "difference_ns": p.duration_ns,
+            "delay_ns": p.delay_ns,
+            "idle_before_ns": p.idle_ns,
+            "released_by": "issue" if p.second.released_by is None else p.second.released_by.name,
+            "released_by_in_first": "issue" if p.first.released_by is None else p.first.released_by.name,
+            "beside": p.beside.name if p.beside else "",
+            "beside_ns": p.beside_ns,
+        }
+        for p in found.partings
+    ]
+    table = pd.DataFrame(rows)
+    size = np.maximum(table["difference_ns"].abs(), table["idle_before_ns"].abs())
+    return table.loc[size.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)

@@ -1,0 +1,50 @@
+"""`megatrain diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatrain.cli.options import Hardware, Json, machine_of, print_json
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A trace: the one to measure the other against.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Another trace of the same schedule.", show_default=False)],
+    schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file that both are of.")],
+    hardware: Hardware = "h200",
+    top: Annotated[int, typer.Option(min=1, help="How many differences to tell.")] = 12,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a row per op to this CSV file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell where two runs of a schedule part, largest first, and which of it moves the step.
+
+    The hardware only says which ops use a resource in common.
+    """
+    from analysis import tables, trace_diff
+    from analysis.files import write_text
+    from schedules import codec
+    from schedules.trace import Trace
+
+    step = codec.read(schedule)
+    traces = Trace.read(first), Trace.read(second)
+    found = trace_diff.diff(step, *traces, machine_of(hardware, None))
+    totals, moves = trace_diff.totals(found), trace_diff.criticality(step, *traces)
+    told = {"ops": trace_diff.sentences(found, top), "idle streams": trace_diff.idle_sentences(found, top)}
+    if out is not None:
+        write_text(out, trace_diff.frame(found).to_csv(index=False))
+    if as_json:
+        rows = {"totals": tables.records(totals), "moves": tables.records(moves)}
+        listed = {what: [{"difference_ns": ns, "text": text} for ns, text in lines] for what, lines in told.items()}
+        print_json({"runs": found.names, "steps_ns": found.steps_ns, "differences": listed, **rows})
+        return
+    names, lengths = found.names, [tables.seconds(ns / 1e9) for ns in found.steps_ns]
+    print(f"first: {first} ({names[0]}), a step of {lengths[0]}")
+    print(f"second: {second} ({names[1]}), a step of {lengths[1]}\n")
+    for what, lines in told.items():
+        print(f"{what}, largest difference first")
+        print("\n".join(f"{ns / 1e6:+10.4g} ms  {text}" for ns, text in lines) or "none", end="\n\n")
+    tables.show(totals, tables.TRACE_TOTALS, title="by stream and class of op")
+    tables.show(moves, tables.TRACE_MOVES, title="what moves the step", note=tables.TRACE_MOVES_NOTE)

@@ -1,0 +1,133 @@
+"""Two runs of one schedule side by side: the differences add up, causes are named, replay moves the step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_megatrain_cli import megatrain
+
+from analysis import trace_diff
+from schedules import codec, policies, presets
+from schedules.op import Phase
+from schedules.schedule import Schedule
+from schedules.trace import Trace, TraceError
+from schedules.workload import Workload
+from sim.cost import Terms
+from sim.engine import simulate
+from sim.hardware import HardwareProfile, load, override
+from sim.prediction import memory_of
+
+ALONE = Terms(sharing=False, compute_slowdown=False)
+
+
+@pytest.fixture(scope="module")
+def profile() -> HardwareProfile:
+    return load("h200")
+
+
+@pytest.fixture(scope="module")
+def schedule(profile: HardwareProfile) -> Schedule:
+    workload = Workload(micro_batch_size=4, accumulation=2, seq_len=512)
+    return policies.build("streamed", presets.load("qwen2.5-0.5b"), workload, memory_of(profile))
+
+
+def run(schedule: Schedule, profile: HardwareProfile, *changes: str, terms: Terms = ALONE) -> Trace:
+    return simulate(schedule, override(profile, changes), steps=8, terms=terms)
+
+
+def test_a_run_does_not_differ_from_itself(schedule: Schedule, profile: HardwareProfile) -> None:
+    trace = run(schedule, profile)
+    found = trace_diff.diff(schedule, trace, trace, profile)
+    assert not trace_diff.sentences(found) and not trace_diff.idle_sentences(found)
+    assert not trace_diff.totals(found)["difference_s"].any()
+    assert not trace_diff.criticality(schedule, trace, trace)["moves_s"].any()
+
+
+def test_work_and_idle_time_of_every_stream_add_up_to_the_step(schedule: Schedule, profile: HardwareProfile) -> None:
+    """In a steady state a stream's ops and the idle time before each fill exactly one period."""
+    first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
+    found = trace_diff.diff(schedule, first, second, profile)
+    sums = trace_diff.totals(found).groupby("stream")[["first_s", "second_s"]].sum()
+    assert set(sums.index) == {str(stream) for stream in schedule.streams}
+    assert sums["first_s"].to_numpy() * 1e9 == pytest.approx(found.steps_ns[0])
+    assert sums["second_s"].to_numpy() * 1e9 == pytest.approx(found.steps_ns[1])
+
+
+def test_replay_finds_the_class_that_moves_the_step(schedule: Schedule, profile: HardwareProfile) -> None:
+    """Ten times slower D2H is all that changed: it alone, put into the first run, makes the second's step."""
+    first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
+    moves = trace_diff.criticality(schedule, first, second)
+    assert (moves["stream"].iloc[0], moves["class"].iloc[0]) == ("d2h", "offload")
+    assert moves["step_s"].iloc[0] * 1e9 == pytest.approx(second.period_ns(warmup=4))
+    assert moves["step_s"].iloc[-1] == moves["step_s"].iloc[0]
+    slower_issue = run(schedule, profile, "issue.compute=20ms")
+    moves = trace_diff.criticality(schedule, first, slower_issue)
+    assert (moves["stream"].iloc[0], moves["class"].iloc[0]) == ("host", "issue")
+    assert moves["moves_s"].iloc[0] > 0
+
+
+def test_a_hidden_difference_moves_little(schedule: Schedule, profile: HardwareProfile) -> None:
+    """Loads that take 20 ms longer, partly beside other work."""
+    first, second = run(schedule, profile), run(schedule, profile, "links.h2d.bandwidth=30GB/s")
+    totals = trace_diff.totals(trace_diff.diff(schedule, first, second, profile)).set_index(["stream", "class"])
+    longer = totals["difference_s"]["h2d", "prefetch"]
+    moved = trace_diff.criticality(schedule, first, second)["moves_s"].iloc[0]
+    assert longer > 0.02
+    assert 0 <= moved < 0.6 * longer
+
+
+def test_a_slow_copy_is_told_with_both_rates_and_what_ran_beside_it(
+    schedule: Schedule, profile: HardwareProfile
+) -> None:
+    """One copy of 24 is stretched by hand, to lie beside an update that it did not meet before."""
+    first = run(schedule, profile)
+    step = trace_diff.typical_step(first)
+    place = next(i for i, op in enumerate(schedule.ops) if op.phase == Phase.COPY and op.name.startswith("O.g.12"))
+    rows = np.arange(step * len(schedule.ops), (step + 1) * len(schedule.ops))
+    row = int(rows[place])
+    end = first.end_ns.copy()
+    took = int(end[row] - first.start_ns[row])
+    end[row] += took  # half the rate
+    second = replace(first, end_ns=end)
+    ((ns, text),) = trace_diff.sentences(trace_diff.diff(schedule, first, second, profile))
+    assert ns == took
+    nbytes = schedule.ops[place].nbytes
+    assert f"D2H of layer 12 ran at {nbytes / (2 * took):.3g} GB/s, the first run says {nbytes / took:.3g}" in text
+    assert "; update of layer " in text and "was running" in text
+
+
+def test_idle_time_names_what_was_waited_for(schedule: Schedule, profile: HardwareProfile) -> None:
+    first, second = run(schedule, profile), run(schedule, profile, "host.adam_efficiency=0.02fraction")
+    told = [text for _, text in trace_diff.idle_sentences(trace_diff.diff(schedule, first, second, profile), 40)]
+    assert any("it waited for update of layer" in text and "longer" in text for text in told)
+    late = run(schedule, profile, "issue.compute=20ms")
+    told = [text for _, text in trace_diff.idle_sentences(trace_diff.diff(schedule, first, late, profile), 40)]
+    assert any("the host had not issued it" in text for text in told)
+
+
+def test_traces_of_another_schedule_or_cut_short_are_refused(schedule: Schedule, profile: HardwareProfile) -> None:
+    trace = run(schedule, profile)
+    with pytest.raises(TraceError, match="not " + schedule.short_digest):
+        trace_diff.diff(schedule, trace, replace(trace, digest="0" * 64), profile)
+    columns = ("op", "step", "issue_ns", "start_ns", "end_ns", "waited_on")
+    cut = replace(trace, **{name: getattr(trace, name)[:-1] for name in columns})
+    with pytest.raises(TraceError, match="whole steps"):
+        trace_diff.diff(schedule, trace, cut, profile)
+
+
+def test_the_command_tells_it(schedule: Schedule, profile: HardwareProfile, tmp_path: Path) -> None:
+    codec.save(schedule, tmp_path / "step.json")
+    run(schedule, profile).save(tmp_path / "a.json")
+    run(schedule, profile, "links.d2h.bandwidth=3GB/s").save(tmp_path / "b.json")
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    step = str(tmp_path / "step.json")
+    done = megatrain("diff", *files, "--schedule", step, "--out", str(tmp_path / "ops.csv"))
+    assert done.returncode == 0, done.stderr
+    assert "ran at 3" in done.stdout and "what moves the step" in done.stdout
+    assert len((tmp_path / "ops.csv").read_text().splitlines()) == 1 + len(schedule.ops)
+    told = json.loads(megatrain("diff", *files, "--schedule", step, "--json", "--top", "3").stdout)
+    assert len(told["differences"]["ops"]) == 3 and told["moves"][0]["stream"] == "d2h"
