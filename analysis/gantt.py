@@ -101,7 +101,8 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
                     rows["class"], rows["label"], rows["start_ms"], rows["end_ms"], strict=True
                 )
             ]
-            _lane(ax, y, boxes, span, label_fits)
+            busy = trace.busy_ns(schedule, stream, steady_step(trace)) / 1e6 * scale / span
+            _lane(ax, y, boxes, span, busy, label_fits)
             ticks.append(y)
             names.append(str(stream))
             y += 1.0
@@ -115,7 +116,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, per_inch: float) -> None:
+def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, per_inch: float) -> None:
     """One stream: grey where idle, boxes by class of op, labels where a box has room for its own."""
     ax.broken_barh([(0, span)], (y - _BOX / 2, _BOX), facecolors=IDLE, zorder=1)
     for name in dict.fromkeys(box[0] for box in boxes):
@@ -129,7 +130,6 @@ def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, per_inch: float
         if label and width > per_inch * _LETTER_INCHES * (len(label) + 0.3):
             colour = ink(OP_COLOURS[name])
             ax.text(start + width / 2, y, label, ha="center", va="center", color=colour, fontsize=FONT_PT)
-    busy = sum(width for *_, width in boxes) / span
     ax.text(span + 0.004 * per_inch * 12, y, f"{busy:.0%} busy", ha="left", va="center", fontsize=FONT_PT)
 
 

@@ -150,6 +150,18 @@ TRACE_MOVES_NOTE = (
     "was hidden; what only moves the step together with another stands under all of it."
 )
 
+QUEUES = (
+    Column(heading="queue", cell=_text("queue"), number=False),
+    Column(heading="stands on", cell=_text("stream"), number=False),
+    Column(heading="ops", cell=_number("ops", ",.0f")),
+    Column(heading="busy", cell=_seconds("busy_s")),
+    Column(heading="idle between", cell=_seconds("idle_s")),
+    Column(heading="longest gap", cell=_seconds("longest_gap_s")),
+    Column(heading="GB", cell=_number("gb", ".4g")),
+    Column(heading="GB/s", cell=_number("gb_per_s", ".4g")),
+)
+QUEUES_NOTE = "queue: a CUDA stream, or a thread of the CPU. GB/s: bytes copied over the time the copies took."
+
 
 def records(frame: pd.DataFrame) -> list[Record]:
     """Rows for programs: plain Python values, None for what is not a number."""

@@ -96,10 +96,13 @@ class Trace:
         return np.flatnonzero(of_stream[self.op])
 
     def busy_ns(self, schedule: Schedule, stream: Stream, window: tuple[int, int]) -> int:
-        """Time within `window` during which the stream ran an op."""
+        """Time within `window` during which the stream ran an op; a recorded stream may have run several at once."""
         rows = self.rows_of(schedule, stream)
+        rows = rows[np.argsort(self.start_ns[rows], kind="stable")]
         start = np.clip(self.start_ns[rows], *window)
-        return int((np.clip(self.end_ns[rows], *window) - start).sum())
+        end = np.maximum.accumulate(np.clip(self.end_ns[rows], *window))
+        free = np.concatenate(([window[0]], end[:-1]))
+        return int(np.clip(end - np.maximum(start, free), 0, None).sum())
 
     def idle_causes_ns(self, schedule: Schedule, stream: Stream, window: tuple[int, int]) -> dict[str, int]:
         """Idle time of a stream within `window`, by what its next op was waiting for.

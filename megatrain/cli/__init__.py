@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from megatrain.cli import compare, demo, diff, lists, profile, run, simulate
+from megatrain.cli import compare, demo, diff, lists, profile, recordings, run, simulate
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ COMMANDS = (
     compare.compare,
     run.run,
     diff.diff,
+    recordings.timeline,
     profile.profile,
     lists.models,
     lists.hardware,
@@ -38,6 +39,7 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command()(command)
+app.command("import")(recordings.import_trace)  # a word of Python, which no function can have for a name
 
 
 def main() -> NoReturn:

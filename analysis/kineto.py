@@ -1,0 +1,311 @@
+"""A training run of one's own, recorded by the PyTorch profiler, as a Trace: its copies, kernels and gaps.
+
+Read is the JSON that `torch.profiler` exports (Kineto's, in Chrome's trace event format, times in microseconds),
+plain or gzipped. Of several recorded steps the one of median length is taken.
+
+The recording says what ran and when, not what it touched: its schedule has ops without buffers and waits. It can be
+drawn, tabled and laid beside a simulated one; it can be neither proven nor run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from schedules.errors import InputError
+from schedules.model import ModelSpec
+from schedules.op import Kind, Op, Phase, Stream
+from schedules.schedule import Schedule
+from schedules.trace import ISSUE, Trace
+from schedules.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Event = Mapping[str, Any]
+What = tuple[Kind, Phase, Stream]
+
+POLICY = "recorded"
+_BACKWARD = "autograd::engine::evaluate_function"  # encloses whatever the backward pass calls
+_STEP, _OPTIMIZER, _ZERO = "ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#"
+_LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_NAME_LENGTH = 80
+
+
+class RecordingError(InputError):
+    """A file that is no recording of a training run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """One recorded step. `queues` names, per op, the CUDA stream or thread that it ran on.
+
+    `step_ns` is from the beginning of the step to that of the next, as the profiler's step marks say; without
+    marks it is the whole recording.
+    """
+
+    schedule: Schedule
+    trace: Trace
+    queues: tuple[str, ...]
+    step_ns: int
+    step: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """An event with integer times, in ns."""
+
+    name: str
+    category: str
+    thread: Any
+    start: int
+    end: int
+    args: Mapping[str, Any]
+
+
+def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
+    """Read a recorded step of training `model`; `workload` is what one step was.
+
+    Kernels and device-to-device copies stand on the compute stream, copies to and from the host on theirs, and
+    the CPU's optimizer on `cpu`. Where nothing ran on a GPU, the CPU's outermost ops stand for the kernels. What
+    the optimizer's step launched is an update, what autograd's engine launched backward, the rest forward.
+
+    Raises:
+        RecordingError: the file is no such recording, or nothing was recorded in it.
+        OSError: the file cannot be read.
+    """
+    body = _document(path)
+    spans = _spans(body, path)
+    mark, begin, length = _typical_step([s for s in spans if s.name.startswith(_STEP)], spans, path)
+    launched = [s for s in spans if s.category in _LAUNCHES]
+    launches = {s.args["correlation"]: s for s in launched if "correlation" in s.args}
+    contexts, launching = _Contexts(spans), _by_thread(launched)
+    on_gpu = [s for s in spans if s.category in _ON_GPU]
+    rows: list[tuple[_Span, int, What, str]] = []  # the event, when it was issued, what it is, its queue
+    for span in on_gpu:
+        launch = launches.get(span.args.get("correlation"))
+        if not begin <= (launch or span).start < begin + length:
+            continue
+        issued = min(launch.end, span.start) if launch else span.start
+        rows.append((span, issued, _on_gpu(span, contexts.of(launch or span)), _queue(span)))
+    for span in _outermost([s for s in spans if s.category == "cpu_op"], begin, begin + length):
+        kind, phase = contexts.of(span)
+        if on_gpu and (kind != Kind.UPDATE or phase != Phase.ADAM or _launches_any(span, launching)):
+            continue
+        where = Stream.CPU if kind == Kind.UPDATE else Stream.COMPUTE
+        rows.append((span, span.start, (kind, phase, where), f"thread {span.thread}"))
+    if not rows:
+        raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
+    rows.sort(key=lambda row: (row[1], row[0].start))
+    schedule = _schedule(rows, model, workload)
+    return Recording(
+        schedule=schedule,
+        trace=_trace(rows, schedule, begin, _machine(body)),
+        queues=tuple(queue for *_, queue in rows),
+        step_ns=length,
+        step=mark,
+    )
+
+
+def queues(recording: Recording) -> pd.DataFrame:
+    """A row per CUDA stream or thread and kind of work on it: ops, time busy and idle, bytes and their rate."""
+    import pandas as pd
+
+    found: dict[tuple[str, str], list[int]] = {}
+    for row, queue in enumerate(recording.queues):
+        found.setdefault((queue, str(recording.schedule.ops[row].stream)), []).append(row)
+    records = []
+    for (queue, stream), rows in found.items():
+        start, end = recording.trace.start_ns[rows], recording.trace.end_ns[rows]
+        order = np.argsort(start, kind="stable")
+        reach = np.maximum.accumulate(end[order])
+        gaps = np.clip(start[order][1:] - reach[:-1], 0, None)
+        moved = sum(recording.schedule.ops[row].nbytes for row in rows)
+        busy = int(reach[-1] - start[order][0] - gaps.sum())
+        records.append(
+            {
+                "queue": queue,
+                "stream": stream,
+                "ops": len(rows),
+                "busy_s": busy / 1e9,
+                "idle_s": float(gaps.sum()) / 1e9,
+                "longest_gap_s": float(gaps.max(initial=0)) / 1e9,
+                "gb": moved / 1e9,
+                "gb_per_s": moved / busy if moved and busy else float("nan"),
+            }
+        )
+    return pd.DataFrame(records)
+
+
+# ---- events
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    raw = path.read_bytes()
+    try:
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        body = json.loads(text)
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # gzip's own errors are OSErrors
+        raise RecordingError(f"{path} is not JSON, plain or gzipped: {error}") from None
+    if isinstance(body, list):
+        body = {"traceEvents": body}
+    if not isinstance(body, dict) or not isinstance(body.get("traceEvents"), list):
+        raise RecordingError(f"{path} has no traceEvents: it is not what torch.profiler's export_chrome_trace writes")
+    return body
+
+
+def _spans(body: Mapping[str, Any], path: Path) -> list[_Span]:
+    """Complete events ("X"), by start; those that enclose others first."""
+    found = []
+    for event in body["traceEvents"]:
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        try:
+            start = round(float(event["ts"]) * 1000)
+            end = start + round(float(event.get("dur", 0)) * 1000)
+            span = _Span(
+                name=str(event["name"]),
+                category=str(event.get("cat", "")).lower(),
+                thread=event.get("tid"),
+                start=start,
+                end=end,
+                args=event.get("args") or {},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordingError(f"{path}: an event has no name or time of its own: {error!r}: {event}") from None
+        found.append(span)
+    return sorted(found, key=lambda span: (span.start, -span.end))
+
+
+def _machine(body: Mapping[str, Any]) -> str:
+    devices = body.get("deviceProperties") or [{"name": "a CPU"}]
+    return str(devices[0].get("name", "a GPU"))
+
+
+def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) -> tuple[str, int, int]:
+    """(its name, when it began, how long it lasted) of the marked step of median length; else of everything."""
+    marks = [s for s in marks if s.category == "user_annotation"]  # its copy on the GPU's side says nothing new
+    if not marks:
+        work = [s for s in spans if s.category in (*_ON_GPU, *_LAUNCHES, "cpu_op", "user_annotation")]
+        if not work:
+            raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
+        begin = min(s.start for s in work)
+        return "the whole recording", begin, max(s.end for s in work) - begin + 1
+    ends = [s.start for s in marks[1:]] + [marks[-1].end]
+    steps = sorted(zip(marks, ends, strict=True), key=lambda step: step[1] - step[0].start)
+    mark, end = steps[(len(steps) - 1) // 2]
+    return mark.name, mark.start, end - mark.start
+
+
+class _Contexts:
+    """On whose behalf something was launched: the optimizer's, the backward pass's, or else the forward's."""
+
+    def __init__(self, spans: Sequence[_Span]) -> None:
+        self._found: dict[tuple[Any, str], tuple[list[int], list[int]]] = {}
+        for span in spans:
+            for word in (_OPTIMIZER, _ZERO, _BACKWARD):
+                if span.name.startswith(word) and span.category in ("cpu_op", "user_annotation"):
+                    starts, ends = self._found.setdefault((span.thread, word), ([], []))
+                    starts.append(span.start)
+                    ends.append(max(span.end, ends[-1] if ends else 0))
+
+    def of(self, span: _Span) -> tuple[Kind, Phase]:
+        for word, what in (
+            (_OPTIMIZER, (Kind.UPDATE, Phase.ADAM)),
+            (_ZERO, (Kind.UPDATE, Phase.ZERO)),
+            (_BACKWARD, (Kind.COMPUTE, Phase.BACKWARD)),
+        ):
+            starts, ends = self._found.get((span.thread, word), ([], []))
+            at = bisect_right(starts, span.start) - 1
+            if at >= 0 and span.start < max(ends[at], starts[at] + 1):
+                return what
+        return Kind.COMPUTE, Phase.FORWARD
+
+
+def _on_gpu(span: _Span, context: tuple[Kind, Phase]) -> What:
+    if span.category == "gpu_memcpy":
+        if "HtoD" in span.name or "HostToDevice" in span.name:
+            return Kind.PREFETCH, Phase.COPY, Stream.H2D
+        if "DtoH" in span.name or "DeviceToHost" in span.name:
+            return Kind.OFFLOAD, Phase.COPY, Stream.D2H
+        return Kind.PREFETCH, Phase.COPY, Stream.COMPUTE
+    if span.category == "gpu_memset":
+        return Kind.UPDATE, Phase.ZERO, Stream.COMPUTE
+    return *context, Stream.COMPUTE
+
+
+def _queue(span: _Span) -> str:
+    return f"stream {span.args.get('stream', span.thread)}"
+
+
+def _outermost(spans: Sequence[_Span], begin: int, end: int) -> Iterable[_Span]:
+    """Of each thread's ops within a step, those that no other op encloses."""
+    reach: dict[Any, int] = {}
+    for span in spans:
+        if begin <= span.start < end and span.start >= reach.get(span.thread, 0):
+            reach[span.thread] = span.end
+            yield span
+
+
+def _by_thread(spans: Sequence[_Span]) -> dict[Any, list[int]]:
+    """Starts, sorted, per thread."""
+    found: dict[Any, list[int]] = {}
+    for span in spans:
+        found.setdefault(span.thread, []).append(span.start)
+    return found
+
+
+def _launches_any(span: _Span, launching: Mapping[Any, list[int]]) -> bool:
+    """Whether something was launched, or the GPU waited for, within an op of the CPU."""
+    starts = launching.get(span.thread, [])
+    at = bisect_left(starts, span.start)
+    return at < len(starts) and starts[at] < span.end
+
+
+# ---- schedule and trace
+
+
+def _schedule(rows: Sequence[tuple[_Span, int, What, str]], model: ModelSpec, workload: Workload) -> Schedule:
+    ops = tuple(
+        Op(
+            name=f"{number} {span.name[:_NAME_LENGTH]}",
+            kind=kind,
+            phase=phase,
+            stream=stream,
+            nbytes=int(span.args.get("bytes", 0)) if phase == Phase.COPY else 0,
+        )
+        for number, (span, _, (kind, phase, stream), _) in enumerate(rows)
+    )
+    return Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=POLICY)
+
+
+def _trace(rows: Sequence[tuple[_Span, int, What, str]], schedule: Schedule, begin: int, machine: str) -> Trace:
+    """What released an op is not recorded: it is taken to be the op in front of it on its CUDA stream, where that
+    one ended after the op was issued."""
+    before: dict[str, int] = {}
+    waited = []
+    for row, (_, issued, _, queue) in enumerate(rows):
+        front = before.get(queue)
+        waited.append(front if front is not None and rows[front][0].end > issued else ISSUE)
+        before[queue] = row
+    count = len(rows)
+    return Trace(
+        digest=schedule.digest,
+        machine=machine,
+        source="measured",
+        op=np.arange(count, dtype=np.int64),
+        step=np.zeros(count, dtype=np.int64),
+        issue_ns=np.array([issued - begin for _, issued, *_ in rows], dtype=np.int64),
+        start_ns=np.array([span.start - begin for span, *_ in rows], dtype=np.int64),
+        end_ns=np.array([span.end - begin for span, *_ in rows], dtype=np.int64),
+        waited_on=np.array(waited, dtype=np.int64),
+    )

@@ -1,0 +1,80 @@
+"""Commands on runs that are over: import, timeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatrain.cli.options import Accumulation, Batch, Precision, Seq, workload_of
+from schedules.errors import InputError
+
+if TYPE_CHECKING:
+    from schedules.schedule import Schedule
+    from schedules.trace import Trace
+
+
+def import_trace(
+    file: Annotated[Path, typer.Argument(help="What torch.profiler exported: .json or .json.gz.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", "-m", help="The model that was trained: a name or config.json.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write schedule.json and trace.json to this folder.")],
+    batch: Batch = 8,
+    accumulation: Accumulation = 1,
+    seq: Seq = 1024,
+    precision: Precision = "bf16",
+) -> None:
+    """Read a step of your own training run from a PyTorch profiler's trace."""
+    from analysis import kineto, tables
+    from analysis.files import write_text
+    from schedules import codec, presets
+
+    workload = workload_of(batch, accumulation, seq, precision, None)
+    recording = kineto.read(file, presets.load(model), workload)
+    queues = kineto.queues(recording)
+    write_text(out / "queues.csv", queues.to_csv(index=False))
+    codec.save(recording.schedule, out / "schedule.json")
+    recording.trace.save(out / "trace.json")
+    tables.show(queues, tables.QUEUES, title=f"{recording.step} on {recording.trace.machine}", note=tables.QUEUES_NOTE)
+    tokens = workload.tokens_per_step / (recording.step_ns / 1e9)
+    print(f"step of {tables.seconds(recording.step_ns / 1e9)}: {tokens:,.0f} tokens/s; written to {out}")
+
+
+def timeline(
+    files: Annotated[list[Path], typer.Argument(help="Trace files, and the schedule files they are of, in any order.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write gantt.png, .svg, .csv and timeline.json here.")],
+) -> None:
+    """Draw runs one under the other: a picture of one steady step each, and a timeline for ui.perfetto.dev."""
+    from analysis import figure, gantt, perfetto
+
+    runs = _runs(files)
+    perfetto.write(out / "timeline.json", runs)
+    figure.save(figure.figure_of(gantt.gantt(runs)), out / "gantt", gantt.gantt_data(runs))
+    print(f"written to {out}: gantt.png, gantt.svg, gantt.csv, timeline.json")
+
+
+def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
+    """Each trace with its schedule, found by digest, in the order of the traces."""
+    from megatrain.cli.options import is_schedule
+    from schedules import codec
+    from schedules.trace import FORMAT, Trace
+
+    schedules, traces = {}, []
+    for path in files:
+        if not path.is_file():
+            raise InputError(f"there is no file {path}")
+        with path.open(errors="replace") as opened:
+            is_trace = FORMAT in opened.read(200)
+        if is_trace:
+            traces.append((path, Trace.read(path)))
+        elif is_schedule(str(path)):
+            schedule = codec.read(path)
+            schedules[schedule.digest] = schedule
+        else:
+            raise InputError(f"{path} is neither a trace nor a schedule of ours; a profiler's: megatrain import {path}")
+    if not traces:
+        raise InputError("none of the files is a trace; write one with: megatrain simulate ... --trace FILE")
+    for path, trace in traces:
+        if trace.digest not in schedules:
+            raise InputError(f"{path} is of schedule {trace.digest[:8]}, whose file was not given")
+    return [(schedules[trace.digest], trace) for _, trace in traces]

@@ -1,0 +1,231 @@
+"""Recordings of the PyTorch profiler: events by hand in Kineto's form, and a real one of the CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_megatrain_cli import megatrain
+
+from analysis import kineto
+from analysis.kineto import Recording, RecordingError
+from schedules import codec, presets
+from schedules.errors import Refused
+from schedules.op import Kind, Phase, Stream
+from schedules.trace import ISSUE, Trace
+from schedules.verify import verify
+from schedules.workload import Workload
+
+TINY, STEP = presets.load("tiny"), Workload(micro_batch_size=2, seq_len=16)
+MAIN, AUTOGRAD = 100, 101  # threads
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = MAIN, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def launched(
+    correlation: int, at: float, cat: str, name: str, ts: float, dur: float, stream: int, tid: int = MAIN, **args: Any
+) -> list[dict[str, Any]]:
+    """A launch by the CPU of 2 us, and what it launched."""
+    call = "cudaMemcpyAsync" if cat == "gpu_memcpy" else "cudaLaunchKernel"
+    args = {"device": 0, "stream": stream, "correlation": correlation, **args}
+    return [
+        event("cuda_runtime", call, at, 2, tid, correlation=correlation, cbid=211),
+        {**event(cat, name, ts, dur, stream, **args), "pid": 0},
+    ]
+
+
+def gpu_step(begin: float, number: int, late: float = 0.0) -> list[dict[str, Any]]:
+    """A step of 200 us: weights up on stream 13, two kernels on 7, gradients down on 17, Adam on the CPU."""
+    c = 10 * number
+    adam = begin + 150
+    return [
+        event("user_annotation", f"ProfilerStep#{number}", begin, 200),
+        *launched(c, begin, "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin + 5, 40, 13, bytes=2_000_000),
+        *launched(c + 1, begin + 4, "kernel", "ampere_bf16_s16816gemm", begin + 46, 20 + late, 7),
+        *launched(c + 2, begin + 8, "kernel", "flash_fwd_kernel", begin + 66 + late, 10, 7),
+        event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", begin + 10, 20, AUTOGRAD),
+        event("cpu_op", "MmBackward0", begin + 11, 18, AUTOGRAD),
+        *launched(c + 3, begin + 12, "kernel", "ampere_bf16_dgrad", begin + 90, 30, 7, AUTOGRAD),
+        *launched(
+            c + 4,
+            begin + 15,
+            "gpu_memcpy",
+            "Memcpy DtoH (Device -> Pinned)",
+            begin + 120,
+            20,
+            17,
+            AUTOGRAD,
+            bytes=10**6,
+        ),
+        *launched(c + 5, begin + 31, "gpu_memset", "Memset (Device)", begin + 125, 1, 7),
+        event("user_annotation", "Optimizer.step#AdamW.step", adam, 40),
+        event("cpu_op", "aten::_fused_adamw_", adam + 2, 30),
+        event("cpu_op", "aten::empty", adam + 3, 1),
+        event("cpu_op", "aten::to", adam + 33, 4),
+        *launched(c + 6, adam + 34, "gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", adam + 36, 5, 7, bytes=1000),
+    ]
+
+
+def write(path: Path, events: list[dict[str, Any]], **more: Any) -> Path:
+    noise = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "ts": 0, "args": {"name": "python"}},
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 1, "pid": 1, "tid": MAIN, "ts": 1},
+        {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "tid": "PyTorch Profiler", "ts": 0, "dur": 9999},
+    ]
+    body = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], **more}
+    path.write_text(json.dumps({**body, "traceEvents": noise + events}))
+    return path
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Recording:
+    return kineto.read(write(tmp_path / "gpu.json", gpu_step(1000, 0)), TINY, STEP)
+
+
+def rows(recording: Recording) -> list[tuple[str, str, str, int, int, int]]:
+    trace, ops = recording.trace, recording.schedule.ops
+    return [
+        (str(op.stream), str(op.kind), str(op.phase), int(trace.start_ns[i]), int(trace.end_ns[i]), op.nbytes)
+        for i, op in enumerate(ops)
+    ]
+
+
+def test_copies_kernels_and_the_cpus_adam_stand_on_their_streams(recording: Recording) -> None:
+    assert rows(recording) == [
+        ("h2d", "prefetch", "copy", 5_000, 45_000, 2_000_000),
+        ("compute", "compute", "forward", 46_000, 66_000, 0),
+        ("compute", "compute", "forward", 66_000, 76_000, 0),
+        ("compute", "compute", "backward", 90_000, 120_000, 0),
+        ("d2h", "offload", "copy", 120_000, 140_000, 1_000_000),
+        ("compute", "update", "zero", 125_000, 126_000, 0),
+        ("cpu", "update", "adam", 152_000, 182_000, 0),
+        ("h2d", "prefetch", "copy", 186_000, 191_000, 1_000),
+    ]
+    assert recording.trace.machine == "NVIDIA H200" and recording.trace.source == "measured"
+    assert recording.trace.issue_ns.tolist()[:3] == [2_000, 6_000, 10_000]
+
+
+def test_what_released_an_op_is_the_one_in_front_of_it_or_its_issue(recording: Recording) -> None:
+    """The second kernel stood behind the first; the first had an idle GPU before it."""
+    assert recording.trace.waited_on.tolist() == [ISSUE, ISSUE, 1, 2, ISSUE, 3, ISSUE, ISSUE]
+
+
+def test_gaps_and_rates_per_cuda_stream(recording: Recording) -> None:
+    table = kineto.queues(recording).set_index(["queue", "stream"])
+    assert table["gb_per_s"]["stream 13", "h2d"] == pytest.approx(50.0)  # 2 MB in 40 us
+    assert table["gb_per_s"]["stream 17", "d2h"] == pytest.approx(50.0)
+    kernels = table.loc[("stream 7", "compute")]
+    assert kernels["ops"] == 4
+    assert kernels["busy_s"] == pytest.approx(61e-6)
+    assert kernels["longest_gap_s"] == pytest.approx(14e-6)
+    assert kernels["idle_s"] == pytest.approx(19e-6)
+    assert ("thread 100", "cpu") in table.index
+
+
+def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
+    """Three steps: 200, 260 and 230 us apart; kernels count with the step that launched them."""
+    events = gpu_step(1000, 0) + gpu_step(1200, 1, late=7) + gpu_step(1460, 2, late=3)
+    events.append(event("user_annotation", "ProfilerStep#3", 1690, 230))
+    events.append(event("gpu_user_annotation", "ProfilerStep#0", 1000, 500, 7))
+    found = kineto.read(write(tmp_path / "steps.json", events), TINY, STEP)
+    assert found.step == "ProfilerStep#2" and found.step_ns == 230_000
+    assert len(found.trace) == 8 and found.trace.end_ns[1] - found.trace.start_ns[1] == 23_000
+
+
+def test_kernels_that_overlap_are_not_counted_twice(tmp_path: Path) -> None:
+    events = gpu_step(1000, 0)
+    events += launched(90, 1009, "kernel", "reduce_kernel", 1050, 10, 23)  # beside the first kernel
+    found = kineto.read(write(tmp_path / "two.json", events), TINY, STEP)
+    busy = found.trace.busy_ns(found.schedule, Stream.COMPUTE, (0, found.trace.makespan_ns))
+    assert busy == 61_000
+    assert found.trace.busy_ns(found.schedule, Stream.COMPUTE, (50_000, 70_000)) == 20_000
+
+
+def test_gzip_and_a_bare_list_are_read_alike(tmp_path: Path, recording: Recording) -> None:
+    packed = tmp_path / "gpu.json.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "gpu.json").read_bytes()))
+    assert rows(kineto.read(packed, TINY, STEP)) == rows(recording)
+    bare = tmp_path / "list.json"
+    bare.write_text(json.dumps(gpu_step(1000, 0)))
+    assert rows(kineto.read(bare, TINY, STEP)) == rows(recording)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not JSON"),
+        ("{}", "export_chrome_trace"),
+        ('{"traceEvents": []}', "no work"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1}]}', "no name or time"),
+    ],
+)
+def test_what_is_no_recording_is_told(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(RecordingError, match=told):
+        kineto.read(path, TINY, STEP)
+    path.write_bytes(gzip.compress(b"{}")[:-9])
+    with pytest.raises(RecordingError, match="not JSON"):
+        kineto.read(path, TINY, STEP)
+
+
+def test_a_recording_cannot_be_proven(recording: Recording) -> None:
+    with pytest.raises(Refused):
+        verify(recording.schedule)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a small network on the CPU, as torch.profiler exports them."""
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for number in range(3):
+            with torch.profiler.record_function(f"ProfilerStep#{number}"):
+                optimizer.zero_grad()
+                layers(torch.randn(16, 32)).square().mean().backward()
+                optimizer.step()
+    path = tmp_path_factory.mktemp("recording") / "cpu.json"
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def test_a_real_recording_of_the_cpu(on_cpu: Path) -> None:
+    found = kineto.read(on_cpu, TINY, STEP)
+    ops = found.schedule.ops
+    assert {op.stream for op in ops} == {Stream.COMPUTE, Stream.CPU}
+    forward = [i for i, op in enumerate(ops) if op.phase == Phase.FORWARD and "aten::linear" in op.name]
+    backward = [i for i, op in enumerate(ops) if op.phase == Phase.BACKWARD and "AddmmBackward0" in op.name]
+    adam = [i for i, op in enumerate(ops) if op.phase == Phase.ADAM and "fused_adamw" in op.name]
+    assert len(forward) == len(backward) == 2 and len(adam) == 1  # outermost ops only, of one step
+    assert all(ops[i].kind == Kind.UPDATE for i in adam)
+    start, end = found.trace.start_ns, found.trace.end_ns
+    assert end[forward].max() <= start[backward].min() and end[backward].max() <= start[adam].min()
+    assert start.min() >= 0 and end.max() <= found.step_ns
+
+
+def test_commands_read_it_and_draw_it_beside_a_simulated_step(on_cpu: Path, tmp_path: Path) -> None:
+    out = tmp_path / "recorded"
+    done = megatrain("import", str(on_cpu), "-m", "tiny", "-b", "2", "-s", "16", "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s" in done.stdout and "ProfilerStep" in done.stdout
+    Trace.read(out / "trace.json").check(codec.read(out / "schedule.json"))
+    step, trace = str(tmp_path / "s.json"), str(tmp_path / "t.json")
+    assert megatrain("build", "tiny", "-b", "2", "-s", "16", "-o", step).returncode == 0
+    assert megatrain("simulate", step, "--trace", trace).returncode == 0
+    files = [str(out / "trace.json"), step, trace, str(out / "schedule.json")]
+    done = megatrain("timeline", *files, "-o", str(tmp_path / "drawn"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "drawn" / "gantt.png").stat().st_size > 10_000
+    names = (tmp_path / "drawn" / "timeline.json").read_text()
+    assert "measured on a CPU" in names and "predicted on h200" in names
+    lacking = megatrain("timeline", trace, "-o", str(tmp_path / "drawn"))
+    assert lacking.returncode == 2 and "whose file was not given" in lacking.stderr
+    other = megatrain("timeline", str(on_cpu), "-o", str(tmp_path / "drawn"))
+    assert other.returncode == 2 and "megatrain import" in other.stderr
