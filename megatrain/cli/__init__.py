@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from megatrain.cli import compare, demo, diff, lists, profile, recordings, run, simulate
+from megatrain.cli import compare, demo, diff, export, lists, profile, recordings, run, simulate
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ COMMANDS = (
     run.run,
     diff.diff,
     recordings.timeline,
+    export.export,
     profile.profile,
     lists.models,
     lists.hardware,

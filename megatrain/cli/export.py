@@ -1,0 +1,22 @@
+"""`megatrain export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    schedule: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)],
+    chakra: Annotated[Path, typer.Option(help="Write a Chakra execution trace: protobuf as .et, else JSON.")],
+    trace: Annotated[Path | None, typer.Option(help="Export this run of the schedule, with its times.")] = None,
+) -> None:
+    """Write a schedule for other tools: as an MLCommons Chakra execution trace."""
+    from analysis import chakra as chakra_traces
+    from schedules import codec
+    from schedules.trace import Trace
+
+    count = chakra_traces.write(chakra, codec.read(schedule), None if trace is None else Trace.read(trace))
+    print(f"{count:,} nodes written to {chakra}")

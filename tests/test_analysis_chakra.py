@@ -1,0 +1,130 @@
+"""Chakra execution traces: the bytes of the schema, what a node says, and that files read back as they were."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import networkx
+import pytest
+from test_megatrain_cli import megatrain
+
+from analysis import chakra
+from analysis.chakra import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, ChakraError, Node
+from schedules import codec, policies, presets
+from schedules.op import Kind, Phase, Stream
+from schedules.schedule import Schedule
+from schedules.trace import TraceError
+from schedules.workload import Workload
+from sim.engine import simulate
+from sim.hardware import load
+from sim.prediction import memory_of
+
+
+@pytest.fixture(scope="module", params=["streamed", "megatrain_released", "zero3_offload"])
+def schedule(request: pytest.FixtureRequest) -> Schedule:
+    workload = Workload(micro_batch_size=2, accumulation=2, seq_len=64)
+    return policies.build(request.param, presets.load("tiny"), workload, memory_of(load("h200")))
+
+
+def test_bytes_of_a_node_by_hand(tmp_path: Path) -> None:
+    """Keys are field number * 8 + wire type; 300 is AC 02 as a varint; -1 is ten bytes."""
+    node = Node(
+        id=300, name="P", type=MEM_LOAD_NODE, ctrl_deps=(1, 300), data_deps=(2,), duration_micros=5,
+        attributes=(("layer", -1), ("is_cpu_op", False)),
+    )  # fmt: skip
+    layer = "0a 05 6c 61 79 65 72" + "48 ff ff ff ff ff ff ff ff ff 01"
+    is_cpu = "0a 09 69 73 5f 63 70 75 5f 6f 70" + "d8 01 00"
+    expected = f"08 ac02  12 01 50  18 02  22 03 01 ac02  2a 01 02  38 05  52 12 {layer}  52 0e {is_cpu}"
+    assert chakra._node_bytes(node) == bytes.fromhex(expected)
+    assert chakra._node_of_bytes(chakra._node_bytes(node)) == node
+
+
+@pytest.mark.parametrize("name", ["step.et", "step.json"])
+def test_a_file_reads_back_as_it_was(schedule: Schedule, tmp_path: Path, name: str) -> None:
+    trace = simulate(schedule, load("h200"), steps=2)
+    for run in (None, trace):
+        expected = chakra.nodes(schedule, run)
+        assert chakra.write(tmp_path / name, schedule, run) == len(expected)
+        assert chakra.read(tmp_path / name) == expected
+
+
+def test_json_is_protobufs_own(schedule: Schedule, tmp_path: Path) -> None:
+    chakra.write(tmp_path / "step.json", schedule)
+    head, first, *rest = [json.loads(line) for line in (tmp_path / "step.json").read_text().splitlines()]
+    assert set(head) == {"version", "attr"}
+    assert {"name": "digest", "stringVal": schedule.digest} in head["attr"]
+    assert "id" not in first  # zero is left out
+    assert [row["id"] for row in rest] == [str(n) for n in range(1, len(schedule.ops))]
+    assert all(isinstance(n, str) for row in rest for n in row.get("ctrlDeps", []))
+    sizes = [a for row in rest for a in row["attr"] if a["name"] == "tensor_size"]
+    assert all(a["uint64Val"].isdigit() for a in sizes)
+
+
+def test_types_and_amounts(schedule: Schedule) -> None:
+    for op, node in zip(schedule.ops, chakra.nodes(schedule), strict=True):
+        attributes = dict(node.attributes)
+        assert (attributes["num_ops"], attributes["tensor_size"]) == (op.flops, op.nbytes)
+        assert attributes["is_cpu_op"] == (op.stream in (Stream.CPU, Stream.HOST))
+        if op.phase == Phase.COPY and op.stream in (Stream.H2D, Stream.D2H):
+            assert node.type == (MEM_LOAD_NODE if op.kind == Kind.PREFETCH else MEM_STORE_NODE)
+        if op.kind in (Kind.COMPUTE, Kind.UPDATE):
+            assert node.type == COMP_NODE
+
+
+def test_dependencies_imply_every_wait_and_point_back(schedule: Schedule) -> None:
+    """Over two steps; reading what another wrote is data, and only that."""
+    trace = simulate(schedule, load("h200"), steps=2)
+    found = chakra.nodes(schedule, trace)
+    graph = networkx.DiGraph((on, node.id) for node in found for on in (*node.ctrl_deps, *node.data_deps))
+    assert networkx.is_directed_acyclic_graph(graph)
+    count = len(schedule.ops)
+    for wait in schedule.waits:
+        op, on = schedule.index[wait.op], schedule.index[wait.on]
+        node = found[count + op]
+        assert (1 - wait.distance) * count + on in (*node.ctrl_deps, *node.data_deps)
+    for node in found:
+        op = schedule.ops[node.id % count]
+        for on in node.data_deps:
+            written = {access.tensor for access in schedule.ops[on % count].writes}
+            assert written & {access.tensor for access in op.reads}
+    for ops in schedule.streams.values():
+        for before, after in pairwise(ops):
+            assert networkx.has_path(graph, schedule.index[before.name], schedule.index[after.name])
+
+
+def test_times_are_those_of_the_run(schedule: Schedule) -> None:
+    trace = simulate(schedule, load("h200"), steps=2)
+    for row, node in enumerate(chakra.nodes(schedule, trace)):
+        attributes = dict(node.attributes)
+        assert attributes["start_ns"] == trace.start_ns[row]
+        assert attributes["duration_ns"] == trace.end_ns[row] - trace.start_ns[row]
+        assert node.start_time_micros == trace.start_ns[row] // 1000
+
+
+def test_what_is_no_such_file_is_told(schedule: Schedule, tmp_path: Path) -> None:
+    chakra.write(tmp_path / "step.et", schedule)
+    (tmp_path / "cut.et").write_bytes((tmp_path / "step.et").read_bytes()[:-3])
+    (tmp_path / "bad.json").write_text('{}\n{"name": 1}\n')
+    for name in ("cut.et", "bad.json"):
+        with pytest.raises(ChakraError, match=name):
+            chakra.read(tmp_path / name)
+
+
+def test_the_command_exports_a_step_and_a_run(schedule: Schedule, tmp_path: Path) -> None:
+    step, run = tmp_path / "step.json", tmp_path / "run.json"
+    codec.save(schedule, step)
+    trace = simulate(schedule, load("h200"), steps=3)
+    trace.save(run)
+    done = megatrain("export", str(step), "--chakra", str(tmp_path / "a.et"))
+    assert done.returncode == 0, done.stderr
+    assert len(chakra.read(tmp_path / "a.et")) == len(schedule.ops)
+    assert megatrain("export", str(step), "--chakra", str(tmp_path / "b.json"), "--trace", str(run)).returncode == 0
+    assert len(chakra.read(tmp_path / "b.json")) == 3 * len(schedule.ops)
+
+
+def test_a_run_of_another_schedule_is_refused(schedule: Schedule) -> None:
+    other = policies.build("resident", presets.load("tiny"), schedule.workload, memory_of(load("h200")))
+    with pytest.raises(TraceError):
+        chakra.nodes(schedule, simulate(other, load("h200"), steps=1))
