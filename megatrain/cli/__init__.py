@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from megatrain.cli import compare, demo, diff, export, lists, profile, recordings, run, simulate
+from megatrain.cli import compare, demo, diff, export, lists, plan, profile, recordings, run, simulate
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ COMMANDS = (
     simulate.build,
     simulate.verify,
     compare.compare,
+    plan.plan,
     run.run,
     diff.diff,
     recordings.timeline,

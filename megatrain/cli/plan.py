@@ -1,0 +1,76 @@
+"""`megatrain plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatrain.cli.options import Clip, Hardware, Json, Precision, Seq, Set, machine_of, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from sim.prediction import Prediction
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A model's name, or its config.json.", show_default=False)],
+    hardware: Hardware = "h200",
+    tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
+    seq: Seq = 4096,
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch; the best if left out.")
+    ] = None,
+    accumulation: Annotated[
+        int | None, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step; the best if left out.")
+    ] = None,
+    precision: Precision = "bf16",
+    clip: Clip = None,
+    change: Set = None,
+    noise: Annotated[float, typer.Option(min=0.0, help="Spread of op times that the interval assumes.")] = 0.02,
+    what_if: Annotated[bool, typer.Option("--what-if", help="Tell what more or less of everything would do.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best schedule for a model on a machine, and how much better any could be.
+
+    With --batch and --accumulation the step is their product; --tokens is left aside then.
+    """
+    from megatrain import plan_tables as tables
+    from schedules import codec, presets
+    from sim import whatif
+    from sim.plan import plan as search
+
+    profile, spec = machine_of(hardware, change), presets.load(model)
+    fixed = batch is not None and accumulation is not None
+    with progress_bar() as bar:
+        task = bar.add_task("planning", total=1.0, note="")
+
+        def progress(best: Prediction | None, share: float, note: str) -> None:
+            found = f"{best.tokens_per_s:,.0f} tokens/s" if best else "nothing fits yet"
+            bar.update(task, completed=share, note=f"{found}; {note}")
+
+        found = search(
+            spec,
+            profile,
+            seq_len=seq,
+            tokens_per_step=None if fixed else tokens,
+            micro_batch_size=batch,
+            accumulation=accumulation,
+            precision=precision,
+            grad_clip=clip,
+            progress=progress,
+        )
+        bar.update(task, completed=1.0)
+        spread = whatif.spread(found.prediction, noise)
+        answers = None
+        if what_if:
+            asked = bar.add_task("asking what if", total=None, note="")
+            answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
+    if out is not None:
+        codec.save(found.schedule, out)
+    if as_json:
+        print_json(tables.record(found, spread, answers))
+        return
+    tables.show(found, spread, answers)
+    print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")

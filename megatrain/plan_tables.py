@@ -1,0 +1,185 @@
+"""What `megatrain plan` tells: the placement in words, the numbers beside their bounds, and what if."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatrain.tables import prediction_record, print_table
+from schedules import policies
+from schedules.op import Phase, Stream, Tier
+from schedules.schedule import Schedule
+from sim import whatif
+from sim.plan import Plan, plan
+from sim.prediction import memory_of
+
+MORE_DEVICE, MORE_HOST = 16 * 2**30, 64 * 10**9  # bytes of the question "what if there were more"
+SOME = 30  # candidates of a second search, which only has to find what more memory brings
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """Answers of `sim.whatif`, and what more memory would bring to a plan made for it."""
+
+    criticality: dict[str, float]
+    gains: dict[str, float]
+    required_bandwidth: dict[str, float | None]
+    smallest_device_bytes: int | None
+    smallest_host_bytes: int | None
+    longest_sequence: int
+    largest_micro_batch: int
+
+
+def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
+    """Ask everything of a plan; some seconds for a large model."""
+    prediction, workload = found.prediction, found.schedule.workload
+    model, profile = found.schedule.model, prediction.profile
+    note("more of each resource")
+    gains = whatif.marginal_gains(prediction)
+    budget = memory_of(profile)
+    for name, larger in (
+        (
+            f"device memory, +{MORE_DEVICE / 2**30:.0f} GiB",
+            replace(budget, device_bytes=budget.device_bytes + MORE_DEVICE),
+        ),
+        (f"host memory, +{MORE_HOST / 1e9:.0f} GB", replace(budget, host_bytes=budget.host_bytes + MORE_HOST)),
+    ):
+        note(name)
+        again = plan(
+            model,
+            profile,
+            seq_len=workload.seq_len,
+            micro_batch_size=workload.micro_batch_size,
+            accumulation=workload.accumulation,
+            precision=workload.precision,
+            grad_clip=workload.grad_clip,
+            memory=larger,
+            effort=SOME,
+        )
+        gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
+    note("the least memory")
+    least = whatif.smallest_memory(model, profile, workload)
+    note("the bandwidth it takes")
+    needed = whatif.required_bandwidth(prediction)
+    note("the longest sequence and largest batch")
+    return WhatIf(
+        criticality=whatif.criticality(prediction),
+        gains=gains,
+        required_bandwidth=needed,
+        smallest_device_bytes=least.device_bytes,
+        smallest_host_bytes=least.host_bytes,
+        longest_sequence=whatif.longest_sequence(model, profile),
+        largest_micro_batch=whatif.largest_micro_batch(model, profile, workload),
+    )
+
+
+def placement(schedule: Schedule) -> list[tuple[str, str]]:
+    """Where the model's state is and what becomes of activations, counted from the ops of any schedule."""
+    model, workload = schedule.model, schedule.workload
+    tiers: dict[str, set[Tier]] = {}
+    loads = 0
+    for op in schedule.ops:
+        for access in op.accesses:
+            tiers.setdefault(access.tensor, set()).add(schedule.buffer[access.buffer].tier)
+        loads += op.stream == Stream.H2D and op.phase == Phase.COPY and op.reads[0].tensor.startswith("w.")
+
+    def count(letter: str, tier: Tier, *, only: bool) -> str:
+        names = [f"{letter}.{model.layer_name(i)}" for i in model.layers]
+        return str(sum(tier in tiers.get(n, ()) and (not only or len(tiers[n]) == 1) for n in names))
+
+    adam = [op for op in schedule.ops if op.phase == Phase.ADAM]
+    on_device = sum(op.stream not in (Stream.CPU, Stream.HOST) for op in adam)
+    again = sum(op.phase == Phase.RECOMPUTE for op in schedule.ops)
+    away = sum(
+        op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s" for op in schedule.ops
+    )
+    runs = model.num_hidden_layers * workload.accumulation
+    return [
+        ("layers whose weights never leave the device", f"{count('w', Tier.DEVICE, only=True)} of {len(model.layers)}"),
+        ("layers whose optimizer state does not", f"{count('o', Tier.DEVICE, only=True)} of {len(model.layers)}"),
+        ("optimizer state on NVMe", f"{count('o', Tier.NVME, only=False)} of {len(model.layers)} layers"),
+        ("updates on the device, on the CPU", f"{on_device}, {len(adam) - on_device}"),
+        ("loads of weights in a step", f"{loads}"),
+        ("activations kept, to the host, recomputed", f"{runs - again - away}, {away}, {again} of {runs}"),
+    ]
+
+
+def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> dict[str, Any]:
+    """All of it for programs; every key says its unit."""
+    return {
+        **prediction_record(found.prediction),
+        "lower_bound_s": found.lower_bound_ns / 1e9,
+        "gap_to_any_schedule": found.gap,
+        "what_binds_any_schedule": found.bound.binding,
+        "tokens_per_s_interval": asdict(spread),
+        "placement": dict(placement(found.schedule)),
+        "candidates": len(found.tried),
+        "candidates_simulated": sum(tried.period_ns is not None for tried in found.tried),
+        "planning_s": found.seconds,
+        "finished": found.finished,
+        "what_if": None if answers is None else asdict(answers),
+    }
+
+
+def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> None:
+    """The plan for people."""
+    prediction, schedule, workload = found.prediction, found.schedule, found.schedule.workload
+    simulated = sum(tried.period_ns is not None for tried in found.tried)
+    knobs = {name: knob.default for name, knob in policies.knobs(schedule.policy).items()}
+    changed = [f"{name}={value}" for name, value in schedule.knobs.items() if value != knobs.get(name)]
+    print(
+        f"{schedule.model.name} on {prediction.profile.name} ({prediction.profile.mode} profile), "
+        f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
+    )
+    print(f"{schedule.label}{' with ' if changed else ''}{', '.join(changed)}; digest {schedule.short_digest}")
+    print(
+        f"{len(found.tried)} candidates, {simulated} of them simulated, in {found.seconds:.1f} s"
+        f"{'' if found.finished else ', interrupted'}; all times predicted\n"
+    )
+    rows = [
+        ["throughput", f"{prediction.tokens_per_s:,.0f} tokens/s"],
+        [f"  5 % to 95 % at {spread.noise:.0%} noise an op", f"{spread.p5:,.0f} to {spread.p95:,.0f} tokens/s"],
+        ["step", f"{prediction.period_ns / 1e6:,.1f} ms"],
+        ["MFU, HFU", f"{prediction.mfu:.1%}, {prediction.hfu:.1%}"],
+        ["above the bound of this schedule", f"{prediction.gap:.1%}, {prediction.bound_ns / 1e6:,.1f} ms"],
+        ["  which is set by", prediction.binding],
+        ["above the bound of any schedule", f"{found.gap:.1%}, {found.lower_bound_ns / 1e6:,.1f} ms"],
+        ["  which is set by", found.bound.binding],
+    ]
+    print_table("one step", ["", ""], rows)
+    print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
+    memory = []
+    for tier, limit in zip(Tier, vars(memory_of(prediction.profile)).values(), strict=True):
+        if peak := prediction.peak_bytes[tier]:
+            memory.append([tier, f"{peak / 1e9:,.2f} GB", f"{limit / 1e9:,.2f} GB", f"{peak / limit:.0%}"])
+    print_table("memory", ["tier", "peak", "available", "used"], memory)
+    others = {tried.policy: tried for tried in found.tried if not tried.knobs}
+    named = [
+        [
+            name,
+            "not simulated" if tried.period_ns is None else f"{tried.period_ns / 1e6:,.1f} ms",
+            tried.reason,
+        ]
+        for name, tried in sorted(others.items(), key=lambda item: item[1].period_ns or float("inf"))
+    ]
+    print_table("policies as they come", ["policy", "step", "why not"], named)
+    if answers is not None:
+        _show_what_if(answers)
+
+
+def _show_what_if(answers: WhatIf) -> None:
+    gains = sorted(answers.gains.items(), key=lambda item: -item[1])
+    rows = [[name if "+" in name else f"{name}, +25 %", f"{gain:+.1%}"] for name, gain in gains]
+    print_table("what more would bring, in tokens/s", ["", ""], rows)
+    critical = [[name, f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
+    print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
+    limits = [
+        [f"{link} bandwidth for no stall", "any" if rate is None else f"{rate / 1e9:,.1f} GB/s"]
+        for link, rate in answers.required_bandwidth.items()
+    ]
+    for what, nbytes in (("device", answers.smallest_device_bytes), ("host", answers.smallest_host_bytes)):
+        limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else f"{nbytes / 1e9:,.2f} GB"])
+    limits.append(["longest sequence, one at a time", f"{answers.longest_sequence:,} tokens"])
+    limits.append(["largest micro-batch", f"{answers.largest_micro_batch:,} sequences"])
+    print_table("limits", ["", ""], limits)

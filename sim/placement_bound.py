@@ -1,0 +1,393 @@
+"""How fast any exact schedule could be on a machine: a linear program over all placements that fit its memory.
+
+Each layer's state is placed in fractions. What is then left of a step is work that no order of ops avoids: the
+area of every resource, all perfectly overlapped. The least of the largest area is a lower bound of the period
+of every schedule of the language that trains exactly, because each inequality below holds for all of them:
+
+  compute       forward, loss and backward of every micro-batch; a recompute of what is neither kept nor sent away
+  H2D           weights that the CPU updates, once; weights not on the device at the turn from forward to backward,
+                once more; state that the device updates without holding it; activations that come back
+  D2H           gradients whose weights the CPU updates; state that passed through; activations sent away
+  host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
+  device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
+                again, the state that lives there, what the loss touches, and the largest workspace
+  host memory   state that is neither on the device nor on NVMe, weights not on the device, activations sent away
+  slowdown      GPU work is slower while a copy runs: the time that each link is busy costs the GPU its share
+
+With one micro-batch a step falls into two windows that cannot overlap, since the next step's forward begins with a
+layer whose gradient comes last: a forward, in which activations leave, and a backward, in which they and weights
+come back.
+
+Latencies and issue cost are left out, and so is every other effect of order: the bound is not always attained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from schedules import policies
+from schedules.model import ModelSpec
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.sizes import tensor_bytes
+from schedules.tensor import SAVED, STATE, parse
+from schedules.traffic import workspace_bytes
+from schedules.workload import MemoryBudget, Workload
+from sim.cost import D2H, GPU, H2D, MissingCost, Terms, demands
+from sim.hardware import HardwareProfile
+from sim.prediction import memory_of
+
+OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
+FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
+SLACK = 1e-9  # relative: what the solver may be off by when it solves again
+_ALONE = Terms(issue=False, size_dependent_bandwidth=False, compute_slowdown=False)
+_ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
+Areas = Mapping[str, float]  # resource -> ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementBound:
+    """No exact schedule of this step on this machine settles at a shorter period.
+
+    `areas_ns` is what each resource is busy in the best relaxed placement; `placed` is what fraction of the
+    model's bytes, by "weights on device", "state on device", "activations kept" and so on, that placement has.
+    """
+
+    period_ns: float
+    areas_ns: dict[str, float]
+    placed: dict[str, float]
+
+    @property
+    def binding(self) -> str:
+        """The resource with the largest area."""
+        return max(self.areas_ns, key=lambda name: self.areas_ns[name])
+
+
+class NoPlacement(ValueError):
+    """Not even fractions of the state fit the machine's tiers together."""
+
+
+@dataclass
+class _Program:
+    """The linear program as it grows: columns are fractions in [0, 1], each with areas and bytes."""
+
+    areas: list[Areas] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    nvme: list[float] = field(default_factory=list)
+    labels: list[tuple[str, float]] = field(default_factory=list)  # what a column places, and its bytes
+    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    exactly: list[tuple[dict[int, float], float]] = field(default_factory=list)
+
+    def column(
+        self,
+        areas: Areas | None = None,
+        *,
+        device: float = 0,
+        host: float = 0,
+        nvme: float = 0,
+        label: str = "",
+        nbytes: float = 0,
+    ) -> int:
+        self.areas.append(areas or {})
+        self.device.append(device)
+        self.host.append(host)
+        self.nvme.append(nvme)
+        self.labels.append((label, nbytes))
+        return len(self.areas) - 1
+
+
+def placement_bound(
+    model: ModelSpec, workload: Workload, profile: HardwareProfile, budget: MemoryBudget | None = None
+) -> PlacementBound:
+    """The bound of a step on a machine with this memory, all of its own if left out.
+
+    Raises:
+        MissingCost: the profile is a measured one and lacks a time that every schedule needs.
+        NoPlacement: the model does not fit all tiers together.
+    """
+    from scipy.optimize import linprog
+
+    budget = budget or memory_of(profile)
+    costs = _Costs(model, workload, profile)
+    windows = workload.accumulation == 1
+    lp, fixed = _Program(), Counter[str]()
+    device_free = float(budget.device_bytes) - _always_on_device(model, workload, profile)
+    host_fixed = 0.0
+    for layers in _alike(model):
+        i, n = layers[0], len(layers)
+        for phase in (Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
+            areas = costs.compute(i, phase, n * workload.accumulation)
+            window = FORWARD if phase in (Phase.EMBED, Phase.FORWARD) else BACKWARD
+            _add(fixed, _in_window(areas, window) if windows else areas)
+        _place(lp, costs, i, n, has_nvme=profile.nvme is not None, windows=windows)
+    columns = len(lp.areas)  # three more variables: the period and its windows, in units of `scale`
+    scale = max(fixed.values())
+    rows: list[np.ndarray] = []
+    limits: list[float] = []
+    for parts, limited in _limits([fixed, *lp.areas], profile):
+        row = np.zeros(columns + 3)
+        row[:columns] = [_weighed(areas, parts) / scale for areas in lp.areas]
+        row[columns + limited] = -1.0
+        rows.append(row)
+        limits.append(-_weighed(fixed, parts) / scale)
+    rows.append(np.array([0.0] * columns + [-1.0, 1.0, 1.0]))
+    limits.append(0.0)
+    for bytes_of, free in (
+        (lp.device, device_free),
+        (lp.host, budget.host_bytes - host_fixed),
+        (lp.nvme, float(budget.nvme_bytes)),
+    ):
+        rows.append(np.array([*bytes_of, 0.0, 0.0, 0.0]) / 1e9)
+        limits.append(free / 1e9)
+    for terms, limit in lp.at_most:
+        rows.append(_row(terms, columns))
+        limits.append(limit)
+
+    def solve(costs: Sequence[float], longest: float | None) -> Any:
+        return linprog(
+            costs,
+            A_ub=np.array(rows),
+            b_ub=limits,
+            A_eq=np.array([_row(terms, columns) for terms, _ in lp.exactly]),
+            b_eq=[value for _, value in lp.exactly],
+            bounds=[(0.0, 1.0)] * columns + [(0.0, longest), (0.0, None), (0.0, None)],
+            method="highs",
+        )
+
+    solved = solve([0.0] * columns + [1.0, 0.0, 0.0], None)
+    if not solved.success:
+        raise NoPlacement(f"{model.name} does not fit {profile.name}")
+    period = float(solved.x[columns])
+    # of all placements with that period, the one that does least: what it is busy with is what it must do
+    least = solve([sum(areas.values()) / scale for areas in lp.areas] + [0.0] * 3, period * (1 + SLACK))
+    shares = [float(share) for share in (least if least.success else solved).x[:columns]]
+    found = Counter[str](fixed)
+    for of_column, share in zip(lp.areas, shares, strict=True):
+        _add(found, of_column, share)
+    return PlacementBound(
+        period_ns=period * scale,
+        areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD))},
+        placed=_placed(lp, shares),
+    )
+
+
+def _limits(all_areas: Sequence[Areas], profile: HardwareProfile) -> Iterator[tuple[dict[str, float], int]]:
+    """Sums of resources that a window limits, as factor by resource; 0 is the whole period, 1 and 2 its windows."""
+    names = sorted({name for areas in all_areas for name in areas})
+    slower = profile.gpu.copy_slowdown.value
+    for name in names:
+        limited = 1 if name.startswith(FORWARD) else 2 if name.startswith(BACKWARD) else 0
+        yield {name: 1.0}, limited
+    for limited, window in enumerate(("", FORWARD, BACKWARD)):
+        for link in (H2D, D2H):
+            if slower and window + GPU in names and window + link in names:
+                yield {window + GPU: 1.0, window + link: slower / (1.0 + slower)}, limited
+
+
+def _in_window(areas: Areas, window: str) -> Areas:
+    """What is busy in a window is busy in the step."""
+    return {**areas, **{window + name: ns for name, ns in areas.items()}}
+
+
+def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
+    return sum(areas.get(name, 0.0) * factor for name, factor in parts.items())
+
+
+def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool, windows: bool) -> None:
+    """The choices for `n` layers like layer i."""
+    block = costs.model.is_block(i)
+    weight, state = (n * costs.nbytes(t, i) for t in ("w", "o"))
+    if block:
+        saved = n * costs.nbytes("s", i)
+        passes = n * costs.workload.accumulation
+        keep = lp.column(device=saved, label="activations kept", nbytes=saved)
+        leave, come = (costs.copy("s", i, kind, passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
+        twice = costs.compute(i, Phase.RECOMPUTE, passes)
+        if windows:
+            leave, come, twice = (
+                _in_window(leave, FORWARD), _in_window(come, BACKWARD), _in_window(twice, BACKWARD)
+            )  # fmt: skip
+        away = lp.column(_sum(leave, come), host=saved, label="activations on host", nbytes=saved)
+        again = lp.column(twice, label="activations recomputed", nbytes=saved)
+        lp.exactly.append(({keep: 1, away: 1, again: 1}, 1.0))
+    # at the turn the loss reads the head's weights, so those are among what is always there
+    on_device = 0.0 if i == costs.model.head else weight
+    retained = lp.column(device=on_device, label="weights on device", nbytes=weight)
+    elsewhere = lp.column(host=weight, label="weights on host", nbytes=weight)
+    places = {retained: 1.0, elsewhere: 1.0}
+    reload = {elsewhere: 1.0}
+    if has_nvme:
+        drive = lp.column(costs.drive("w", i, n), nvme=weight, label="weights on NVMe", nbytes=weight)
+        places[drive] = reload[drive] = 1.0
+    lp.exactly.append((places, 1.0))
+    resident = lp.column(costs.update(i, Tier.DEVICE, n), device=state, label="state on device", nbytes=state)
+    through = lp.column(costs.through(i, n), label="state through device", nbytes=state)
+    cpu = lp.column(costs.on_cpu(i, n), label="state on CPU", nbytes=state)
+    lp.exactly.append(({resident: 1, through: 1, cpu: 1}, 1.0))
+    in_host = lp.column(host=state)
+    kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0}
+    if has_nvme:
+        kept_state[lp.column(costs.drive("o", i, n), nvme=state, label="state on NVMe", nbytes=state)] = -1.0
+    lp.exactly.append((kept_state, 0.0))
+    if block:  # once for the forward if the CPU has made them, once more if they are gone at the turn
+        load = costs.copy("w", i, Kind.PREFETCH, n)
+        once, returned = lp.column(load), lp.column(_in_window(load, BACKWARD) if windows else load)
+        lp.exactly.append(({once: 1, cpu: -1}, 0.0))
+        lp.exactly.append(({returned: 1, **dict.fromkeys(reload, -1)}, 0.0))
+    else:
+        once = lp.column(costs.copy("w", i, Kind.PREFETCH, n))
+        lp.at_most.append(({cpu: 1, once: -1}, 0.0))
+        lp.at_most.append(({**reload, once: -1}, 0.0))
+
+
+class _Costs:
+    """Areas of what may be done to a layer, taken from the cost model by way of ops that schedules really have."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> None:
+        self.model, self.workload = model, workload
+        self._found: dict[tuple[object, ...], Areas] = {}
+        # one block of each kind stands for all, and two micro-batches for any more
+        first = sorted({model.layer_kind(i): i for i in reversed(model.blocks)}.values())
+        self._stands_for = {model.layer_kind(i): place for place, i in enumerate(first)}
+        kinds = tuple(model.layer_types[i] for i in first) if model.layer_types else ()
+        small = replace(model, num_hidden_layers=len(first), layer_types=kinds)
+        step = replace(workload, accumulation=min(workload.accumulation, 2))
+        blocks = len(first)
+        probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
+        probes += [{"resident": blocks + 2}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
+        missing: MissingCost | None = None
+        for knobs in probes:
+            schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)
+            try:
+                self._learn(schedule, profile)
+            except MissingCost as error:  # what no profile can time, no schedule can use
+                missing = error
+        if not self._found and missing is not None:
+            raise missing
+
+    def nbytes(self, cls: str, i: int) -> int:
+        name = self.model.layer_name(i)
+        return tensor_bytes(f"{cls}.{name}.0" if cls == SAVED else f"{cls}.{name}", self.model, self.workload)
+
+    def compute(self, i: int, phase: Phase, times: float = 1) -> Areas:
+        return self._times(("compute", i, phase), times)
+
+    def copy(self, cls: str, i: int, kind: Kind, times: float = 1) -> Areas:
+        """Of a layer's tensor over the link; of a state, as that of its weights by the bytes it has."""
+        if cls == STATE:
+            times *= self.nbytes(STATE, i) / self.nbytes("w", i)
+            cls = "w"
+        if kind == Kind.OFFLOAD and cls == "w":  # gradients go that way, weights in some policies only
+            times *= self.nbytes("w", i) / self.nbytes("g", i)
+            cls = "g"
+        return self._times(("copy", i, cls, kind), times)
+
+    def update(self, i: int, tier: Tier, times: float) -> Areas:
+        return self._times(("update", i, tier), times)
+
+    def on_cpu(self, i: int, times: float) -> Areas:
+        """The gradient comes down, the optimizer runs."""
+        return _sum(self.update(i, Tier.HOST, times), self.copy("g", i, Kind.OFFLOAD, times))
+
+    def through(self, i: int, times: float) -> Areas:
+        """The state comes, is updated, and goes."""
+        moved = _sum(self.copy(STATE, i, Kind.PREFETCH, times), self.copy(STATE, i, Kind.OFFLOAD, times))
+        return _sum(self.update(i, Tier.DEVICE, times), moved)
+
+    def drive(self, cls: str, i: int, times: float) -> Areas:
+        """Read from the drive and written back, once a step."""
+        times *= self.nbytes(cls, i) / self.nbytes(STATE, i)
+        read, written = (self._times(("drive", kind), times) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
+        per_block = self.nbytes(STATE, i) / self.nbytes(STATE, 0)
+        return {name: ns * per_block for name, ns in _sum(read, written).items()}
+
+    def _times(self, key: tuple[object, ...], times: float) -> Areas:
+        kind, *rest = key
+        if kind != "drive":  # ops of the small model are known by their place in it
+            rest[0] = self._place(rest[0])
+        return {name: ns * times for name, ns in self._found.get((kind, *rest), {}).items()}
+
+    def _place(self, i: Any) -> int:
+        if not self.model.is_block(i):
+            return -1 if i == self.model.embed else len(self._stands_for)
+        return self._stands_for[self.model.layer_kind(i)]
+
+    def _learn(self, schedule: Schedule, profile: HardwareProfile) -> None:
+        for op, cost in zip(schedule.ops, demands(schedule, profile, _ALONE), strict=True):
+            areas = {name: cost.duration_ns * share for name, share in cost.usage.items()}
+            key = _key(op, schedule)
+            if key is None:
+                continue
+            if key[0] == "update" and key[2] == Tier.HOST:
+                areas[OPTIMIZER] = float(cost.duration_ns)
+            # variants of an op differ where they are measured: any schedule may have the quicker one
+            known = self._found.get(key)
+            self._found[key] = areas if known is None else {r: min(known.get(r, 0.0), ns) for r, ns in areas.items()}
+
+
+def _key(op: Op, schedule: Schedule) -> tuple[object, ...] | None:
+    if op.kind == Kind.COMPUTE:
+        return ("compute", op.layer, op.phase)
+    if op.phase == Phase.ADAM:
+        return ("update", op.layer, Tier.HOST if op.stream == Stream.CPU else Tier.DEVICE)
+    if op.phase != Phase.COPY:
+        return None
+    if op.stream in (Stream.NVME_READ, Stream.NVME_WRITE):
+        return ("drive", op.kind) if op.layer == 0 else None
+    return ("copy", op.layer, parse(op.reads[0].tensor).cls, op.kind)
+
+
+def _always_on_device(model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
+    """Bytes that every schedule has there at the turn, in the loss op, and the largest workspace of any op."""
+    head = model.layer_name(model.head)
+    held = sum(tensor_bytes(f"{cls}.{head}", model, workload) for cls in ("w", "g"))
+    # a measured workspace may be smaller than the estimate, so only the estimate's absence is safe there
+    measured = profile.measured is not None and profile.measured.workspace is not None
+    phases = [(model.head, Phase.LOSS), *((i, Phase.BACKWARD) for i in model.blocks[:1])]
+    workspace = 0 if measured else max(workspace_bytes(model, i, phase, workload) for i, phase in phases)
+    return held + model.hidden_bytes(workload) + workspace
+
+
+def _alike(model: ModelSpec) -> list[Sequence[int]]:
+    """Layers of one kind and size, the first of each standing for all."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for i in model.layers:
+        groups.setdefault((model.layer_kind(i), model.params(i)), []).append(i)
+    return list(groups.values())
+
+
+def _placed(lp: _Program, shares: Sequence[float]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    for (label, nbytes), share in zip(lp.labels, shares, strict=True):
+        if label:
+            group = label.split()[0]
+            totals[group] = totals.get(group, 0.0) + nbytes * share
+            parts[label] = parts.get(label, 0.0) + nbytes * share
+    return {label: part / totals[label.split()[0]] for label, part in parts.items() if totals[label.split()[0]]}
+
+
+def _row(terms: Mapping[int, float], columns: int) -> np.ndarray:
+    row = np.zeros(columns + 3)
+    for column, factor in terms.items():
+        row[column] += factor
+    return row
+
+
+def _add(total: Counter[str], areas: Areas, times: float = 1.0) -> None:
+    for name, ns in areas.items():
+        total[name] += ns * times  # type: ignore[assignment]
+
+
+def _sum(*parts: Areas) -> Areas:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, ns in part.items():
+            total[name] = total.get(name, 0.0) + ns
+    return total

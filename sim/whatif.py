@@ -1,0 +1,229 @@
+"""What a schedule hangs on: which ops, which resources, and how its time spreads when ops do not all run alike.
+
+All by changing one thing and evaluating again: ops by longest path, in one batch; resources by the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules import policies
+from schedules.model import ModelSpec
+from schedules.op import Op, Tier
+from schedules.schedule import Schedule
+from schedules.trace import Ints
+from schedules.workload import MemoryBudget, Workload
+from sim.cost import demands
+from sim.hardware import CEILINGS, HardwareProfile, lookup, override
+from sim.longest_path import periods
+from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, require_fit
+
+MORE = 1.25  # what a resource is multiplied with to see what more of it would bring
+FASTER = 0.9  # what the ops of a class are multiplied with to see what they hold up
+SAMPLES = 200  # of a noisy step
+RATES = (
+    ("GPU, matrix products", ("gpu.matmul_flops", "gpu.fp32_flops")),
+    ("GPU, memory bandwidth", ("gpu.memory_bandwidth",)),
+    ("link, host to device", ("links.h2d.bandwidth", "links.duplex")),
+    ("link, device to host", ("links.d2h.bandwidth", "links.duplex")),
+    ("host memory bandwidth", ("host.memory_bandwidth", "host.adam_params_per_s")),
+    ("NVMe, read and write", ("nvme.read", "nvme.write")),
+)
+LINKS = (("H2D", "links.h2d.bandwidth"), ("D2H", "links.d2h.bandwidth"))
+NO_STALL = 1.01  # a step no longer than this, against one with the fastest link, is not held up
+HUGE = 1 << 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Tokens/s at the 5th, 50th and 95th percentile of steps whose ops vary."""
+
+    p5: float
+    p50: float
+    p95: float
+    noise: float  # standard deviation of the logarithm of each op's duration
+
+
+def spread(prediction: Prediction, noise: float, *, seed: int = 0) -> Spread:
+    """How throughput varies if every op's duration does, independently; a step takes the mean of several."""
+    base, issue = _durations(prediction)
+    factors = np.random.default_rng(seed).lognormal(0.0, noise, (SAMPLES, len(base)))
+    found = periods(prediction.schedule, _whole(base * factors), np.tile(issue, (SAMPLES, 1)))
+    scale = prediction.period_ns / _period(prediction.schedule, base, issue)
+    tokens = prediction.schedule.workload.tokens_per_step / (found * scale / 1e9)
+    p5, p50, p95 = (float(value) for value in np.percentile(tokens, (5, 50, 95)))
+    return Spread(p5=p5, p50=p50, p95=p95, noise=noise)
+
+
+def criticality(prediction: Prediction) -> dict[str, float]:
+    """Class of op -> by what share of its own speed-up the step gets faster: 1 all critical, 0 hidden.
+
+    A class is stream and phase, and of copies what they carry. Longest path at the durations that the simulated
+    ops had, sharing included; the largest share of the step first.
+    """
+    schedule = prediction.schedule
+    base, issue = _durations(prediction)
+    classes: dict[str, list[int]] = {}
+    for position, op in enumerate(schedule.ops):
+        classes.setdefault(op_class(op), []).append(position)
+    rows = np.tile(base, (1 + len(classes), 1)).astype(np.float64)
+    for row, members in enumerate(classes.values(), start=1):
+        rows[row, members] *= FASTER
+    found = periods(schedule, _whole(rows), np.tile(issue, (len(rows), 1)))
+    gains = {
+        name: float(1.0 - period / found[0]) / (1.0 - FASTER) for name, period in zip(classes, found[1:], strict=True)
+    }
+    return dict(sorted(gains.items(), key=lambda item: -item[1]))
+
+
+def op_class(op: Op) -> str:
+    """Ops that one would speed up together: "h2d w", "compute backward", "cpu adam"."""
+    what = op.reads[0].tensor.partition(".")[0] if op.phase == "copy" and op.reads else str(op.phase)
+    return f"{op.stream} {what}"
+
+
+def marginal_gains(prediction: Prediction) -> dict[str, float]:
+    """Resource -> by what fraction tokens/s grow with a quarter more of it, the schedule as it is."""
+    gains = {}
+    for name, paths in RATES:
+        if changed := _scaled(prediction.profile, paths, MORE):
+            gains[name] = prediction.period_ns / _again(prediction, changed) - 1.0
+    return gains
+
+
+def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
+    """Link -> bytes/s from which on the schedule hardly waits for it, to 1 %; the other link as it is.
+
+    The measure is a link as fast as host memory. None where the schedule does not use the link.
+    """
+    needed: dict[str, float | None] = {}
+    fastest = prediction.profile.host.memory_bandwidth.value
+    for name, path in LINKS:
+        have = lookup(prediction.profile, path)
+        assert have is not None, "every machine has links"
+
+        def period(bandwidth: float, path: str = path, have: float = have.value) -> float:
+            wider = _scaled(prediction.profile, ("links.duplex",), max(bandwidth / have, 1.0))
+            changed = _scaled(wider or prediction.profile, (path,), bandwidth / have)
+            assert changed is not None
+            return _again(prediction, changed)
+
+        target = NO_STALL * period(fastest)
+        low, high = fastest / 1e5, fastest
+        if period(low) <= target:
+            needed[name] = None
+            continue
+        while high / low > 1.01:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if period(middle) <= target else (middle, high)
+        needed[name] = high
+    return needed
+
+
+# ---- memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smallest:
+    """The least memory with which the model still trains, in bytes, the other tiers being as they are."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+
+
+def smallest_memory(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> Smallest:
+    """Of the device and of the host. None where no amount is enough."""
+    budget = memory_of(profile)
+    devices = [peaks[Tier.DEVICE] for peaks in _frugal(model, profile, workload, replace(budget, device_bytes=HUGE))]
+    hosts = [peaks[Tier.HOST] for peaks in _frugal(model, profile, workload, replace(budget, host_bytes=HUGE))]
+    return Smallest(device_bytes=min(devices, default=None), host_bytes=min(hosts, default=None))
+
+
+def longest_sequence(model: ModelSpec, profile: HardwareProfile) -> int:
+    """Tokens of the longest sequence that can be trained, one at a time, to a multiple of 1,024; 0 if none can."""
+    return 1024 * _largest(lambda n: _trains(model, profile, Workload(micro_batch_size=1, seq_len=1024 * n)))
+
+
+def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
+    """Sequences of the largest micro-batch that can be trained; 0 if none can."""
+    return _largest(lambda n: _trains(model, profile, replace(workload, micro_batch_size=n, accumulation=1)))
+
+
+def _trains(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> bool:
+    return any(True for _ in _frugal(model, profile, workload, memory_of(profile)))
+
+
+def _frugal(
+    model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
+) -> Iterator[dict[Tier, int]]:
+    """Peak bytes of the schedules that take least of one tier or another, those that fit."""
+    blocks = model.num_hidden_layers
+    thrifty = {"keep": 0, "slabs": 1, "slots": 2, "grad_slots": 1}
+    choices: list[dict[str, int]] = [{}, {"inputs": blocks}]
+    if profile.nvme is not None:
+        choices += [{"nvme": blocks}, {"nvme": blocks, "inputs": blocks}]
+    for resident in (0, blocks // 4, blocks // 2, blocks, blocks + 2):
+        for choice in choices:
+            schedule = policies.build("streamed", model, workload, budget, **thrifty, **choice, resident=resident)
+            try:
+                require_fit(schedule, profile, budget)
+            except DoesNotFit:
+                continue
+            yield peak_bytes(schedule, profile)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest n for which `fits(n)`, which holds up to it and not beyond."""
+    if not fits(1):
+        return 0
+    high = 2
+    while fits(high) and high < 1 << 24:
+        high *= 2
+    low = high // 2
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# ---- evaluation
+
+
+def _durations(prediction: Prediction) -> tuple[Ints, Ints]:
+    """What each op took in the last whole step simulated, sharing included, and what issuing it takes; ns, [ops]."""
+    trace, count = prediction.trace, len(prediction.schedule.ops)
+    took = (trace.end_ns - trace.start_ns).reshape(trace.steps, count)[-2]
+    issue = np.array([cost.issue_ns for cost in demands(prediction.schedule, prediction.profile)], dtype=np.int64)
+    return took.astype(np.int64), issue
+
+
+def _period(schedule: Schedule, durations: Ints, issue: Ints) -> float:
+    return float(periods(schedule, durations[None, :], issue[None, :])[0])
+
+
+def _whole(durations: NDArray[np.float64]) -> Ints:
+    whole: Ints = np.rint(durations).astype(np.int64)
+    return whole
+
+
+def _again(prediction: Prediction, profile: HardwareProfile) -> float:
+    return predict(prediction.schedule, profile, memory_of(prediction.profile)).period_ns
+
+
+def _scaled(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> HardwareProfile | None:
+    """The machine with these numbers multiplied; None if it has none of them."""
+    changes = list(_assignments(profile, paths, factor))
+    return override(profile, changes) if changes else None
+
+
+def _assignments(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> Iterator[str]:
+    for path in paths:
+        if (value := lookup(profile, path)) is not None:
+            ceilings = [lookup(profile, limit) for limited, limit in CEILINGS if limited == path]
+            most = min((limit.value for limit in ceilings if limit is not None), default=math.inf)
+            yield f"{path}={min(value.value * factor, most)!r}{value.unit}"
