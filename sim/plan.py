@@ -238,8 +238,10 @@ class Search:
         space = knob_space(self.model, workload, nvme="nvme" in dict(self.start.knobs))
         placements = {name: values for name, values in space.items() if name in PLACEMENT}
         if math.prod(map(len, placements.values())) <= EXHAUSTIVE:
+            effort = self.effort
             for chosen in itertools.product(*placements.values()):
                 self.evaluate(start.with_knobs(dict(zip(placements, chosen, strict=True))))
+            self.effort = effort  # there are few: what follows may still take its own
             return
         blocks = self.model.num_hidden_layers
         if whole:

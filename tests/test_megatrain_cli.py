@@ -44,6 +44,9 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--steps", "1", "--expect", "ffff"], 1, "not ffff"),
         (["run", "llama-2-70b", "--steps", "1"], 1, "GB of memory are available on this machine"),
         (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
+        (["plan", "tiny", "-t", "1000"], 2, "no whole number of sequences"),
+        (["plan", "tiny", "--set", "gpu.memory=0GB"], 2, "must be above zero"),
+        (["plan", "qwen2.5-72b", "-H", "rtx4090", "--set", "nvme.capacity=1GB", "-t", "4096"], 1, "GB of device and"),
         (["build", "tiny", "-o", "/proc/nowhere/s.json"], 2, "/proc/nowhere"),
     ],
 )
@@ -83,6 +86,20 @@ def test_a_schedule_goes_from_file_to_verifier_simulator_and_executor(tmp_path: 
     for command in (["verify", str(file)], ["simulate", str(file)], ["run", str(file), "--steps", "1"]):
         done = megatrain(*command)
         assert done.returncode == 1 and "race on" in done.stderr and "add  wait" in done.stderr
+
+
+def test_a_plan_is_a_schedule_that_runs(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned = megatrain(
+        "plan", "tiny", "-t", "64", "-s", "16", "--precision", "fp32", "--what-if", "-o", str(file), "--json"
+    )
+    assert planned.returncode == 0, planned.stderr
+    told = json.loads(planned.stdout)
+    assert told["tokens_per_s"] * told["lower_bound_s"] <= 64
+    assert told["tokens_per_s_interval"]["p5"] <= told["tokens_per_s"] <= told["tokens_per_s_interval"]["p95"]
+    assert told["what_if"]["longest_sequence"] >= 1024
+    done = megatrain("run", str(file), "--steps", "3", "--expect", told["digest"])
+    assert done.returncode == 0, done.stderr
 
 
 def test_json_and_timeline_of_a_simulation(tmp_path: Path) -> None:

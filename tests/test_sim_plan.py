@@ -1,0 +1,238 @@
+"""The planner: against brute force, against every named policy, against its bound, and with no room at all."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sim.plan
+from schedules import policies, presets
+from schedules.errors import InputError
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.hardware import HardwareProfile
+from sim.placement_bound import NoPlacement, placement_bound
+from sim.plan import NothingFits, Plan, plan, splits
+from sim.prediction import memory_of, predict
+
+MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
+
+
+def shallow(blocks: int, name: str = "qwen2.5-7b") -> ModelSpec:
+    """A real model's layers, few of them and with a small vocabulary: real costs, quickly built."""
+    return replace(presets.load(name), num_hidden_layers=blocks, vocab_size=8192)
+
+
+def state_bytes(model: ModelSpec, per_param: int = 12) -> int:
+    return model.total_params * per_param
+
+
+def machine(name: str, *, device_gb: float, host_gb: float) -> HardwareProfile:
+    return hardware.override(hardware.load(name), [f"gpu.memory={device_gb:.3f}GB", f"host.memory={host_gb:.3f}GB"])
+
+
+def step(batch: int, seq: int = 512, accumulation: int = 1, **more: Any) -> Workload:
+    return Workload(micro_batch_size=batch, seq_len=seq, accumulation=accumulation, **more)
+
+
+# ---- the bound
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("workload", [step(1), step(16), step(2, accumulation=3), step(4, precision="fp32")])
+def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload) -> None:
+    model = shallow(4)
+    held = state_bytes(model) / 1e9
+    simulated = 0
+    for profile in (hardware.load(name), machine(name, device_gb=0.7 * held, host_gb=3 * held)):
+        for policy in policies.names():
+            schedule = policies.build(policy, model, workload, memory_of(profile))
+            if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
+                continue
+            prediction = predict(schedule, profile)
+            if prediction.fits and not schedule.staleness:
+                simulated += 1
+                limit = placement_bound(model, schedule.workload, profile)
+                assert prediction.period_ns >= limit.period_ns, policy
+    assert simulated >= 15
+
+
+def test_bound_of_a_long_step_that_fits_the_device_is_its_compute() -> None:
+    model, workload, profile = shallow(3), step(64, seq=2048), hardware.load("h200")
+    whole = predict(policies.build("resident", model, workload, memory_of(profile)), profile)
+    limit = placement_bound(model, workload, profile)
+    assert limit.binding == "gpu"
+    # left out: issuing, and the update on the device, which the CPU could do meanwhile
+    assert 0.97 * whole.period_ns < limit.period_ns <= whole.period_ns
+
+
+def test_less_memory_never_lowers_the_bound() -> None:
+    model, workload = shallow(4), step(8)
+    held = state_bytes(model) / 1e9
+    found = [
+        placement_bound(model, workload, machine("rtx4090", device_gb=share * held, host_gb=2 * held)).period_ns
+        for share in (2.0, 1.0, 0.7, 0.5)
+    ]
+    assert found == sorted(found) and found[0] < found[-1]
+
+
+def test_what_fits_no_tier_has_no_placement() -> None:
+    model = shallow(4)
+    tiny = replace(machine("h200", device_gb=1.0, host_gb=1.0), nvme=None)
+    with pytest.raises(NoPlacement, match="does not fit"):
+        placement_bound(model, step(1), tiny)
+
+
+# ---- the plan
+
+
+def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> Plan:
+    return plan(
+        model,
+        profile,
+        seq_len=workload.seq_len,
+        micro_batch_size=workload.micro_batch_size,
+        accumulation=workload.accumulation,
+        precision=workload.precision,
+        grad_clip=workload.grad_clip,
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    blocks=st.integers(1, 5),
+    name=st.sampled_from(MACHINES),
+    batch=st.sampled_from([1, 4, 32]),
+    accumulation=st.sampled_from([1, 2]),
+    device=st.sampled_from([0.6, 1.0, 3.0]),
+    clip=st.sampled_from([None, None, 1.0]),
+)
+def test_plan_is_never_slower_than_a_named_policy(
+    blocks: int, name: str, batch: int, accumulation: int, device: float, clip: float | None
+) -> None:
+    model, workload = shallow(blocks), step(batch, accumulation=accumulation, grad_clip=clip)
+    held = state_bytes(model) / 1e9
+    profile = machine(name, device_gb=device * held + 2.0, host_gb=3 * held)
+    try:
+        found = searched(model, profile, workload)
+    except NothingFits:
+        period = 0.0
+    else:
+        verify(found.schedule)
+        period = found.prediction.period_ns
+        assert found.prediction.fits
+        assert period >= found.lower_bound_ns
+    for policy in policies.names():
+        schedule = policies.build(policy, model, workload, memory_of(profile))
+        if schedule.staleness or (schedule.allocated_bytes(Tier.NVME) and profile.nvme is None):
+            continue
+        prediction = predict(schedule, profile)
+        if prediction.fits:
+            assert 0 < period <= prediction.period_ns, policy
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    blocks=st.integers(1, 2),
+    name=st.sampled_from(MACHINES),
+    batch=st.sampled_from([1, 8, 64]),
+    device=st.sampled_from([0.6, 1.0, 3.0]),
+)
+def test_few_placements_are_all_tried(blocks: int, name: str, batch: int, device: float) -> None:
+    model, workload = shallow(blocks), step(batch)
+    held = state_bytes(model) / 1e9
+    profile = machine(name, device_gb=device * held + 2.0, host_gb=3 * held)
+    best = float("inf")
+    counts = range(blocks + 1)
+    for resident, offload, defer, through in itertools.product(range(blocks + 3), counts, counts, counts):
+        knobs = {"resident": resident, "offload": offload, "defer": defer, "through": through}
+        prediction = predict(policies.build("streamed", model, workload, memory_of(profile), **knobs), profile)
+        if prediction.fits:
+            best = min(best, prediction.period_ns)
+    if best < float("inf"):
+        assert searched(model, profile, workload).prediction.period_ns <= best
+
+
+@pytest.mark.parametrize("name", ["h200", "rtx4090"])
+def test_more_memory_never_makes_the_plan_slower(name: str) -> None:
+    model, workload = shallow(3), step(32)
+    held = state_bytes(model) / 1e9
+    periods = [
+        searched(model, machine(name, device_gb=share * held + 1.0, host_gb=2 * held), workload).prediction.period_ns
+        for share in (0.8, 1.0, 1.3, 1.8)
+    ]
+    assert periods == sorted(periods, reverse=True)
+
+
+def test_state_that_the_host_cannot_hold_goes_to_the_device_first_and_then_to_nvme() -> None:
+    model, workload = shallow(6), step(4)
+    held = state_bytes(model) / 1e9
+    with_room = searched(model, machine("h200", device_gb=0.9 * held, host_gb=0.7 * held), workload)
+    assert with_room.schedule.knobs["resident"] and not with_room.schedule.allocated_bytes(Tier.NVME)
+    without = searched(model, machine("h200", device_gb=0.45 * held, host_gb=0.6 * held), workload)
+    assert without.prediction.fits and without.schedule.allocated_bytes(Tier.NVME)
+
+
+def test_inputs_of_a_long_sequence_go_to_the_host() -> None:
+    model = shallow(12)
+    workload = Workload(micro_batch_size=1, seq_len=131072)
+    profile = hardware.override(hardware.load("h200"), ["gpu.memory=48GB"])
+    found = searched(model, profile, workload)
+    assert found.prediction.fits and found.schedule.knobs["inputs"]
+
+
+def test_splits_of_a_step_are_its_divisors() -> None:
+    found = [(w.micro_batch_size, w.accumulation) for w in splits(512, 6 * 512, None, None, "bf16", None)]
+    assert found == [(6, 1), (3, 2), (2, 3), (1, 6)]
+    assert [w.accumulation for w in splits(512, 6 * 512, 2, None, "bf16", None)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"seq_len": 512, "tokens_per_step": 1000}, "1,000 tokens per step is no whole number of sequences of 512"),
+        ({"seq_len": 512}, "say how long a step is"),
+        ({"seq_len": 512, "micro_batch_size": 1, "precision": "int3"}, "precision 'int3' is unknown"),
+    ],
+)
+def test_a_step_that_means_nothing_is_told(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        plan(shallow(1), hardware.load("h200"), **arguments)
+
+
+def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
+    profile = replace(machine("h200", device_gb=2.0, host_gb=2.0), nvme=None)
+    with pytest.raises(NothingFits) as told:
+        plan(shallow(8), profile, seq_len=512, micro_batch_size=1)
+    assert "all its memory together is 4.0 GB" in str(told.value)
+    assert "GB of device and" in str(told.value)
+
+
+def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = 0
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        nonlocal simulated
+        simulated += 1
+        if simulated == 4:
+            raise KeyboardInterrupt
+        return predict(*arguments, **more)
+
+    monkeypatch.setattr(sim.plan, "predict", interrupted)
+    found = plan(shallow(6), hardware.load("h200"), seq_len=512, tokens_per_step=8 * 512)
+    assert not found.finished and found.prediction.fits
+
+
+def test_a_smaller_budget_than_the_machine_is_kept() -> None:
+    model = shallow(4)
+    budget = MemoryBudget(device_bytes=int(0.7 * state_bytes(model)), host_bytes=3 * state_bytes(model))
+    found = plan(model, hardware.load("h200"), seq_len=512, micro_batch_size=4, memory=budget)
+    assert found.prediction.peak_bytes[Tier.DEVICE] <= budget.device_bytes

@@ -1,0 +1,89 @@
+"""What-if: a machine of which the limits are known by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from schedules import policies, presets
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from schedules.workload import Workload
+from sim import hardware, whatif
+from sim.prediction import Prediction, memory_of, predict
+
+
+def shallow(blocks: int) -> ModelSpec:
+    return replace(presets.load("qwen2.5-7b"), num_hidden_layers=blocks, vocab_size=8192)
+
+
+def predicted(batch: int, *changes: str, **knobs: int) -> Prediction:
+    """`streamed`, 8 blocks, on an H200 with changes."""
+    profile = hardware.override(hardware.load("h200"), list(changes))
+    workload = Workload(micro_batch_size=batch, seq_len=1024)
+    return predict(policies.build("streamed", shallow(8), workload, memory_of(profile), **knobs), profile)
+
+
+def test_more_of_the_bottleneck_helps_and_more_of_the_rest_does_not() -> None:
+    links = whatif.marginal_gains(predicted(1, "links.h2d.bandwidth=5GB/s"))
+    assert max(links, key=lambda name: links[name]) == "link, host to device"
+    assert links["link, host to device"] > 0.1 > abs(links["GPU, matrix products"])
+    compute = whatif.marginal_gains(predicted(64, resident=10))
+    assert max(compute, key=lambda name: compute[name]) == "GPU, matrix products"
+    assert abs(compute["NVMe, read and write"]) < 1e-9
+
+
+def test_ops_of_the_only_busy_stream_hold_all_of_the_step_up() -> None:
+    shares = whatif.criticality(predicted(64, resident=10))
+    compute = sum(share for name, share in shares.items() if name.startswith("compute"))
+    assert compute == pytest.approx(1.0, abs=0.02)
+    assert all(abs(share) < 1e-6 for name, share in shares.items() if not name.startswith("compute"))
+
+
+def test_bandwidth_that_is_required_is_enough_and_a_tenth_less_is_not() -> None:
+    prediction = predicted(8)
+    needed = whatif.required_bandwidth(prediction)["H2D"]
+    assert needed is not None
+
+    def period(bandwidth: float) -> float:
+        return predicted(8, f"links.h2d.bandwidth={bandwidth}B/s", f"links.duplex={2 * bandwidth + 2e11}B/s").period_ns
+
+    assert period(needed * 1.01) < period(needed * 0.5)
+    assert whatif.required_bandwidth(predicted(8, resident=10)) == {"H2D": None, "D2H": None}
+
+
+def test_spread_grows_with_noise_and_vanishes_without() -> None:
+    prediction = predicted(4)
+    still, some, more = (whatif.spread(prediction, noise) for noise in (0.0, 0.02, 0.2))
+    assert still.p5 == still.p95 == pytest.approx(prediction.tokens_per_s, rel=1e-6)
+    assert still.p95 - still.p5 < some.p95 - some.p5 < more.p95 - more.p5
+    assert whatif.spread(prediction, 0.02) == some  # seeded
+
+
+def test_least_memory_is_enough_and_less_is_not() -> None:
+    model, workload, profile = shallow(8), Workload(micro_batch_size=2, seq_len=1024), hardware.load("a100-pcie")
+    profile = replace(profile, nvme=None)
+    least = whatif.smallest_memory(model, profile, workload)
+    assert least.device_bytes is not None and least.host_bytes is not None
+
+    def trains(device: int) -> bool:
+        smaller = hardware.override(profile, [f"gpu.memory={device}bytes"])
+        return whatif.largest_micro_batch(model, smaller, workload) >= workload.micro_batch_size
+
+    assert trains(least.device_bytes) and not trains(least.device_bytes - 1)
+
+
+def test_longest_sequence_fits_and_one_much_longer_does_not() -> None:
+    model = shallow(8)
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
+    longest = whatif.longest_sequence(model, profile)
+    assert longest >= 1024
+
+    def device_bytes(tokens: int) -> int:
+        workload = Workload(micro_batch_size=1, seq_len=tokens)
+        knobs = {"keep": 0, "inputs": 8, "slabs": 1, "slots": 2, "grad_slots": 1}
+        schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
+        return predict(schedule, profile).peak_bytes[Tier.DEVICE]
+
+    assert device_bytes(longest) <= 16e9 < device_bytes(int(1.1 * longest))
