@@ -125,7 +125,7 @@ def plan(
         for number, (found, workload) in enumerate(bounded):
             search.share = number / (2 * len(bounded))
             if search.period_ns is None or found.period_ns < search.period_ns:
-                search.look(workload, whole=number == 0)
+                search.look(workload, whole=search.best is None)
         search.share = 0.5
         search.refine()
         search.share = 0.9
@@ -254,7 +254,10 @@ class Search:
         residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)] if whole else [most]
         orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
         for order, resident, offload, defer in itertools.product(
-            orders, dict.fromkeys(residents), (0, blocks // 2) if whole else (0,), (0, blocks // 4) if whole else (0,)
+            orders,
+            dict.fromkeys(residents),
+            (0, blocks // 2 if whole else blocks // 4),
+            (0, blocks // 4) if whole else (0,),
         ):
             values = {"order": order, "resident": resident, "offload": offload, "defer": defer}
             self.evaluate(start.with_knobs({name: value for name, value in values.items() if value}))

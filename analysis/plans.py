@@ -1,0 +1,214 @@
+"""Plans beside every named policy and the bound over all schedules: rows, a table and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.figure import axes_for, figure_of
+from analysis.palette import BLUE, GREY, VERMILLION
+from schedules import policies
+from schedules.errors import Refused
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from sim.hardware import HardwareProfile
+from sim.plan import Plan, plan
+from sim.prediction import memory_of, predict
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+BASELINE = "zero3_offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A plan of one model, machine and step; all predicted. Rates are NaN where nothing fits, and `reason` says why.
+
+    `gap` is by what fraction the step exceeds the bound over all exact schedules, `own_gap` its own schedule's
+    bound. `best_named` is the fastest exact policy with the knobs it comes with, at the plan's micro-batches.
+    """
+
+    model: str
+    machine: str
+    tokens_per_step: int
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int
+    tokens_per_s: float
+    step_s: float
+    bound_s: float
+    gap: float
+    own_gap: float
+    mfu: float
+    binding: str  # of the bound over all schedules
+    policy: str
+    knobs: str
+    device_gb: float
+    host_gb: float
+    nvme_gb: float
+    best_named: str
+    best_named_tokens_per_s: float
+    zero3_offload_tokens_per_s: float
+    planning_s: float
+    candidates: int
+    digest: str
+    reason: str
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def row(
+    model: ModelSpec,
+    profile: HardwareProfile,
+    *,
+    seq_len: int,
+    tokens_per_step: int,
+    machine: str | None = None,
+) -> tuple[Row, dict[str, float]]:
+    """The plan's row, and tokens/s by named policy, NaN for those that do not fit; `machine` renames the profile.
+
+    Raises:
+        InputError: the step is no whole number of sequences.
+    """
+    name = machine or profile.name
+    try:
+        found = plan(model, profile, seq_len=seq_len, tokens_per_step=tokens_per_step)
+    except Refused as error:
+        return _nothing(model, name, seq_len, tokens_per_step, str(error)), {}
+    named = _named(found)
+    best = max(named, key=lambda policy: -1.0 if math.isnan(named[policy]) else named[policy])
+    prediction, workload = found.prediction, found.schedule.workload
+    known = {knob: parameter.default for knob, parameter in policies.knobs(found.schedule.policy).items()}
+    changed = [f"{knob}={value}" for knob, value in found.schedule.knobs.items() if value != known.get(knob)]
+    return (
+        Row(
+            model=model.name,
+            machine=name,
+            tokens_per_step=tokens_per_step,
+            seq_len=seq_len,
+            micro_batch_size=workload.micro_batch_size,
+            accumulation=workload.accumulation,
+            tokens_per_s=prediction.tokens_per_s,
+            step_s=prediction.period_ns / 1e9,
+            bound_s=found.lower_bound_ns / 1e9,
+            gap=found.gap,
+            own_gap=prediction.gap,
+            mfu=prediction.mfu,
+            binding=found.bound.binding,
+            policy=found.schedule.policy,
+            knobs=" ".join(changed),
+            device_gb=prediction.peak_bytes[Tier.DEVICE] / 1e9,
+            host_gb=prediction.peak_bytes[Tier.HOST] / 1e9,
+            nvme_gb=prediction.peak_bytes[Tier.NVME] / 1e9,
+            best_named="" if math.isnan(named[best]) else best,
+            best_named_tokens_per_s=named[best],
+            zero3_offload_tokens_per_s=named[BASELINE],
+            planning_s=found.seconds,
+            candidates=len(found.tried),
+            digest=found.schedule.short_digest,
+            reason="",
+        ),
+        named,
+    )
+
+
+def _named(found: Plan) -> dict[str, float]:
+    """Tokens/s of every exact policy as it comes; NaN where it does not fit."""
+    profile, schedule = found.prediction.profile, found.schedule
+    rates = {}
+    for name in policies.names():
+        built = policies.build(name, schedule.model, schedule.workload, memory_of(profile))
+        if built.staleness:
+            continue
+        rates[name] = math.nan
+        if not (built.allocated_bytes(Tier.NVME) and profile.nvme is None):
+            prediction = predict(built, profile)
+            if prediction.fits:
+                rates[name] = prediction.tokens_per_s
+    return rates
+
+
+def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int, reason: str) -> Row:
+    values = {field.name: math.nan if field.type == "float" else "" for field in fields(Row)}
+    values |= {"model": model.name, "machine": machine, "seq_len": seq_len, "tokens_per_step": tokens_per_step}
+    return Row(**{**values, "micro_batch_size": 0, "accumulation": 0, "candidates": 0, "reason": reason})  # type: ignore[arg-type]
+
+
+def frame(found: Sequence[tuple[Row, dict[str, float]]]) -> pd.DataFrame:
+    """Rows with one more column per named policy, its tokens/s."""
+    import pandas as pd
+
+    names = list(dict.fromkeys(name for _, named in found for name in named))
+    return pd.DataFrame(
+        [{**asdict(row), **{name: named.get(name, math.nan) for name in names}} for row, named in found],
+        columns=[*COLUMNS, *names],
+    )
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The table for a README: a line per point, what does not fit included."""
+    lines = [
+        "| model | machine | plan, tokens/s | of the bound | best named policy | plan against it | against ZeRO-3 "
+        "| planning |",
+        "|---|---|---:|---:|---|---:|---:|---:|",
+    ]
+    for point in table.to_dict("records"):
+        if point["reason"]:
+            lines.append(f"| {point['model']} | {point['machine']} | nothing fits | | | | | |")
+            continue
+        rate = point["best_named_tokens_per_s"]
+        best = f"`{point['best_named']}` {rate:,.0f}" if point["best_named"] else "none fits"
+        lines.append(
+            f"| {point['model']} | {point['machine']} | {point['tokens_per_s']:,.0f} | {1 / (1 + point['gap']):.1%} "
+            f"| {best} | {_times(point['tokens_per_s'], rate)} "
+            f"| {_times(point['tokens_per_s'], point['zero3_offload_tokens_per_s'])} | {point['planning_s']:.1f} s |"
+        )
+    return "\n".join(lines)
+
+
+def _times(rate: float, other: float) -> str:
+    return "-" if math.isnan(other) else f"{rate / other:.2f}x"
+
+
+def against_bound(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """A line per point: plan, best named policy and ZeRO-3 as shares of the bound over all schedules."""
+    rows = table.to_dict("records")
+    ax = axes_for(ax, width=9.0, height=1.2 + 0.24 * len(rows))
+    places = np.arange(len(rows))[::-1]
+    for place, point in zip(places, rows, strict=True):
+        if point["reason"]:
+            ax.text(0.01, place, "nothing fits", va="center", color=GREY)
+            continue
+        limit = point["tokens_per_step"] / point["bound_s"]
+        shares = {
+            key: point[key] / limit for key in ("tokens_per_s", "best_named_tokens_per_s", f"{BASELINE}_tokens_per_s")
+        }
+        known = [share for share in shares.values() if not math.isnan(share)]
+        ax.plot([min(known), 1.0], [place, place], color=GREY, linewidth=0.8, zorder=1)
+        for key, colour, marker in (
+            (f"{BASELINE}_tokens_per_s", VERMILLION, "s"),
+            ("best_named_tokens_per_s", "white", "o"),
+            ("tokens_per_s", BLUE, "o"),
+        ):
+            ax.scatter(shares[key], place, color=colour, marker=marker, edgecolor=BLUE if colour == "white" else colour)
+    for label, colour, edge, marker in (
+        ("plan", BLUE, BLUE, "o"),
+        ("best named policy", "white", BLUE, "o"),
+        ("ZeRO-3 offload", VERMILLION, VERMILLION, "s"),
+    ):
+        ax.scatter([], [], color=colour, edgecolor=edge, marker=marker, label=label)
+    ax.axvline(1.0, color=GREY, linewidth=1.2)
+    ax.set_xlim(0.0, 1.03)
+    ax.set_ylim(-0.8, len(rows) - 0.2)
+    ax.set_yticks(places, [f"{point['model']}, {point['machine']}" for point in rows])
+    ax.set_xlabel("predicted throughput, as a share of the bound over all exact schedules")
+    ax.spines[["top", "right"]].set_visible(False)
+    figure_of(ax).legend(loc="outside upper center", ncols=3, frameon=False)
+    return ax
