@@ -59,11 +59,15 @@ def save(figure: Figure, path_stem: Path, data: pd.DataFrame) -> list[Path]:
         InputError: the folder cannot be made or written to.
     """
     paths = [path_stem.with_name(path_stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
-    with matplotlib.rc_context(_SETTINGS):
-        with whole(paths[0]) as partial:
-            figure.savefig(partial, format="png", dpi=DPI)
-        with whole(paths[1]) as partial:
-            figure.savefig(partial, format="svg", metadata={"Date": None})
+    save_png(figure, paths[0])
+    with matplotlib.rc_context(_SETTINGS), whole(paths[1]) as partial:
+        figure.savefig(partial, format="svg", metadata={"Date": None})
     with whole(paths[2]) as partial:
         data.to_csv(partial, index=False)
     return paths
+
+
+def save_png(figure: Figure, path: Path, dpi: int = DPI) -> None:
+    """Write the picture alone. Raises InputError as `save` does."""
+    with matplotlib.rc_context(_SETTINGS), whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=dpi, metadata={"Software": None})

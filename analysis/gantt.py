@@ -116,6 +116,38 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     return ax
 
 
+def strips(runs: Sequence[Run], limit_ms: float) -> Axes:
+    """Many runs at one scale: thin lanes without labels; what takes longer than `limit_ms` is cut there and told."""
+    data = gantt_data(runs)
+    count = sum(len(schedule.streams) for schedule, _ in runs)
+    ax = axes_for(None, width=12, height=1.2 + 0.15 * count + 0.3 * len(runs))
+    y, heading_room = 0.0, 2.0
+    for number, (schedule, trace) in enumerate(runs):
+        since, until = steady_step(trace)
+        span = (until - since) / 1e6
+        cut = f", cut at {limit_ms:,.0f} ms" if span > limit_ms else ""
+        heading = f"{schedule.label}: step of {span:,.0f} ms{cut}"
+        ax.text(0, y + heading_room - 0.7, heading, va="bottom", weight="bold", fontsize=FONT_PT)
+        y += heading_room
+        for stream in schedule.streams:
+            ax.broken_barh([(0, min(span, limit_ms))], (y - 0.5, 0.9), facecolors=IDLE, zorder=1)
+            rows = data[(data["run"] == number) & (data["stream"] == stream) & (data["start_ms"] < limit_ms)]
+            for name, of_class in rows.groupby("class", sort=False):
+                ends = of_class["end_ms"].clip(upper=limit_ms)
+                boxes = list(zip(of_class["start_ms"], ends - of_class["start_ms"], strict=True))
+                colour = OP_COLOURS[str(name)]
+                ax.broken_barh(boxes, (y - 0.5, 0.9), facecolors=colour, edgecolors=colour, linewidth=0.3, zorder=2)
+            ax.text(-0.004 * limit_ms, y, str(stream), ha="right", va="center", fontsize=FONT_PT - 2)
+            y += 1.0
+    ax.set_yticks([])
+    ax.set_ylim(y, 0.3)
+    ax.set_xlim(0, limit_ms)
+    ax.set_xlabel("time within the step (ms)")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    _legend(ax, [name for name in OP_COLOURS if name in set(data["class"])], title="")
+    return ax
+
+
 def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, per_inch: float) -> None:
     """One stream: grey where idle, boxes by class of op, labels where a box has room for its own."""
     ax.broken_barh([(0, span)], (y - _BOX / 2, _BOX), facecolors=IDLE, zorder=1)
@@ -133,7 +165,7 @@ def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, pe
     ax.text(span + 0.004 * per_inch * 12, y, f"{busy:.0%} busy", ha="left", va="center", fontsize=FONT_PT)
 
 
-def _legend(ax: Axes, names: Sequence[str]) -> None:
+def _legend(ax: Axes, names: Sequence[str], title: str = "labels in boxes are layers") -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=OP_COLOURS[name], label=name) for name in names]
@@ -146,6 +178,6 @@ def _legend(ax: Axes, names: Sequence[str]) -> None:
         fontsize=FONT_PT,
         columnspacing=1.2,
         handlelength=1.4,
-        title="labels in boxes are layers",
+        title=title,
         title_fontsize=FONT_PT,
     )

@@ -223,7 +223,7 @@ def _shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget
         allocated = schedule.allocated_bytes(tier)
         extra = workspace if tier == Tier.DEVICE else 0
         if allocated + extra > available:
-            holders = _holders(schedule, tier)
+            holders = contents(schedule, tier)
             if extra:
                 holders.append((f"workspace of {op}", extra))
             return DoesNotFit(
@@ -253,8 +253,8 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
     return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload)
 
 
-def _holders(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
-    """What fills a tier, by class of tensor; a buffer that holds several in turn counts under them all."""
+def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
+    """What fills a tier, in bytes by class of tensor; a buffer that holds several in turn counts under them all."""
     classes: dict[str, dict[str, None]] = {}
     for op in schedule.ops:
         for access in op.accesses:

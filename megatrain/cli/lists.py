@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -77,16 +78,33 @@ def hardware(
 
 def policies(
     name: Annotated[str | None, typer.Argument(help="A policy's name or file; all if left out.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a page per policy to this folder.")] = None,
 ) -> None:
-    """List the policies, or explain one and its knobs."""
+    """List the policies, or explain one: its knobs, its bytes, its speed and a picture of a step."""
     from megatrain.tables import print_table
     from schedules import policies as known
 
+    if out is not None:
+        from analysis import policy_pages
+
+        chosen = [name] if name else known.names()
+        policy_pages.write(out, chosen)
+        print(f"{len(chosen)} pages written to {out}")
+        return
     if name is None:
         rows = [[policy, known.summary(policy)] for policy in known.names()]
         print_table("policies", ["policy", "what it does"], rows, left=2)
         return
-    print(known.explain(name))
+    from analysis import policy_pages
+
+    page = policy_pages.page(name)
+    print(page.words, "", *policy_pages.drawing(page), "", sep="\n")
+    print_table(
+        f"where states live, in bytes per parameter: {policy_pages.about(page.numbers)}",
+        list(policy_pages.STATES_HEADING),
+        policy_pages.states(page.numbers),
+    )
+    print_table("how fast, the same step", list(policy_pages.SPEED_HEADING), policy_pages.speed(name))
 
 
 def published(as_json: Json = False) -> None:

@@ -1,0 +1,215 @@
+"""A page per policy: what its file says, and what follows from the schedule it builds.
+
+All of a page but its words is computed: bytes from the schedule's buffers, times by simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from analysis.files import write_text
+from analysis.tables import seconds
+from analysis.text_gantt import LEGEND, SMALL, text_gantt
+from schedules import policies, presets
+from schedules.op import Tier
+from schedules.workload import Workload
+from sim import hardware
+from sim.prediction import Prediction, contents, memory_of, predict
+
+MACHINE = "h200"
+NUMBERS_MODEL, PICTURE_MODEL, PICTURE_BLOCKS = "qwen2.5-7b", "llama-2-7b", 6
+STEP = Workload(micro_batch_size=16, seq_len=1024)
+YARDSTICK = "streamed"
+COMMAND = "megatrain policies --out docs/policies"
+OVERVIEW = "all.png"
+_SCALE = 3  # the picture of all cuts steps longer than this many of the yardstick's
+_DPI = 100
+_ACTIVATIONS = frozenset({"layer outputs", "saved activations", "output gradients", "gradient norm"})
+
+Rows = list[list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a policy's page says. `numbers` is of the model whose bytes and rates are told, `picture` of the small
+    one that is drawn."""
+
+    policy: str
+    words: str
+    numbers: Prediction
+    picture: Prediction
+
+
+@cache
+def page(policy: str) -> Page:
+    """Build and simulate both models by a policy, given by name or path.
+
+    Raises:
+        PolicyError: there is no such policy.
+    """
+    return Page(
+        policy=policy,
+        words=policies.explain(policy),
+        numbers=_predicted(policy, numbers=True),
+        picture=_predicted(policy, numbers=False),
+    )
+
+
+@cache
+def _predicted(policy: str, *, numbers: bool) -> Prediction:
+    if numbers:
+        model = presets.load(NUMBERS_MODEL)
+    else:
+        whole = presets.load(PICTURE_MODEL)
+        name = f"{PICTURE_BLOCKS} blocks of {PICTURE_MODEL}"
+        model = replace(whole, name=name, num_hidden_layers=PICTURE_BLOCKS)
+    profile = hardware.load(MACHINE)
+    return predict(policies.build(policy, model, STEP, memory_of(profile)), profile)
+
+
+# ---- what is computed
+
+
+def states(prediction: Prediction) -> Rows:
+    """(what, device, host, NVMe): bytes per parameter of weights, gradients and optimizer state, by what a buffer
+    holds in turn; then GB of everything else. Columns of tiers as in Tier."""
+    schedule = prediction.schedule
+    held: dict[str, dict[Tier, int]] = {}
+    rest: dict[Tier, int] = dict.fromkeys(Tier, 0)
+    for tier in Tier:
+        for what, nbytes in contents(schedule, tier):
+            if _ACTIVATIONS.issuperset(what.split(" / ")) or what == "unused":
+                rest[tier] += nbytes
+            else:
+                held.setdefault(what, dict.fromkeys(Tier, 0))[tier] += nbytes
+    params = schedule.model.total_params
+    order = sorted(held, key=lambda what: (what.count("/"), -sum(held[what].values())))
+    rows = [[what, *(_per_param(held[what][tier] / params) for tier in Tier)] for what in order]
+    total = {tier: sum(sizes[tier] for sizes in held.values()) for tier in Tier}
+    rows.append(["all states", *(_per_param(total[tier] / params) for tier in Tier)])
+    rows.append(["activations and logits, GB", *(f"{rest[t] / 1e9:.2f}" if rest[t] else "" for t in Tier)])
+    peaks = prediction.peak_bytes
+    rows.append(["peak with workspace, GB", *(f"{peaks[t] / 1e9:.2f}" if peaks[t] else "" for t in Tier)])
+    return rows
+
+
+def _per_param(nbytes: float) -> str:
+    return f"{nbytes:.2f}" if nbytes else ""
+
+
+STATES_HEADING = ("what", *(str(tier) for tier in Tier))
+SPEED_HEADING = ("", "step", "tokens/s", "bound", "above it", "what binds")
+
+
+def speed(policy: str) -> Rows:
+    """(policy, step, tokens/s, bound of that schedule, gap, what binds) of the policy and of the yardstick."""
+    rows = []
+    for name in dict.fromkeys((policy, YARDSTICK)):
+        found = _predicted(name, numbers=True)
+        rate = f"{found.tokens_per_s:,.0f}" if found.fits else "does not fit"
+        rows.append(
+            [
+                found.schedule.label,
+                seconds(found.period_ns / 1e9),
+                rate,
+                seconds(found.bound_ns / 1e9),
+                f"{found.gap:.1%}",
+                found.binding,
+            ]
+        )
+    return rows
+
+
+def about(prediction: Prediction) -> str:
+    """What a prediction is of, in a line."""
+    step = prediction.schedule.workload
+    return (
+        f"{prediction.schedule.model.name}, {step.accumulation} x {step.micro_batch_size} sequences of {step.seq_len} "
+        f"tokens, {step.precision}, predicted from the {prediction.profile.mode} profile {prediction.profile.name}"
+    )
+
+
+def drawing(found: Page) -> list[str]:
+    """The steady step as text, with its length and legend."""
+    picture = found.picture
+    head = f"{about(picture)}: step of {seconds(picture.period_ns / 1e9)}"
+    return [head, "", *text_gantt(picture.schedule, picture.trace), "", LEGEND, SMALL]
+
+
+# ---- pages
+
+
+def markdown(policy: str) -> str:
+    """The page of a policy, beside which its picture stands as POLICY.png."""
+    found = page(policy)
+    words, _, knobs = found.words.rpartition("\n\nKnobs:\n")
+    lead, _, body = (words or found.words.removesuffix("\n\nNo knobs.")).partition("\n")
+    lines = [f"# `{policy}`", "", lead, "", body.strip(), ""]
+    lines += ["## One step", "", f"![a step of {policy}]({policy}.png)", "", "```", *drawing(found), "```", ""]
+    lines += [
+        "## Where states live",
+        "",
+        f"{about(found.numbers)}. Bytes per parameter, from the buffers it builds.",
+        "",
+    ]
+    lines += [_table(STATES_HEADING, states(found.numbers))]
+    lines += ["## How fast", "", "The same step; no run of a schedule settles at a step shorter than its bound.", ""]
+    lines += [_table(SPEED_HEADING, speed(policy))]
+    lines += ["## Knobs", "", f"```\n{knobs}\n```" if knobs else "None.", ""]
+    lines += [f"Schedules {found.numbers.schedule.short_digest} and {found.picture.schedule.short_digest}. {_made()}"]
+    return "\n".join(lines) + "\n"
+
+
+def index(names: Sequence[str]) -> str:
+    """The index of all pages."""
+    yardstick = _predicted(YARDSTICK, numbers=True)
+    rows = []
+    for name in sorted(names, key=lambda name: _predicted(name, numbers=True).period_ns):
+        found = _predicted(name, numbers=True)
+        total = next(row for row in states(found) if row[0] == "all states")
+        rate = f"{found.tokens_per_s:,.0f}" if found.fits else "does not fit"
+        ratio = f"{found.tokens_per_s / yardstick.tokens_per_s:.2f}" if found.fits else ""
+        link = f"[{found.schedule.label}]({name}.md)"
+        rows.append([link, policies.summary(name), rate, ratio, *total[1:]])
+    heading = ("policy", "what it does", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
+    lines = ["# Policies", "", f"{about(yardstick)}; states in bytes per parameter.", ""]
+    lines += [_table(heading, rows)]
+    lines += [f"All at one scale: {about(_predicted(YARDSTICK, numbers=False))}, longest step last.", ""]
+    lines += [f"![all policies]({OVERVIEW})", "", _made()]
+    return "\n".join(lines) + "\n"
+
+
+def _made() -> str:
+    return f"Made by `{COMMAND}`."
+
+
+def _table(heading: Sequence[str], rows: Rows) -> str:
+    lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def texts(names: Sequence[str]) -> dict[str, str]:
+    """File name -> text, of the index and of every page."""
+    return {"README.md": index(names)} | {f"{name}.md": markdown(name) for name in names}
+
+
+def write(folder: Path, names: Sequence[str]) -> None:
+    """Write the index, a page per policy and the pictures.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    from analysis import figure, gantt
+
+    for name, text in texts(names).items():
+        write_text(folder / name, text)
+    runs = {name: (found.schedule, found.trace) for name in names for found in (page(name).picture,)}
+    for name, run in runs.items():
+        figure.save_png(figure.figure_of(gantt.gantt([run])), folder / f"{name}.png", _DPI)
+    longest_last = sorted(names, key=lambda name: page(name).picture.period_ns)
+    limit_ms = _SCALE * _predicted(YARDSTICK, numbers=False).period_ns / 1e6
+    strips = gantt.strips([runs[name] for name in longest_last], limit_ms)
+    figure.save_png(figure.figure_of(strips), folder / OVERVIEW, _DPI)

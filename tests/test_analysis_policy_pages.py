@@ -1,0 +1,103 @@
+"""Pages of policies: up to date, their numbers those of the schedule, their pictures those of the trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hand_written import small
+from test_megatrain_cli import ROOT, megatrain
+
+from analysis import policy_pages
+from analysis.policy_pages import COMMAND, OVERVIEW
+from analysis.text_gantt import text_gantt
+from schedules import policies
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.policies import PolicyError
+from schedules.schedule import Schedule
+from schedules.trace import ISSUE, Trace
+from schedules.workload import Workload
+
+FOLDER = ROOT / "docs" / "policies"
+
+
+def test_the_pages_are_up_to_date() -> None:
+    """Every page and the index say what they would say if they were made now. Pictures are only counted."""
+    for name, text in policy_pages.texts(policies.names()).items():
+        path = FOLDER / name
+        assert path.is_file() and path.read_text(encoding="utf-8") == text, f"{path} is old; run: {COMMAND}"
+    expected = {OVERVIEW, *(f"{name}.png" for name in policies.names())}
+    assert {path.name for path in FOLDER.glob("*.png")} == expected, f"run: {COMMAND}"
+
+
+def column(rows: list[list[str]], what: str, tier: Tier) -> float:
+    (row,) = [row for row in rows if row[0] == what]
+    return float(row[1 + list(Tier).index(tier)] or 0)
+
+
+def test_bytes_per_parameter_are_those_that_the_systems_are_known_for() -> None:
+    """Everything resident: weights 2, gradients 2, moments 8. MegaTrain: the same on the host. ZeRO-3: 20."""
+    resident = policy_pages.states(policy_pages.page("resident").numbers)
+    assert column(resident, "all states", Tier.DEVICE) == pytest.approx(12.0, abs=0.01)
+    assert column(resident, "all states", Tier.HOST) == 0
+    megatrain_states = policy_pages.states(policy_pages.page("megatrain").numbers)
+    assert column(megatrain_states, "optimizer state", Tier.HOST) == pytest.approx(8.0, abs=0.01)
+    assert column(megatrain_states, "weights", Tier.HOST) == pytest.approx(2.0, abs=0.01)
+    zero3 = policy_pages.states(policy_pages.page("zero3_offload").numbers)
+    assert column(zero3, "all states", Tier.HOST) == pytest.approx(20.0, abs=0.01)
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_states_and_activations_are_all_that_is_allocated(name: str) -> None:
+    numbers = policy_pages.page(name).numbers
+    rows, params = policy_pages.states(numbers), numbers.schedule.model.total_params
+    for tier in Tier:
+        told = column(rows, "all states", tier) * params + column(rows, "activations and logits, GB", tier) * 1e9
+        assert told == pytest.approx(numbers.schedule.allocated_bytes(tier), abs=0.005 * params + 0.005e9)
+
+
+def test_a_page_of_ones_own_policy() -> None:
+    page = policy_pages.page(str(ROOT / "docs" / "my_policy.py"))
+    assert page.numbers.fits and page.picture.period_ns > 0
+    with pytest.raises(PolicyError):
+        policy_pages.page("no_such_policy")
+
+
+def test_a_drawing_in_letters_by_hand() -> None:
+    """Ten spans of 10 ns: a load for three, then compute for seven; if it starts late, its first span is small."""
+    schedule = Schedule(
+        ops=(
+            Op(name="load", kind=Kind.PREFETCH, phase=Phase.COPY, stream=Stream.H2D),
+            Op(name="forward", kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE),
+        ),
+        buffers=(),
+        waits=(),
+        model=small(),
+        workload=Workload(micro_batch_size=1, seq_len=8),
+        policy="by hand",
+    )
+    start, end = np.array([0, 30]), np.array([30, 100])
+    zeros = np.zeros(2, dtype=np.int64)
+    trace = Trace(
+        digest=schedule.digest, machine="none", source="predicted", op=np.array([0, 1]), step=zeros, issue_ns=zeros,
+        start_ns=start, end_ns=end, waited_on=np.array([ISSUE, 0]),
+    )  # fmt: skip
+    assert text_gantt(schedule, trace, width=10) == [
+        "h2d      PPP.......",
+        "compute  ...FFFFFFF",
+    ]
+    late = replace(trace, start_ns=np.array([0, 38]))
+    assert text_gantt(schedule, late, width=10)[1] == "compute  ...fFFFFFF"
+
+
+def test_the_command_lists_explains_and_writes(tmp_path: Path) -> None:
+    listed = megatrain("policies")
+    assert all(name in listed.stdout for name in policies.names())
+    told = megatrain("policies", "zero3_offload")
+    assert told.returncode == 0, told.stderr
+    for word in ("overlap_comm = true", "PPP", "tokens/s", "streamed", "all states", "20.00"):
+        assert word in told.stdout, word
+    assert megatrain("policies", "megatrain", "--out", str(tmp_path)).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", OVERVIEW, "megatrain.md", "megatrain.png"]
