@@ -6,11 +6,11 @@ counts and attention does not. Predictions are put in the same formula, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from analysis.published_points import MI355X_PHASES, POINTS, Point, Unit
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Stream
@@ -25,125 +25,6 @@ if TYPE_CHECKING:
 FAR = 0.15  # a prediction that is further off than this is explained
 _LARGEST_BATCH = 4096
 
-_PAPER = "MegaTrain paper (April 2026), from a digest; not re-read"
-_LLMQ = "IST-DASLab/llmq, benchmarks/4090x1.md and its configurations"
-_UNKNOWN_BATCH = "batch unpublished: the largest that fits is assumed"
-
-_FAST_GPU = (
-    "compute is busy for over 90 % of the step. Two things can be missing, which the published numbers cannot tell "
-    "apart: kernels slower than the profile's efficiencies (unfused norms and rotary; a loss in 128-token chunks "
-    "with two host waits each), and seconds of host passes, as in the log of the MI355X"
-)
-_ZERO3 = (
-    "the assumed batch is probably too large: the policy computes the loss in chunks, the usual baseline holds all "
-    "logits; DeepSpeed before 0.19.4 also copied gradients blocking and unpinned"
-)
-_SMALL_STEP = (
-    "forward agrees and Adam is 20 % short; backward, gradient wait and clip are not what the policy counts, which "
-    "is passes at DRAM bandwidth: the log's reader found one thread adding gradients into pages faulted in anew "
-    "every step, and clipping goes tensor by tensor; 16 sequences are too few to hide that"
-)
-
-Unit = Literal["TFLOP/s", "s", "tokens/s"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One published number and the run that it is of.
-
-    `policy` is None where no policy models the system. `micro_batch_size` is None where it is unpublished;
-    then the largest that fits the machine is taken. `why` explains an error above FAR, from the trace.
-    """
-
-    system: str
-    policy: str | None
-    model: str
-    machine: str
-    value: float
-    unit: Unit
-    source: str
-    knobs: Mapping[str, Knob] = field(default_factory=dict)
-    micro_batch_size: int | None = None
-    accumulation: int = 1
-    seq_len: int = 1024
-    grad_clip: float | None = None
-    note: str = ""
-    why: str = ""
-
-
-POINTS: tuple[Point, ...] = (
-    Point(
-        system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="gh200",
-        micro_batch_size=158, grad_clip=1.0, value=284, unit="TFLOP/s", source=_PAPER, why=_FAST_GPU,
-    ),
-    Point(
-        system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="gh200",
-        micro_batch_size=158, grad_clip=1.0, value=27.05, unit="s", source=_PAPER,
-        note="by the formula this is 273 TFLOP/s: the two published numbers differ by 4 %", why=_FAST_GPU,
-    ),
-    Point(
-        system="MegaTrain", policy="megatrain_released", model="qwen2.5-14b", machine="gh200",
-        micro_batch_size=96, grad_clip=1.0, value=266, unit="TFLOP/s", source=_PAPER, why=_FAST_GPU,
-    ),
-    Point(
-        system="MegaTrain without double buffering", policy=None, model="qwen2.5-14b", machine="gh200",
-        micro_batch_size=96, grad_clip=1.0, value=183, unit="TFLOP/s", source=_PAPER,
-        why="no policy models this system: the released code has no switch for it",
-    ),
-    Point(
-        system="ZeRO-3 offload", policy="zero3_offload", model="qwen2.5-14b", machine="gh200",
-        value=143, unit="TFLOP/s", source=_PAPER,
-        note=_UNKNOWN_BATCH + "; DeepSpeed's configuration is unpublished too",
-        why="the prediction passes it near 6 sequences; " + _ZERO3,
-    ),
-    Point(
-        system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="a100-pcie",
-        grad_clip=1.0, value=128, unit="TFLOP/s", source=_PAPER, note=_UNKNOWN_BATCH,
-    ),
-    Point(
-        system="Gemini", policy="gemini", model="qwen2.5-7b", machine="a100-pcie",
-        value=53, unit="TFLOP/s", source=_PAPER, note=_UNKNOWN_BATCH,
-        why="the prediction passes it near 8 sequences; the usual baseline holds all logits, which the policy does not",
-    ),
-    Point(
-        system="ZeRO-3 offload", policy="zero3_offload", model="qwen2.5-7b", machine="a100-pcie",
-        value=36, unit="TFLOP/s", source=_PAPER,
-        note=_UNKNOWN_BATCH + "; DeepSpeed's configuration is unpublished too",
-        why="the prediction passes it near 5 sequences; " + _ZERO3,
-    ),
-    Point(
-        system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="h100",
-        grad_clip=1.0, value=272, unit="TFLOP/s", source=_PAPER, note=_UNKNOWN_BATCH,
-        why="the assumed batch may be too large: the prediction passes the published value between 32 and 64 sequences",
-    ),
-    Point(
-        system="MegaTrain", policy="megatrain_released", model="qwen2.5-14b", machine="mi355x",
-        micro_batch_size=16, grad_clip=1.0, value=13.3, unit="s",
-        source="a user's log of the released code, before the pinned flat copies", why=_SMALL_STEP,
-    ),
-    Point(
-        system="ZeRO-3 offload (LLaMA-Factory)", policy="zero3_offload", model="qwen2.5-7b", machine="rtx4090",
-        micro_batch_size=32, accumulation=16, value=2523, unit="tokens/s", source=_LLMQ,
-        note="bf16 master and gradients in DeepSpeed; the policy keeps fp32 ones",
-    ),
-    Point(
-        system="ZeRO-3 offload (LLaMA-Factory)", policy="zero3_offload", model="qwen2.5-14b", machine="rtx4090",
-        micro_batch_size=20, accumulation=26, value=1130, unit="tokens/s", source=_LLMQ,
-        note="bf16 master and gradients in DeepSpeed; the policy keeps fp32 ones",
-    ),
-)  # fmt: skip
-
-# The step of the MI355X point, in the parts that its log tells apart, s.
-MI355X_PHASES: Mapping[str, float] = {
-    "forward": 0.57,
-    "backward": 6.6,
-    "gradient wait": 1.55,
-    "clip": 1.9,
-    "Adam": 1.2,
-    "sync": 0.11,
-    "rest": 1.2,
-}
-
 
 def flops_by_formula(model: ModelSpec, workload: Workload) -> int:
     """FLOPs of a step as these publications count them: 6 x parameters, embeddings included, x tokens."""
@@ -151,7 +32,11 @@ def flops_by_formula(model: ModelSpec, workload: Workload) -> int:
 
 
 def reproduce(points: Sequence[Point] = POINTS) -> pd.DataFrame:
-    """A row per point: published, predicted, and the signed error, predicted over published minus one."""
+    """A row per point: published, predicted, and the signed error, predicted over published minus one.
+
+    `standing` is "compared", "assumed" where part of the run is unpublished, or "not predicted"; `speed` is the
+    predicted speed over the published one, whatever the unit.
+    """
     import pandas as pd
 
     return pd.DataFrame([_row(point) for point in points])
@@ -171,7 +56,9 @@ def phases() -> pd.DataFrame:
 def prediction_of(point: Point) -> Prediction:
     """The prediction for a point that has a policy."""
     assert point.policy is not None
-    return _predict(point.policy, tuple(point.knobs.items()), point.model, point.machine, workload_of(point))
+    return _predict(
+        point.policy, tuple(point.knobs.items()), point.model, point.machine, point.changes, workload_of(point)
+    )
 
 
 def workload_of(point: Point) -> Workload:
@@ -188,9 +75,14 @@ def _workload(point: Point, batch: int) -> Workload:
 
 @cache
 def _predict(
-    policy: str, knobs: tuple[tuple[str, Knob], ...], model: str, machine: str, workload: Workload
+    policy: str,
+    knobs: tuple[tuple[str, Knob], ...],
+    model: str,
+    machine: str,
+    changes: tuple[str, ...],
+    workload: Workload,
 ) -> Prediction:
-    profile = hardware.load(machine)
+    profile = hardware.override(hardware.load(machine), changes)
     schedule = policies.build(policy, presets.load(model), workload, memory_of(profile), **dict(knobs))
     return predict(schedule, profile)
 
@@ -200,7 +92,7 @@ def _largest_batch(point: Point) -> int:
 
     def fits(batch: int) -> bool:
         assert point.policy is not None
-        profile = hardware.load(point.machine)
+        profile = hardware.override(hardware.load(point.machine), point.changes)
         budget = memory_of(profile)
         schedule = policies.build(
             point.policy, presets.load(point.model), _workload(point, batch), budget, **point.knobs
@@ -228,28 +120,57 @@ def _row(point: Point) -> dict[str, object]:
         "accumulation": point.accumulation,
         "seq_len": point.seq_len,
         "unit": point.unit,
+        "formula": point.formula,
         "published": point.value,
         "predicted": float("nan"),
         "error": float("nan"),
+        "speed": float("nan"),
+        "standing": standing(point),
         "fits": None,
         "shortage": "",
         "binding": "",
+        "lacking": point.lacking,
+        "assumed": point.assumed,
         "why": point.why,
         "note": point.note,
         "source": point.source,
+        "digest": "",
     }
-    if point.policy is None:
-        return row | {"why": point.why or "no policy models this system"}
+    if point.lacking:
+        return row
     prediction = prediction_of(point)
     predicted = in_unit(prediction, point.unit)
     return row | {
         "micro_batch_size": prediction.schedule.workload.micro_batch_size,
         "predicted": predicted,
         "error": predicted / point.value - 1,
+        "speed": point.value / predicted if point.unit == "s" else predicted / point.value,
         "fits": prediction.fits,
         "shortage": str(prediction.does_not_fit or ""),
         "binding": prediction.binding,
+        "digest": prediction.schedule.digest,
     }
+
+
+def standing(point: Point) -> str:
+    """Whether a point is "compared" (its run is known), "assumed" (in part) or "not predicted"."""
+    if point.lacking:
+        return "not predicted"
+    return "assumed" if point.assumed else "compared"
+
+
+def summary(frame: pd.DataFrame) -> str:
+    """Median and worst error of the points that are compared, in a sentence; of speeds, so that s count alike."""
+    compared = frame[frame["standing"] == "compared"]
+    error = compared["speed"] - 1
+    worst = compared.loc[error.abs().idxmax()]
+    counts = frame["standing"].value_counts()
+    return (
+        f"{len(compared)} points whose run is known, predicted speed over published: median error "
+        f"{error.median():+.0%}, median of its size {error.abs().median():.0%}, worst {worst['speed'] - 1:+.0%} "
+        f"({worst['system']}, {worst['model']} on {worst['machine']}). Apart from these, {counts.get('assumed', 0)} "
+        f"whose batch or other facts had to be assumed, and {counts.get('not predicted', 0)} that are not predicted."
+    )
 
 
 def in_unit(prediction: Prediction, unit: Unit) -> float:

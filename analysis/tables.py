@@ -100,7 +100,7 @@ PREDICTED_MEASURED_NOTE = (
 
 
 def _remarks(record: Record) -> str:
-    return "; ".join(text for text in (record["why"], record["note"], record["shortage"]) if text)
+    return "; ".join(text for text in (record["why"], record["assumed"], record["note"], record["shortage"]) if text)
 
 
 def _batch(record: Record) -> str:
@@ -124,6 +124,16 @@ PUBLISHED_NOTE = (
     "Datasheet mode, nothing tuned per point. TFLOP/s here are 6 x parameters (embeddings included) x tokens / step "
     "time, as published. error: predicted over published, minus one."
 )
+
+PUBLISHED_ONLY = (
+    Column(heading="system", cell=_text("system"), number=False),
+    Column(heading="model", cell=_text("model"), number=False),
+    Column(heading="machine", cell=_text("machine"), number=False),
+    Column(heading="published", cell=_number("published", ".4g")),
+    Column(heading="unit", cell=_text("unit"), number=False),
+    Column(heading="why it is not predicted", cell=_text("lacking"), number=False, folds=True),
+)
+SOURCE = Column(heading="source", cell=_text("source"), number=False)
 
 PHASES = (
     Column(heading="part of the step", cell=_text("phase"), number=False),

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from test_megatrain_cli import ROOT
 
-from analysis import published
-from analysis.published import FAR, MI355X_PHASES, POINTS, Point
+from analysis import published, published_report, tables
+from analysis.published import FAR
+from analysis.published_points import MI355X_PHASES, POINTS, Point
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
@@ -48,26 +50,61 @@ def test_predicted_parts_add_up_to_the_predicted_step() -> None:
 
 
 def test_every_point_has_a_row_and_its_error_is_signed(table: pd.DataFrame) -> None:
-    assert len(table) == len(POINTS)
-    known = table[table["policy"] != ""]
+    assert len(table) == len(POINTS) > 50
+    known = table[table["standing"] != "not predicted"]
     assert ((known["predicted"] > known["published"]) == (known["error"] > 0)).all()
     assert (known["error"] == known["predicted"] / known["published"] - 1).all()
+    faster = (known["speed"] > 1) == ((known["error"] > 0) != (known["unit"] == "s"))
+    assert faster.all(), "a shorter time is a higher speed"
 
 
-def test_what_is_far_off_or_missing_is_explained(table: pd.DataFrame) -> None:
-    far = table[(table["error"].abs() > FAR) | table["predicted"].isna()]
-    assert len(far)
+def test_a_point_stands_apart_unless_its_whole_run_is_known(table: pd.DataFrame) -> None:
+    for point, standing in zip(POINTS, table["standing"], strict=True):
+        assert (standing == "not predicted") == bool(point.lacking) == (point.policy is None)
+        if standing == "compared":
+            assert point.micro_batch_size is not None and not point.assumed and not point.changes
+        assert point.source and point.value > 0
+
+
+def test_the_summary_is_of_the_compared_points_alone() -> None:
+    rows = [("compared", 1.3), ("compared", 0.9), ("compared", 1.1), ("assumed", 9.0), ("not predicted", float("nan"))]
+    frame = pd.DataFrame(rows, columns=["standing", "speed"]).assign(system="a", model="m", machine="x")
+    told = published.summary(frame)
+    assert "3 points" in told and "median error +10%" in told and "of its size 10%" in told and "worst +30%" in told
+    assert "1 whose batch" in told and "1 that are not predicted" in told
+
+
+def test_what_is_far_off_is_explained(table: pd.DataFrame) -> None:
+    far = table[((table["speed"] - 1).abs() > FAR) & (table["standing"] == "compared")]
     assert (far["why"] != "").all()
-    near = table[table["error"].abs() <= FAR]
+    near = table[((table["speed"] - 1).abs() <= FAR) & (table["standing"] == "compared")]
     assert (near["why"] == "").all(), "explanations of errors that are no more"
 
 
 def test_points_name_models_machines_and_policies_that_exist() -> None:
     for point in POINTS:
-        assert point.model in presets.names()
-        assert point.machine in hardware.names()
-        assert point.policy is None or point.policy in policies.names()
-        assert hardware.load(point.machine).mode == "datasheet"
+        if not point.lacking:
+            assert point.model in presets.names()
+            assert point.machine in hardware.names()
+            assert point.policy in policies.names()
+            assert hardware.load(point.machine).mode == "datasheet"
+
+
+def test_the_report_on_disk_is_of_these_points(table: pd.DataFrame) -> None:
+    text = (ROOT / "analysis" / "results" / "published" / "README.md").read_text()
+    assert published.summary(table) in text, f"old; run: {published_report.COMMAND}"
+    for standing in published_report.TITLES:
+        rows = table[table["standing"] == standing]
+        columns = tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
+        assert tables.markdown(rows, [*columns, tables.SOURCE]) in text, f"old; run: {published_report.COMMAND}"
+
+
+def test_the_picture_has_a_mark_per_prediction(table: pd.DataFrame) -> None:
+    ax = published_report.plot(table)
+    known = table[table["speed"].notna()]
+    assert len(ax.get_yticks()) == len(known)
+    hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+    assert len(hollow) == (known["standing"] == "assumed").sum()
 
 
 def test_an_unknown_batch_is_the_largest_that_fits() -> None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from megatrain.cli import compare, demo, diff, export, lists, plan, profile, recordings, run, simulate
+from megatrain.cli import compare, demo, diff, export, lists, plan, profile, published, recordings, run, simulate
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ COMMANDS = (
     lists.models,
     lists.hardware,
     lists.policies,
-    lists.published,
+    published.published,
     demo.demo,
 )
 for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""Commands that list what is known: models, hardware, policies, published."""
+"""Commands that list what is known: models, hardware, policies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Json, Set, machine_of, print_json, progress_bar
+from megatrain.cli.options import Json, Set, machine_of, print_json
 
 
 def models(
@@ -105,18 +105,3 @@ def policies(
         policy_pages.states(page.numbers),
     )
     print_table("how fast, the same step", list(policy_pages.SPEED_HEADING), policy_pages.speed(name))
-
-
-def published(as_json: Json = False) -> None:
-    """Predict every published point from datasheets, nothing tuned, beside the published number."""
-    from analysis import published as points
-    from analysis import tables
-
-    with progress_bar() as progress:
-        progress.add_task("simulating", total=None, note="")
-        frame, phases = points.reproduce(), points.phases()
-    if as_json:
-        print_json({"points": tables.records(frame), "phases": tables.records(phases)})
-        return
-    tables.show(frame, tables.PUBLISHED, title="published points", note=tables.PUBLISHED_NOTE)
-    tables.show(phases, tables.PHASES, title="one step of MegaTrain 14B on MI355X, part by part")

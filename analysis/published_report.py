@@ -1,0 +1,80 @@
+"""The report on published numbers: tables, and a picture with a band of 10 %."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from analysis import figure, tables
+from analysis.figure import FONT_PT, axes_for
+from analysis.files import write_text
+from analysis.palette import BLACK, policy_style
+from analysis.plots import BAND
+from analysis.published import summary
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+TITLES = {
+    "compared": "points whose run is known",
+    "assumed": "points of which the batch or other facts had to be assumed: no reproduction",
+    "not predicted": "points that are not predicted, and why",
+}
+PHASES_TITLE = "one step of MegaTrain 14B on MI355X, part by part"
+COMMAND = "megatrain published --out analysis/results/published"
+
+
+def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Predicted speed over published speed of every point that is predicted, with a band of 10 % about one.
+
+    Full where the run is known, hollow where part of it had to be assumed.
+    """
+    rows = frame[frame["speed"].notna()]
+    order = [rows[rows["standing"] == standing] for standing in TITLES]
+    ax = axes_for(ax, width=10, height=1.4 + 0.3 * (len(rows) + 1))
+    ax.axvspan(1 - BAND, 1 + BAND, color="#DDDDDD", zorder=0)
+    ax.axvline(1, color=BLACK, linewidth=0.8, zorder=1)
+    y, ticks, names = 0, [], []
+    for of_standing in order:
+        for row in of_standing.to_dict("records"):
+            style, known = policy_style(row["policy"]), row["standing"] == "compared"
+            face = style.colour if known else "white"
+            ax.plot(row["speed"], y, style.marker, color=style.colour, markerfacecolor=face, markersize=7, zorder=3)
+            ax.annotate(
+                f"{row['speed'] - 1:+.0%}", (row["speed"], y), xytext=(8, 0), textcoords="offset points", va="center",
+                fontsize=FONT_PT,
+            )  # fmt: skip
+            ticks.append(y)
+            names.append(f"{row['system']}, {row['model']}, {row['machine']} ({row['unit']})")
+            y += 1
+        y += 1 if len(of_standing) else 0
+    ax.set_yticks(ticks, names)
+    ax.set_ylim(y - 1.2, -0.8)
+    ax.set_xscale("log")
+    marks = [0.5, 0.7, 1, 1.4, 2, 3, 5]
+    ax.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    ax.minorticks_off()
+    ax.set_xlim(min(0.45, 0.85 * rows["speed"].min()), max(2.2, 1.35 * rows["speed"].max()))
+    ax.set_xlabel("predicted speed / published speed; grey: within 10 %; hollow: batch or other facts assumed")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def write(folder: Path, frame: pd.DataFrame, phases: pd.DataFrame) -> None:
+    """Write README.md, the points and phases as CSV, and the picture.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    figure.save(figure.figure_of(plot(frame)), folder / "published", frame)
+    write_text(folder / "phases.csv", phases.to_csv(index=False))
+    lines = ["# Published numbers, predicted", "", f"`{COMMAND}`. {tables.PUBLISHED_NOTE}", "", summary(frame), ""]
+    lines += ["![predicted over published speed](published.png)", "", "[SVG](published.svg), [data](published.csv)", ""]
+    for standing, title in TITLES.items():
+        rows = frame[frame["standing"] == standing]
+        columns = tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
+        heading = title[0].upper() + title[1:]
+        lines += [f"## {heading}", "", tables.markdown(rows, [*columns, tables.SOURCE])]
+    lines += [f"## {PHASES_TITLE[0].upper()}{PHASES_TITLE[1:]}", "", tables.markdown(phases, tables.PHASES)]
+    write_text(folder / "README.md", "\n".join(lines))
