@@ -25,11 +25,6 @@ _MULTI = "more than one GPU"
 _NO_POLICY = "no policy models this system"
 _NO_PROFILE = "no profile of that machine"
 
-_FAST_GPU = (
-    "compute is busy for over 90 % of the step. Two things can be missing, which the published numbers cannot tell "
-    "apart: kernels slower than the profile's efficiencies (unfused norms and rotary; a loss in 128-token chunks "
-    "with two host waits each), and seconds of host passes, as in the log of the MI355X"
-)
 _ZERO3 = (
     "the assumed batch is probably too large: the policy computes the loss in chunks, the usual baseline holds all "
     "logits; DeepSpeed before 0.19.4 also copied gradients blocking and unpinned"
@@ -76,18 +71,17 @@ class Point:
 MEGATRAIN: tuple[Point, ...] = (
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="gh200",
-        micro_batch_size=158, grad_clip=1.0, value=284, unit="TFLOP/s", formula=SIX_N, source=_PAPER, why=_FAST_GPU,
+        micro_batch_size=158, grad_clip=1.0, value=284, unit="TFLOP/s", formula=SIX_N, source=_PAPER,
     ),
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="gh200",
         micro_batch_size=158, grad_clip=1.0, value=27.05, unit="s", source=_PAPER,
         note="the run above; by the formula this is 273 TFLOP/s: the two published numbers differ by 4 %",
-        why=_FAST_GPU,
     ),
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-14b", machine="gh200",
         micro_batch_size=96, grad_clip=1.0, value=266, unit="TFLOP/s", formula=SIX_N, source=_PAPER,
-        note="264 in another place of the same paper", why=_FAST_GPU,
+        note="264 in another place of the same paper",
     ),
     Point(
         system="MegaTrain without double buffering", model="qwen2.5-14b", machine="gh200",
@@ -119,7 +113,6 @@ MEGATRAIN: tuple[Point, ...] = (
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-7b", machine="h100",
         grad_clip=1.0, value=272, unit="TFLOP/s", formula=SIX_N, source=_PAPER, assumed=_UNKNOWN_BATCH,
-        why="the assumed batch may be too large: the prediction passes the published value between 32 and 64 sequences",
     ),
     Point(
         system="MegaTrain", policy="megatrain_released", model="qwen2.5-14b", machine="mi355x",

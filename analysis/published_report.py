@@ -32,7 +32,7 @@ def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     rows = frame[frame["speed"].notna()]
     order = [rows[rows["standing"] == standing] for standing in TITLES]
-    ax = axes_for(ax, width=10, height=1.4 + 0.3 * (len(rows) + 1))
+    ax = axes_for(ax, width=10, height=1.4 + 0.36 * (len(rows) + 1))
     ax.axvspan(1 - BAND, 1 + BAND, color="#DDDDDD", zorder=0)
     ax.axvline(1, color=BLACK, linewidth=0.8, zorder=1)
     y, ticks, names = 0, [], []
@@ -46,7 +46,7 @@ def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
                 fontsize=FONT_PT,
             )  # fmt: skip
             ticks.append(y)
-            names.append(f"{row['system']}, {row['model']}, {row['machine']} ({row['unit']})")
+            names.append(f"{row['system']}, {row['model']},\n{row['machine']} ({row['unit']})")
             y += 1
         y += 1 if len(of_standing) else 0
     ax.set_yticks(ticks, names)
@@ -56,7 +56,7 @@ def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_xticks(marks, [f"{mark:g}" for mark in marks])
     ax.minorticks_off()
     ax.set_xlim(min(0.45, 0.85 * rows["speed"].min()), max(2.2, 1.35 * rows["speed"].max()))
-    ax.set_xlabel("predicted speed / published speed; grey: within 10 %; hollow: batch or other facts assumed")
+    ax.set_xlabel("predicted speed / published speed\ngrey: within 10 %; hollow: batch or other facts assumed")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 

@@ -30,13 +30,15 @@ class Program:
 
     Tensors have a home: the buffer in which they live between steps, on the host unless `keep_on_device` or
     `keep_on_nvme` says otherwise. Activations live in device buffers that are taken and given back as the program goes.
-    A buffer is as large as the largest tensor that is ever put into it.
+    A buffer is as large as the largest tensor that is ever put into it. `fused` says whether the system's layers
+    run in fused kernels: it decides what their compute ops move through device memory.
     """
 
-    def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0) -> None:
+    def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0, fused: bool = True) -> None:
         self.model = model
         self.workload = workload
         self._staleness = staleness
+        self._fused = fused
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
         self._tiers: dict[str, Tier] = {}
@@ -305,7 +307,7 @@ class Program:
             microbatch=m,
             reads=reads,
             writes=writes,
-            nbytes=elementwise_bytes(model, i, phase, workload),
+            nbytes=elementwise_bytes(model, i, phase, workload, fused=self._fused),
             flops=flops,
             params=model.params(i),
             blocking=blocking,

@@ -12,7 +12,7 @@ from schedules.workload import Workload
 LOSS_CHUNK_TOKENS = 1024
 
 
-def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True) -> int:
     """Device-memory traffic of one micro-batch through layer i, for a roofline estimate.
 
     Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is
@@ -23,11 +23,14 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
     Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
     token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
     and norm input, output and both gradients.
+    Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too.
     Raises ModelError for a phase that layer i does not compute.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
     if model.is_block(i) and phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
         activations = tokens * _block_traffic(model) * b.activation
+        if not fused:
+            activations += tokens * _unfused_block_bytes(model, b.activation)
         weights = model.params(i) * b.weight
         if phase == Phase.BACKWARD:
             return 2 * activations + weights + model.params(i) * b.grad
@@ -66,6 +69,23 @@ def _block_traffic(model: ModelSpec) -> int:
         # router input and logits; copies written; inputs and outputs per choice; the weighted sum
         elements += h + model.num_experts + (h + k * h) + 3 * (k - 1) * h + (k * h + h)
     return elements
+
+
+def _unfused_block_bytes(model: ModelSpec, a: int) -> int:
+    """Bytes per token that a block's forward moves beyond `_block_traffic` when PyTorch runs it op by op, as
+    Hugging Face's layers are written (transformers, modeling_qwen2.py; modeling_llama.py is alike). `a` is the
+    bytes of an activation.
+
+    norm     per element: to fp32, squared, mean, scaled, back, times weight: 24 bytes of fp32 passes and 4 a (in
+             fp32 28 in all, for nothing is cast), of which a fused kernel needs 2 a
+    rotary   x cos, minus half, concatenated, x sin, sum: 10 elements for 2 when fused
+    gate     activation and product apart: 5 elements for 3 when fused
+    """
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    norm = 24 + 2 * a if a < FP32 else 20
+    elements = 8 * (q + kv) + 2 * f
+    norms = 2 * h + (q + kv if model.qk_norm else 0)
+    return norms * norm + elements * a
 
 
 def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:

@@ -363,3 +363,20 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
     if model.architecture != "MistralForCausalLM":  # which builds the window into its mask
         assert windows == [model.window(i) for i in model.blocks]
+
+
+def test_unfused_layers_move_more_by_hand() -> None:
+    """Per token at bf16, beyond fused kernels: two norms of 28 bytes an element, 8 elements of q and k for rotary
+    and two of the MLP's width."""
+    model = spec()
+    workload = Workload(micro_batch_size=1, seq_len=10)
+    fused, unfused = (elementwise_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
+    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.kv_width) + 2 * model.mlp_width)
+    assert unfused - fused == 10 * per_token
+    backward = [elementwise_bytes(model, 0, Phase.BACKWARD, workload, fused=fused) for fused in (True, False)]
+    assert backward[1] - backward[0] == 20 * per_token
+    wide = dataclasses.replace(workload, precision="fp32")
+    more = elementwise_bytes(model, 0, Phase.FORWARD, wide, fused=False)
+    assert more - elementwise_bytes(model, 0, Phase.FORWARD, wide) < 20 * per_token, "nothing is cast in fp32"
+    loss = [elementwise_bytes(model, model.head, Phase.LOSS, workload, fused=fused) for fused in (True, False)]
+    assert loss[0] == loss[1]

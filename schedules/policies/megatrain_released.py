@@ -13,6 +13,9 @@ Where states live, in bytes per parameter at bf16, all on the host: weights 2, t
 gradients 2, moments 8. On the device: two flats, two templates, two gradients, embedding, norm and head, and the
 logits of a micro-batch, which all chunks of the loss keep for one backward.
 
+Layers are Hugging Face's, run op by op: norms, rotary embedding and gate move more through device memory than
+fused kernels would (fused=true).
+
 With unpadding_sync (the released configuration) every layer's forward makes the host wait, because the
 attention mask is unpadded inside it.
 
@@ -41,6 +44,7 @@ def policy(
     checkpoint: int = 4,
     slabs: int = 12,
     unpadding_sync: bool = True,
+    fused: bool = False,
 ) -> Program:
     """Build the step.
 
@@ -48,10 +52,12 @@ def policy(
         checkpoint: layers between two hidden states kept by the forward.
         slabs: pinned host buffers between the gradient copies and the CPU thread.
         unpadding_sync: the host waits inside every layer's forward.
+        fused: norms, rotary embedding and gated MLP in fused kernels; the released code runs Hugging Face's layers
+            op by op.
     """
     if checkpoint < 1:
         raise ProgramError(f"checkpoint: layers between two checkpoints must be at least 1, not {checkpoint}")
-    step = _Step(model, workload, slabs, unpadding_sync)
+    step = _Step(model, workload, slabs, unpadding_sync, fused)
     for m in workload.microbatches:
         step.forward(m, checkpoint)
         step.backward(m, checkpoint)
@@ -62,8 +68,8 @@ def policy(
 class _Step:
     """The step under construction: its fixed buffers, named as they are used by layers i % 2."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, slabs: int, unpadding_sync: bool) -> None:
-        self.program = p = Program(model, workload)
+    def __init__(self, model: ModelSpec, workload: Workload, slabs: int, unpadding_sync: bool, fused: bool) -> None:
+        self.program = p = Program(model, workload, fused=fused)
         self.wait = unpadding_sync
         self.flats = [p.buffer(f"flat{b}") for b in range(2)]
         self.templates = [p.buffer(f"template{b}") for b in range(2)]
