@@ -67,7 +67,7 @@ def _op(op: Op) -> dict[str, Any]:
         row["microbatch"] = op.microbatch
     row["reads"] = [[a.buffer, a.tensor] for a in op.reads]
     row["writes"] = [[a.buffer, a.tensor] for a in op.writes]
-    for amount in ("nbytes", "flops", "params"):
+    for amount in ("nbytes", "flops", "params", "fresh"):
         if getattr(op, amount):
             row[amount] = getattr(op, amount)
     if op.blocking:
@@ -139,7 +139,7 @@ def _read_wait(row: Any, where: str) -> Wait:
 
 def _read_op(row: Any, where: str) -> Op:
     required = ("name", "kind", "phase", "stream")
-    optional = ("layer", "microbatch", "reads", "writes", "nbytes", "flops", "params", "blocking")
+    optional = ("layer", "microbatch", "reads", "writes", "nbytes", "flops", "params", "fresh", "blocking")
     row = _only(_mapping(row, where), (*required, *optional), where, required=required)
     blocking = row.get("blocking", False)
     if not isinstance(blocking, bool):
@@ -156,6 +156,7 @@ def _read_op(row: Any, where: str) -> Op:
         nbytes=_count(row, "nbytes", where, 0),
         flops=_count(row, "flops", where, 0),
         params=_count(row, "params", where, 0),
+        fresh=_count(row, "fresh", where, 0),
         blocking=blocking,
     )
 

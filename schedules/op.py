@@ -77,7 +77,8 @@ class Op:
     `reads` and `writes` decide everything that is derived: edges, waits, races, memory. An op that both
     reads and writes a gradient adds to it. The demand is in amounts, never in time:
     `nbytes` is the payload of a copy, the host-memory traffic of an update, and the device-memory traffic
-    of a compute op; `flops` are those executed (causal attention once); `params` are parameters touched.
+    of a compute op; `flops` are those executed (causal attention once); `params` are parameters touched;
+    `fresh` are bytes written into host memory that the process has only now been given, page by page.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Op:
     nbytes: int = 0
     flops: int = 0
     params: int = 0
+    fresh: int = 0
     blocking: bool = False  # the host waits for it before it issues the next op
 
     @property

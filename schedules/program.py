@@ -327,13 +327,19 @@ class Program:
 
     # ---- the optimizer and its passes
 
-    def accumulate(self, i: int, *, out_of: str, into: str | None = None, stream: Stream = Stream.CPU) -> None:
-        """Add layer i's gradient in `out_of` to its home; a plain store where the home holds none yet."""
+    def accumulate(
+        self, i: int, *, out_of: str, into: str | None = None, stream: Stream = Stream.CPU, fresh: bool = False
+    ) -> None:
+        """Add layer i's gradient in `out_of` to its home; a plain store where the home holds none yet.
+
+        `fresh`: such a store goes into memory allocated for it, whose pages the system has yet to give.
+        """
         grad = self.grad(i)
         reads = [(out_of, grad)]
         writes: list[tuple[str, str]] = []
         self._add_to(grad, into, reads, writes)
-        self._update(f"A.{grad}", Phase.ACCUMULATE, i, stream, reads, writes)
+        stored = self.nbytes(grad) if fresh and len(reads) == 1 else 0
+        self._update(f"A.{grad}", Phase.ACCUMULATE, i, stream, reads, writes, fresh=stored)
 
     def cast(self, source: tuple[str, str], target: tuple[str, str], *, stream: Stream) -> None:
         """Copy one (buffer, tensor) to another of a different element type."""
@@ -394,10 +400,20 @@ class Program:
         stream: Stream,
         reads: Sequence[tuple[str, str]],
         writes: Sequence[tuple[str, str]],
+        fresh: int = 0,
     ) -> None:
-        params = 0 if i is None else self.model.params(i)
-        nbytes = sum(self.nbytes(tensor) for _, tensor in [*reads, *writes])
-        self._emit(name, Kind.UPDATE, phase, stream, layer=i, reads=reads, writes=writes, nbytes=nbytes, params=params)
+        self._emit(
+            name,
+            Kind.UPDATE,
+            phase,
+            stream,
+            layer=i,
+            reads=reads,
+            writes=writes,
+            nbytes=sum(self.nbytes(tensor) for _, tensor in [*reads, *writes]),
+            params=0 if i is None else self.model.params(i),
+            fresh=fresh,
+        )
 
     def synchronize(self, *until: tuple[str, str], kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""
@@ -465,6 +481,7 @@ class Program:
         nbytes: int = 0,
         flops: int = 0,
         params: int = 0,
+        fresh: int = 0,
         blocking: bool = False,
     ) -> None:
         for buffer, tensor in [*reads, *writes]:
@@ -489,6 +506,7 @@ class Program:
                 nbytes=nbytes,
                 flops=flops,
                 params=params,
+                fresh=fresh,
                 blocking=blocking,
             )
         )

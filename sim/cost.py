@@ -230,7 +230,10 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
 
 
 def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, Mapping[str, float]]:
-    """Memory traffic, on the side where it runs. Passes over memory need no calibration of their own."""
+    """Memory traffic, on the side where it runs. Passes over memory need no calibration of their own.
+
+    What is written into pages that the process is only now given goes at one thread's pace, where that is known.
+    """
     gpu, host = profile.gpu, profile.host
     adam = op.phase == Phase.ADAM
     if not _on_host(op):
@@ -243,6 +246,8 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
         measured = _measured(op, schedule, profile) if adam else None
         bandwidth = host.memory_bandwidth.value * host.adam_efficiency.value
         duration = op.nbytes / bandwidth * 1e9 if measured is None else measured
+    if host.fresh_pages is not None:
+        duration = max(duration, op.fresh / host.fresh_pages.value * 1e9)
     usage = {DRAM: _share(op.nbytes, duration, host.memory_bandwidth.value)}
     if host.adam_threads is not None:
         usage[CORES] = min(1.0, host.adam_threads.value / host.cores.value)

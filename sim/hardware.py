@@ -112,6 +112,9 @@ class Host:
     adam_params_per_s: Annotated[
         Value | None, _number("params/s", "measured optimizer rate; used in place of adam_efficiency")
     ] = None
+    fresh_pages: Annotated[
+        Value | None, _number("B/s", "one thread writing into memory just allocated; absent: as into any memory")
+    ] = None
     adam_threads: Annotated[
         Value | None, _number("cores", "cores an optimizer op occupies; absent: it competes for DRAM only")
     ] = None

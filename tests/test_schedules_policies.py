@@ -340,6 +340,20 @@ def test_megatrain_released_does_what_its_code_does() -> None:
     assert tail == ([Phase.NORM] + [Phase.SCALE] * 10 + [Phase.ADAM] * 10 + [Phase.CAST] * 8 + [Phase.ZERO] * 10)
 
 
+def test_megatrain_released_stores_first_gradients_into_fresh_memory() -> None:
+    """Of two micro-batches the first is stored, into what zero_grad made the allocator give anew; the second adds."""
+    model = blocks(4)
+    schedule = policies.build("megatrain_released", model, workload(accumulation=2), ROOM)
+    added = [op for op in schedule.ops if op.phase == Phase.ACCUMULATE]
+    layers = len(model.layers)
+    assert len(added) == 2 * layers
+    for op in added:
+        grad_bytes = schedule.buffer[op.writes[0].buffer].nbytes
+        assert op.fresh == (0 if op.reads_from(op.writes[0].buffer) else grad_bytes)
+    assert sum(op.fresh > 0 for op in added) == layers
+    assert codec.loads(codec.dumps(schedule)) == schedule
+
+
 def test_megatrain_released_waits_for_a_slab_only_when_they_run_out() -> None:
     def waits(slabs: int) -> int:
         schedule = policies.build("megatrain_released", blocks(8), workload(accumulation=1), ROOM, slabs=slabs)

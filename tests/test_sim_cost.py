@@ -185,6 +185,16 @@ def test_the_measured_optimizer_rate_is_for_the_optimizer_alone() -> None:
     assert demand(op, round_profile("host.adam_params_per_s=10Gparams/s")).duration_ns == 10**7
 
 
+def test_memory_just_allocated_is_written_at_one_threads_pace() -> None:
+    """250 MB of 1 GB of traffic into fresh pages at 2.5 GB/s: 100 ms, in which the DRAM is hardly used."""
+    op = replace(update(Stream.CPU, Phase.ACCUMULATE, nbytes=10**9), fresh=25 * 10**7)
+    slow = demand(op, round_profile("host.fresh_pages=2.5GB/s"))
+    assert (slow.duration_ns, slow.usage) == (10**8, {DRAM: 0.05})
+    unknown = replace(round_profile(), host=replace(round_profile().host, fresh_pages=None))
+    assert demand(op, unknown).duration_ns == 10**7, "as any memory, where the pace is not known"
+    assert demand(replace(op, fresh=0), round_profile("host.fresh_pages=2.5GB/s")).duration_ns == 10**7
+
+
 def test_an_update_on_the_device_is_a_kernel() -> None:
     found = demand(update(Stream.COMPUTE, nbytes=2 * 10**9), round_profile())
     assert (found.duration_ns, found.usage, found.issue_ns) == (10**6, {GPU: 1.0}, 100_000)
