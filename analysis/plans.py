@@ -16,7 +16,7 @@ from schedules.errors import Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from sim.hardware import HardwareProfile
-from sim.plan import Plan, plan
+from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, predict
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "zero3_offload"
+FITTING = 2  # splits of the step that a named policy is tried with: the largest micro-batches that fit
+MOST = 16  # micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Row:
     """A plan of one model, machine and step; all predicted. Rates are NaN where nothing fits, and `reason` says why.
 
     `gap` is by what fraction the step exceeds the bound over all exact schedules, `own_gap` its own schedule's
-    bound. `best_named` is the fastest exact policy with the knobs it comes with, at the plan's micro-batches.
+    bound. `best_named` is the fastest exact policy with the knobs it comes with and micro-batches that suit it.
     """
 
     model: str
@@ -120,18 +122,24 @@ def row(
 
 
 def _named(found: Plan) -> dict[str, float]:
-    """Tokens/s of every exact policy as it comes; NaN where it does not fit."""
-    profile, schedule = found.prediction.profile, found.schedule
+    """Tokens/s of every exact policy as it comes, with micro-batches that suit it; NaN where it does not fit."""
+    profile, model = found.prediction.profile, found.schedule.model
+    workload = found.schedule.workload
+    steps = list(splits(workload.seq_len, workload.tokens_per_step, None, None, workload.precision, workload.grad_clip))
     rates = {}
     for name in policies.names():
-        built = policies.build(name, schedule.model, schedule.workload, memory_of(profile))
-        if built.staleness:
-            continue
-        rates[name] = math.nan
-        if not (built.allocated_bytes(Tier.NVME) and profile.nvme is None):
+        tried: list[float] = []
+        for step in steps:
+            built = policies.build(name, model, step, memory_of(profile))
+            if built.staleness or (built.allocated_bytes(Tier.NVME) and profile.nvme is None):
+                break
             prediction = predict(built, profile)
             if prediction.fits:
-                rates[name] = prediction.tokens_per_s
+                tried.append(prediction.tokens_per_s)
+            if len(tried) == FITTING or step.accumulation > MOST:
+                break
+        if not built.staleness:
+            rates[name] = max(tried, default=math.nan)
     return rates
 
 

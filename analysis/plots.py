@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analysis.figure import FONT_PT, axes_for, figure_of
+from analysis.figure import FONT_PT, axes_for, figure_of, stacked_axes
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, policy_style
 
 if TYPE_CHECKING:
@@ -180,7 +180,43 @@ def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Ax
         runs: columns `policy`, `model`, `predicted_s`, `measured_s`. At each point stands the signed error:
             predicted over measured, minus one.
     """
-    ax = axes_for(ax, width=7.6, height=5.2)
+    ax, scale = _agreement(runs, axes_for(ax, width=7.6, height=5.2))
+    _annotate_errors(ax, runs, scale)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=FONT_PT)
+    return ax
+
+
+def validated(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """The same for many points: no errors written, and beneath them the error of each over its measured time.
+
+    Args:
+        runs: columns `policy`, `predicted_s`, `measured_s`, `predict_error`, `noise`.
+    """
+    if ax is None:
+        above, below = stacked_axes(2, 7.6, 4.2)
+    else:
+        above, below = ax, ax.inset_axes((0.0, -0.9, 1.0, 0.7))
+    _, scale = _agreement(runs, above)
+    above.set_xlabel("")
+    above.legend(loc="upper left", frameon=False, fontsize=FONT_PT)
+    below.axhspan(-BAND * 100, BAND * 100, color="#DDDDDD", linewidth=0)
+    below.axhline(0.0, color=BLACK, linewidth=1)
+    for policy, of_policy in runs.groupby("policy", sort=False):
+        style = policy_style(str(policy))
+        below.errorbar(
+            of_policy["measured_s"] * scale, of_policy["predict_error"] * 100, yerr=of_policy["noise"] * 50,
+            fmt=style.marker, color=style.colour, markersize=6, linewidth=0.8,
+        )  # fmt: skip
+    most = max(1.3 * BAND * 100, 1.1 * float(runs["predict_error"].abs().max()) * 100)
+    below.set_ylim(-most, most)
+    below.set_ylabel("error (%), and noise of the runs")
+    below.set_xlabel(f"measured step ({'s' if scale == 1.0 else 'ms'})")
+    _open(below)
+    return above
+
+
+def _agreement(runs: pd.DataFrame, ax: Axes) -> tuple[Axes, float]:
+    """Points, the line and the band; also what seconds were multiplied with."""
     times = runs[["predicted_s", "measured_s"]].to_numpy(dtype=float)
     unit, scale = ("s", 1.0) if times.max() >= 1 else ("ms", 1e3)
     low, high = times.min() * scale / 1.6, times.max() * scale * 1.6
@@ -191,7 +227,6 @@ def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Ax
         style = policy_style(str(policy))
         measured, predicted = of_policy["measured_s"] * scale, of_policy["predicted_s"] * scale
         ax.scatter(measured, predicted, s=46, color=style.colour, marker=style.marker, label=policy, zorder=3)
-    _annotate_errors(ax, runs, scale)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlim(low, high)
@@ -200,8 +235,7 @@ def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Ax
     ax.set_xlabel(f"measured step ({unit})")
     ax.set_ylabel(f"predicted step ({unit})")
     _open(ax)
-    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=FONT_PT)
-    return ax
+    return ax, scale
 
 
 def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:

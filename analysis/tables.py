@@ -172,6 +172,41 @@ QUEUES = (
 )
 QUEUES_NOTE = "queue: a CUDA stream, or a thread of the CPU. GB/s: bytes copied over the time the copies took."
 
+VALIDATED = (
+    Column(heading="point", cell=_text("point"), number=False),
+    Column(heading="measured", cell=_seconds("measured_s")),
+    Column(heading="noise", cell=_number("noise", ".1f", 100, " %")),
+    Column(heading="replayed", cell=_number("replay_error", "+.1f", 100, " %")),
+    Column(heading="predicted", cell=_number("predict_error", "+.1f", 100, " %")),
+    Column(heading="streams at work", cell=_number("streams_at_work", ".2f")),
+    Column(heading="overlap", cell=_number("overlap_error", "+.1f", 100, " %")),
+)
+VALIDATED_NOTE = (
+    "Errors are simulated over measured, minus one. noise: by what the medians of the rounds differ. replayed: with "
+    "the run's own op times; predicted: from the profile alone."
+)
+
+
+def summaries(key: str, heading: str) -> tuple[Column, ...]:
+    """Columns of a table of error summaries, one per value of `key`."""
+    return (
+        Column(heading=heading, cell=_text(key), number=False),
+        Column(heading="points", cell=_number("points", ".0f")),
+        Column(heading="bias", cell=_number("bias", "+.1f", 100, " %")),
+        Column(heading="median", cell=_number("median", ".1f", 100, " %")),
+        Column(heading="95 % within", cell=_number("p95", ".1f", 100, " %")),
+        Column(heading="worst", cell=_number("worst", "+.1f", 100, " %")),
+        Column(heading="within 4 %", cell=_number("within_4", ".0f", 100, " %")),
+    )
+
+
+CLASSES = (
+    Column(heading="ops", cell=_text("ops"), number=False),
+    Column(heading="measured", cell=_seconds("measured_s")),
+    Column(heading="predicted", cell=_seconds("predicted_s")),
+    Column(heading="error", cell=_number("error", "+.1f", 100, " %")),
+)
+
 
 def records(frame: pd.DataFrame) -> list[Record]:
     """Rows for programs: plain Python values, None for what is not a number."""

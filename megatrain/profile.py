@@ -56,12 +56,12 @@ Work = Callable[[], object]
 
 
 def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progress) -> HardwareProfile:
-    """Profile this machine's CPU for the ops of these schedules, all of one model and workload.
+    """Profile this machine's CPU for the ops of these schedules, whatever their models and workloads.
 
-    Every compute op and optimizer step of any of them is covered, but for those only found in schedules that use
-    NVMe: these cannot be run yet and are left out. A policy may choose another precision than it was asked for
-    (an fp32 master beside bf16). Takes a serialised step of each schedule, `ALONE_STEPS` times, and some ten
-    seconds more.
+    What ops share is measured with `model` and the first schedule's workload, and holds for all. Every compute op
+    and optimizer step of any of them is covered, but for those only found in schedules that use NVMe: these cannot
+    be run yet and are left out. A policy may choose another precision than it was asked for (an fp32 master beside
+    bf16). Takes a serialised step of each schedule, `ALONE_STEPS` times, and some ten seconds more.
 
     Raises:
         Refused: no schedule can be run.
@@ -81,7 +81,7 @@ def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progre
                 if direction is not None:
                     copies[direction].append((op.nbytes, duration_ns))
             elif op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
-                samples.setdefault(signature(op, model, schedule.workload), []).append(duration_ns)
+                samples.setdefault(signature(op, schedule.model, schedule.workload), []).append(duration_ns)
             if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST):
                 adam_steps.append((schedule.workload.precision, op, duration_ns))
             waking.append(gap_ns)

@@ -15,7 +15,8 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import Workload
-from sim.hardware import HardwareProfile
+from sim.hardware import SHAPE, HardwareProfile
+from sim.shapes import time_between
 
 # Resources, each of capacity 1. Ops that use one together share it.
 H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
@@ -189,14 +190,20 @@ def _compute(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int,
 
 
 def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
-    """The measured time of an op in ns; None in a datasheet profile."""
+    """The measured time of an op in ns, between measured shapes if need be; None in a datasheet profile."""
     if profile.mode == "datasheet":
         return None
-    table = profile.measured.op_times if profile.measured else None
     key = signature(op, schedule.model, schedule.workload)
-    if table is None or key not in table.values:
-        raise MissingCost(key, profile.name)
-    return table.values[key]
+    table = profile.measured.op_times if profile.measured else None
+    if table is not None:
+        if key in table.values:
+            return table.values[key]
+        workload = schedule.workload
+        points = table.shapes.get(SHAPE.sub("/", key), {})
+        time_ns = time_between(points, (workload.micro_batch_size, workload.seq_len))
+        if time_ns is not None:
+            return time_ns
+    raise MissingCost(key, profile.name)
 
 
 def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
@@ -240,7 +247,9 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
         measured = _measured(op, schedule, profile) if adam else None
         bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
         return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured), {GPU: 1.0}
-    if adam and host.adam_params_per_s is not None:
+    table = profile.measured.op_times if profile.measured else None
+    known = table is not None and signature(op, schedule.model, schedule.workload) in table.values
+    if adam and not known and host.adam_params_per_s is not None:
         duration = op.params / host.adam_params_per_s.value * 1e9
     else:
         measured = _measured(op, schedule, profile) if adam else None

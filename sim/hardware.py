@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
@@ -50,6 +51,19 @@ class Table:
     values: dict[str, int]
     unit: str
     source: str
+
+    @cached_property
+    def shapes(self) -> dict[str, dict[tuple[int, int], float]]:
+        """The same by signature without its shape, then by (micro-batch, sequence); see `sim.cost.signature`."""
+        found: dict[str, dict[tuple[int, int], float]] = {}
+        for key, value in self.values.items():
+            if match := SHAPE.search(key):
+                of_op = found.setdefault(SHAPE.sub("/", key), {})
+                of_op[int(match["batch"]), int(match["seq"])] = float(value)
+        return found
+
+
+SHAPE = re.compile(r"/(?P<batch>\d+)x(?P<seq>\d+)/")  # in a signature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,20 @@ from typing import NoReturn
 
 import typer
 
-from megatrain.cli import compare, demo, diff, export, lists, plan, profile, published, recordings, run, simulate
+from megatrain.cli import (
+    compare,
+    demo,
+    diff,
+    export,
+    lists,
+    plan,
+    profile,
+    published,
+    recordings,
+    run,
+    simulate,
+    validate,
+)
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -33,6 +46,7 @@ COMMANDS = (
     recordings.timeline,
     export.export,
     profile.profile,
+    validate.validate,
     lists.models,
     lists.hardware,
     lists.policies,

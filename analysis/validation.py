@@ -1,0 +1,197 @@
+"""How far predictions are from runs: by point, policy, op class and stream, and what each cost term buys.
+
+Two levels. Replay gives the simulator the op times of the very run: what is left is an error of the schedule's
+meaning (order, waits, issue). Predict gives it nothing but the profile, for shapes that the profile never saw.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatrain.validate import WARMUP, Point, name_of
+from schedules.schedule import Schedule
+from schedules.trace import Trace
+from sim.cost import Demand, Terms, demands
+from sim.engine import play, simulate
+from sim.hardware import HardwareProfile
+from sim.prediction import predict
+from sim.whatif import op_class
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LADDER = (
+    ("op times alone", Terms(issue=False, size_dependent_bandwidth=False, sharing=False, compute_slowdown=False)),
+    ("and issue", Terms(size_dependent_bandwidth=False, sharing=False, compute_slowdown=False)),
+    ("and latency of copies", Terms(sharing=False, compute_slowdown=False)),
+    ("and sharing of cores, memory and links", Terms(compute_slowdown=False)),
+    ("and slowdown beside copies", Terms()),
+)
+REPLAYED_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Of signed errors, predicted over measured minus one; `within` are shares of the points."""
+
+    points: int
+    bias: float
+    median: float  # of the absolute error
+    p95: float
+    worst: float
+    within_4: float
+
+
+def summary(errors: Sequence[float]) -> Summary:
+    """Of at least one error."""
+    values = np.asarray(errors, dtype=float)
+    size = np.abs(values)
+    return Summary(
+        points=len(values),
+        bias=float(values.mean()),
+        median=float(np.median(size)),
+        p95=float(np.percentile(size, 95)),
+        worst=float(values[size.argmax()]),
+        within_4=float((size <= 0.04).mean()),
+    )
+
+
+# ---- one point
+
+
+def measured_s(point: Point) -> float:
+    """The median step of all rounds, in seconds."""
+    return float(np.median(np.concatenate([trace.step_ns(WARMUP) for trace in point.rounds]))) / 1e9
+
+
+def noise(point: Point) -> float:
+    """By what the rounds' median steps differ, as a share of their mean: no prediction can be nearer for sure."""
+    medians = [float(np.median(trace.step_ns(WARMUP))) for trace in point.rounds]
+    return (max(medians) - min(medians)) / float(np.mean(medians)) if len(medians) > 1 else float("nan")
+
+
+def op_times_ns(schedule: Schedule, traces: Sequence[Trace]) -> np.ndarray:
+    """What each op took at the median, ns, [ops]."""
+    steps = [(t.end_ns - t.start_ns).reshape(t.steps, len(schedule.ops))[WARMUP:] for t in traces]
+    median: np.ndarray = np.median(np.concatenate(steps), axis=0)
+    return median
+
+
+def replay_s(point: Point, profile: HardwareProfile) -> float:
+    """The step that the simulator makes of the run's own op times, with the profile's issue costs, in seconds."""
+    schedule = point.schedule
+    took = np.rint(op_times_ns(schedule, point.rounds)).astype(np.int64)
+    costs = [
+        Demand(duration_ns=int(ns), issue_ns=cost.issue_ns)
+        for ns, cost in zip(took, demands(schedule, profile), strict=True)
+    ]
+    trace = play(schedule, costs, steps=REPLAYED_STEPS)
+    return float(np.median(trace.step_ns(2))) / 1e9
+
+
+def overlap(schedule: Schedule, trace: Trace, warmup: int) -> float:
+    """How many streams are at work on average."""
+    window = trace.window(warmup)
+    span = window[1] - window[0]
+    return sum(trace.busy_ns(schedule, stream, window) for stream in schedule.streams) / span
+
+
+# ---- all points
+
+
+def rows(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
+    """A row per point: measured, replayed and predicted seconds and their signed errors, and streams at work."""
+    import pandas as pd
+
+    found = []
+    for point in points:
+        schedule, step = point.schedule, measured_s(point)
+        predicted = predict(schedule, profile)
+        replayed = replay_s(point, profile)
+        busy = float(np.mean([overlap(schedule, trace, WARMUP) for trace in point.rounds]))
+        found.append(
+            {
+                "point": name_of(schedule),
+                "model": schedule.model.name,
+                "policy": schedule.policy,
+                "micro_batch_size": schedule.workload.micro_batch_size,
+                "seq_len": schedule.workload.seq_len,
+                "measured_s": step,
+                "noise": noise(point),
+                "replay_s": replayed,
+                "replay_error": replayed / step - 1,
+                "predicted_s": predicted.period_ns / 1e9,
+                "predict_error": predicted.period_ns / 1e9 / step - 1,
+                "streams_at_work": busy,
+                "overlap_error": overlap(schedule, predicted.trace, 1) / busy - 1,
+                "digest": schedule.short_digest,
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def by(table: pd.DataFrame, key: str, error: str) -> pd.DataFrame:
+    """A summary of one error for every value of a column."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        [{key: value, **vars(summary(group[error]))} for value, group in table.groupby(key, sort=False)]
+    )
+
+
+def by_class(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
+    """Time per step and class of op, measured and predicted, summed over all points; largest first."""
+    import pandas as pd
+
+    measured: dict[str, float] = {}
+    predicted: dict[str, float] = {}
+    for point in points:
+        trace = predict(point.schedule, profile).trace
+        simulated = (trace.end_ns - trace.start_ns).reshape(trace.steps, -1)[-2]
+        took = op_times_ns(point.schedule, point.rounds)
+        for op, real, thought in zip(point.schedule.ops, took, simulated, strict=True):
+            name = op_class(op)
+            measured[name] = measured.get(name, 0.0) + float(real) / 1e9
+            predicted[name] = predicted.get(name, 0.0) + float(thought) / 1e9
+    table = pd.DataFrame(
+        [
+            {"ops": name, "measured_s": total, "predicted_s": predicted[name], "error": predicted[name] / total - 1}
+            for name, total in measured.items()
+            if total > 0
+        ]
+    )
+    return table.sort_values("measured_s", ascending=False, ignore_index=True)
+
+
+def ladder(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
+    """The summary of predictions as cost terms are switched on one by one."""
+    import pandas as pd
+
+    found = []
+    for name, terms in LADDER:
+        errors = []
+        for point in points:
+            step_ns = float(np.median(simulate(point.schedule, profile, steps=8, terms=terms).step_ns(3)))
+            errors.append(step_ns / 1e9 / measured_s(point) - 1)
+        found.append({"terms": name, **vars(summary(errors))})
+    return pd.DataFrame(found)
+
+
+def ranking(table: pd.DataFrame) -> tuple[float, float]:
+    """(Kendall's tau, regret) of choosing a policy by prediction, the mean over models and shapes.
+
+    Tau counts pairs of policies in the right order, from -1 to 1. Regret is by what fraction the policy predicted
+    to be the fastest is slower than the one that is.
+    """
+    taus, regrets = [], []
+    for _, group in table.groupby(["model", "micro_batch_size", "seq_len"], sort=False):
+        pairs = list(itertools.combinations(zip(group["predicted_s"], group["measured_s"], strict=True), 2))
+        taus.append(np.mean([np.sign((a[0] - b[0]) * (a[1] - b[1])) for a, b in pairs]))
+        chosen = group.loc[group["predicted_s"].idxmin(), "measured_s"]
+        regrets.append(chosen / group["measured_s"].min() - 1)
+    return float(np.mean(taus)), float(np.mean(regrets))

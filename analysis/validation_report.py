@@ -1,0 +1,99 @@
+"""What `megatrain validate` leaves behind: one page with its tables, a scatter plot, and the CSV behind both."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+
+from analysis import figure, plots, tables, validation
+from analysis.files import whole, write_text
+from megatrain.validate import WARMUP, Grid, Point
+from sim.hardware import HardwareProfile
+
+PACKAGES = ("torch", "simpy", "numpy", "scipy", "pandas")
+
+
+def write(
+    folder: Path,
+    grid: Grid,
+    points: Sequence[Point],
+    profile: HardwareProfile,
+    command: str,
+    progress: Callable[[float, str], None],
+) -> pd.DataFrame:
+    """Write everything; returns the rows of all points. Raises InputError when the folder cannot be written."""
+    progress(0.0, "replaying and predicting")
+    table = validation.rows(points, profile)
+    progress(0.5, "the ladder")
+    steps = validation.ladder(points, profile)
+    classes = validation.by_class(points, profile)
+    progress(0.9, "drawing")
+    picture = figure.figure_of(plots.validated(table))
+    figure.save(picture, folder / "predicted_measured", table)
+    for name, part in (("ladder", steps), ("op_classes", classes)):
+        with whole(folder / f"{name}.csv") as partial:
+            part.to_csv(partial, index=False)
+    write_text(folder / "README.md", _page(grid, points, profile, table, steps, classes, command))
+    progress(1.0, "")
+    return table
+
+
+def headline(table: pd.DataFrame) -> pd.DataFrame:
+    """Both levels in one table of two lines."""
+    levels = (("replay: the run's own op times", "replay_error"), ("predict: the profile alone", "predict_error"))
+    return pd.DataFrame([{"level": name, **vars(validation.summary(table[error]))} for name, error in levels])
+
+
+def _page(
+    grid: Grid,
+    points: Sequence[Point],
+    profile: HardwareProfile,
+    table: pd.DataFrame,
+    steps: pd.DataFrame,
+    classes: pd.DataFrame,
+    command: str,
+) -> str:
+    tau, regret = validation.ranking(table)
+    machine = points[0].rounds[0].machine
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    seen = ", ".join(f"{b} x {s}" for b, s in grid.calibrated)
+    held = ", ".join(f"{b} x {s}" for b, s in grid.held_out)
+    columns = tables.summaries
+    parts = [
+        "# Predictions against runs",
+        f"{machine}, {datetime.datetime.now(datetime.UTC).date().isoformat()}, Python {platform.python_version()}, "
+        f"{versions}. Made by `{command}`.",
+        f"{len(table)} points: {len(grid.models)} models x {len(grid.policies)} policies x {len(grid.held_out)} "
+        f"shapes, {grid.precision}. The profile ({profile.date}) saw the shapes {seen} (micro-batch x sequence), one "
+        f"op at a time, and what ops share with `{grid.models[0].name}` only; the runs have the shapes {held}. "
+        "No run is of a shape that was profiled, and nothing is fitted to a run. Each point was run in "
+        f"{grid.rounds} rounds of {grid.steps} steps, the first {WARMUP} left out; rounds go over the whole grid.",
+        tables.markdown(headline(table), columns("level", "level")),
+        f"Machine noise, the difference between rounds of one point: median {table['noise'].median():.1%}, largest "
+        f"{table['noise'].max():.1%}. Choosing a policy by prediction: Kendall's tau {tau:.2f}, regret {regret:.2%}. "
+        "Peak bytes: a run allocates each buffer once at its declared size, and refuses activations that are larger "
+        "than theirs; transient workspace is not measured on a CPU.",
+        "![predicted against measured](predicted_measured.png)",
+        "## By policy",
+        "A simulator that flatters one schedule invents a speed-up: errors should not depend on the policy.",
+        tables.markdown(validation.by(table, "policy", "predict_error"), columns("policy", "policy")),
+        "## By model",
+        tables.markdown(validation.by(table, "model", "predict_error"), columns("model", "model")),
+        "## The ladder: what each cost term buys",
+        tables.markdown(steps, columns("terms", "cost terms")),
+        "## By class of op",
+        "Time of all ops of a class in one step, summed over the points, sharing included. w: weights, g: gradients, "
+        "s: saved activations, o: optimizer state.",
+        tables.markdown(classes, tables.CLASSES),
+        "## Every point",
+        tables.markdown(table, tables.VALIDATED),
+        tables.VALIDATED_NOTE,
+        "## On a GPU",
+        "Not measured.",
+    ]
+    return "\n\n".join(parts) + "\n"

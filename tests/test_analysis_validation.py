@@ -1,0 +1,163 @@
+"""The validation report, on runs that the virtual machine made: it must find errors that were planted."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import validation, validation_report
+from megatrain import validate
+from megatrain.validate import Grid, Point
+from schedules import policies, presets
+from schedules.errors import InputError
+from schedules.schedule import Schedule
+from schedules.trace import Trace
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.cost import Terms
+from sim.engine import simulate
+
+ROOM = MemoryBudget(device_bytes=1 << 36, host_bytes=1 << 36)
+PROFILE = hardware.load("h200")
+ALONE = Terms(sharing=False, compute_slowdown=False)
+
+
+def schedule(policy: str, batch: int = 1) -> Schedule:
+    model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=3, vocab_size=4096)
+    return policies.build(policy, model, Workload(micro_batch_size=batch, seq_len=512), ROOM)
+
+
+def run(of: Schedule, terms: Terms = Terms(), slower: float = 1.0) -> Trace:
+    """A "measured" trace: simulated, all of it `slower`."""
+    trace = simulate(of, PROFILE, steps=8, terms=terms)
+    stretched = {
+        name: np.rint(getattr(trace, name) * slower).astype(np.int64) for name in ("issue_ns", "start_ns", "end_ns")
+    }
+    return replace(trace, source="measured", **stretched)
+
+
+def points(slower: float = 1.0, planted: str = "", terms: Terms = Terms()) -> list[Point]:
+    found = []
+    for policy in ("streamed", "megatrain", "zero3_offload"):
+        for batch in (1, 4):
+            of = schedule(policy, batch)
+            trace = run(of, terms, slower if policy == planted or not planted else 1.0)
+            found.append(Point(schedule=of, rounds=(trace, trace)))
+    return found
+
+
+def test_runs_that_are_as_predicted_have_no_error() -> None:
+    table = validation.rows(points(), PROFILE)
+    assert table["predict_error"].abs().max() < 1e-9
+    assert table["overlap_error"].abs().max() < 0.02
+    assert (table["noise"] == 0).all()
+    tau, regret = validation.ranking(table)
+    assert tau == 1.0 and regret == 0.0
+
+
+def test_replay_of_runs_that_share_nothing_is_exact() -> None:
+    """What is left in a replay is the meaning of the schedule, and that is the simulator's own."""
+    table = validation.rows(points(terms=ALONE), PROFILE)
+    assert table["replay_error"].abs().max() < 1e-3
+
+
+def test_a_machine_that_is_a_tenth_slower_shows_as_bias_at_every_point() -> None:
+    table = validation.rows(points(slower=1.1), PROFILE)
+    found = validation.summary(table["predict_error"])
+    assert found.bias == pytest.approx(1 / 1.1 - 1, abs=1e-3)
+    assert found.worst == pytest.approx(found.bias, abs=1e-3)
+    assert found.within_4 == 0.0
+
+
+def test_an_error_of_one_policy_is_told_of_that_policy() -> None:
+    table = validation.rows(points(slower=1.3, planted="megatrain"), PROFILE)
+    biases = validation.by(table, "policy", "predict_error").set_index("policy")["bias"]
+    assert biases["megatrain"] == pytest.approx(1 / 1.3 - 1, abs=1e-3)
+    assert abs(biases["streamed"]) < 1e-3 and abs(biases["zero3_offload"]) < 1e-3
+
+
+def test_a_slow_class_of_ops_is_told() -> None:
+    of = schedule("streamed", 4)
+    trace = run(of)
+    loads = np.array([of.ops[i].name.startswith("P.w") for i in trace.op])
+    slow = replace(trace, start_ns=trace.start_ns - np.where(loads, trace.end_ns - trace.start_ns, 0))
+    classes = validation.by_class([Point(schedule=of, rounds=(slow,))], PROFILE).set_index("ops")["error"]
+    assert classes["h2d w"] == pytest.approx(-0.5, abs=0.01)
+    assert abs(classes["compute backward"]) < 0.01
+
+
+def test_every_rung_of_the_ladder_brings_predictions_nearer() -> None:
+    rungs = validation.ladder(points(), PROFILE)["median"].tolist()
+    assert len(rungs) == len(validation.LADDER)
+    assert rungs[-1] < 1e-3 < rungs[0]
+    assert all(after <= before + 1e-3 for before, after in itertools.pairwise(rungs))
+
+
+def test_a_wrong_order_of_policies_lowers_tau_and_is_regretted() -> None:
+    table = pd.DataFrame(
+        {
+            "model": "m", "micro_batch_size": 1, "seq_len": 8,
+            "policy": ["a", "b", "c"], "measured_s": [1.0, 2.0, 3.0], "predicted_s": [2.5, 2.0, 4.0],
+        }
+    )  # fmt: skip
+    tau, regret = validation.ranking(table)
+    assert tau == pytest.approx(1 / 3)
+    assert regret == pytest.approx(1.0)  # b is chosen, a takes half as long
+
+
+# ---- the command's own parts, with real runs
+
+
+def small(**changes: object) -> Grid:
+    values: dict[str, object] = {
+        "models": (replace(presets.load("tiny"), num_hidden_layers=2),),
+        "policies": ("resident", "streamed"),
+        "calibrated": ((1, 16), (4, 16), (2, 32), (4, 64)),
+        "held_out": ((3, 32),),
+        "rounds": 1,
+        "steps": 5,
+    }
+    return Grid(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.profile.PAIR_SECONDS", 0.02)
+    monkeypatch.setattr("megatrain.profile.SLAB", 1 << 12)
+    grid, told = small(), list[str]()
+    profile = validate.calibrate(grid, tmp_path, lambda done, note: None)
+    train, runs = validate.train, list[str]()
+
+    def interrupted(verified, **more):  # type: ignore[no-untyped-def]
+        if len(runs) == 1:
+            raise KeyboardInterrupt
+        runs.append(verified.schedule.policy)
+        return train(verified, **more)
+
+    monkeypatch.setattr(validate, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        validate.run(grid, tmp_path, lambda done, note: told.append(note))
+    monkeypatch.setattr(validate, "train", lambda verified, **more: (runs.append("again"), train(verified, **more))[1])
+    found = validate.run(grid, tmp_path, lambda done, note: None)
+    assert runs == ["resident", "again"] and len(found) == 2
+    assert validate.calibrate(grid, tmp_path, lambda done, note: told.append("measured")) == profile
+    assert "measured" not in told
+    table = validation_report.write(tmp_path, grid, found, profile, "megatrain validate", lambda done, note: None)
+    page = (tmp_path / "README.md").read_text()
+    assert len(table) == 2 and "Not measured." in page and "tiny-streamed-3x32" in page
+    assert (tmp_path / "predicted_measured.png").stat().st_size > 10_000
+    assert len(pd.read_csv(tmp_path / "predicted_measured.csv")) == 2
+
+
+def test_a_shape_cannot_be_both_profiled_and_held_out() -> None:
+    with pytest.raises(InputError, match="both profiled and validated"):
+        small(held_out=((1, 16),))
+
+
+def test_a_run_of_few_steps_is_refused() -> None:
+    with pytest.raises(InputError, match="too short"):
+        small(steps=4)

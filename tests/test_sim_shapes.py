@@ -1,0 +1,80 @@
+"""Op times between measured shapes: exact where the law holds, exact at the points, silent outside."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import policies, presets
+from schedules.op import Phase
+from schedules.schedule import Schedule
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.cost import MissingCost, demands, signature
+from sim.hardware import Measured, Table
+from sim.shapes import time_between
+
+GRID = tuple(itertools.product((1, 2, 8), (64, 256, 1024)))
+positive = st.floats(0.01, 100.0)
+
+
+def law(a: float, b: float, c: float, shape: tuple[int, int]) -> float:
+    tokens = shape[0] * shape[1]
+    return a * 1e4 + b * tokens + c * tokens * shape[1] / 1000
+
+
+@given(a=positive, b=positive, c=positive, batch=st.integers(1, 8), seq=st.integers(64, 1024))
+def test_a_machine_that_obeys_the_law_is_met(a: float, b: float, c: float, batch: int, seq: int) -> None:
+    points = {shape: law(a, b, c, shape) for shape in GRID}
+    assert time_between(points, (batch, seq)) == pytest.approx(law(a, b, c, (batch, seq)), rel=1e-5)
+
+
+@given(times=st.lists(st.floats(1.0, 1e9), min_size=len(GRID), max_size=len(GRID)), place=st.sampled_from(GRID))
+def test_measured_points_are_kept_whatever_they_are(times: list[float], place: tuple[int, int]) -> None:
+    points = dict(zip(GRID, times, strict=True))
+    assert time_between(points, place) == points[place]
+
+
+@given(times=st.lists(st.floats(10.0, 1000.0), min_size=len(GRID), max_size=len(GRID)), seq=st.integers(64, 1024))
+def test_what_lies_between_is_positive_and_finite(times: list[float], seq: int) -> None:
+    found = time_between(dict(zip(GRID, times, strict=True)), (2, seq))
+    assert found is not None and 0 < found < 1e6
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (1, 2048), (16, 1024), (1, 63)])
+def test_nothing_is_extrapolated(shape: tuple[int, int]) -> None:
+    assert time_between({known: law(1, 1, 1, known) for known in GRID}, shape) is None
+
+
+def test_two_points_are_no_law() -> None:
+    assert time_between({(1, 64): 1.0, (4, 64): 2.0}, (2, 64)) is None
+
+
+def test_a_profile_predicts_shapes_between_those_it_measured_and_says_what_it_lacks() -> None:
+    model = presets.load("tiny")
+    room = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
+
+    def schedule(batch: int, seq: int) -> Schedule:
+        return policies.build("resident", model, Workload(micro_batch_size=batch, seq_len=seq), room)
+
+    times: dict[str, int] = {}
+    for shape in GRID:
+        built = schedule(*shape)
+        for op in built.ops:
+            fixed = 7 if op.phase == Phase.ADAM else round(law(1, 2, 3, shape))
+            times[signature(op, model, built.workload)] = fixed
+    profile = replace(
+        hardware.load("h200"),
+        mode="measured",
+        measured=Measured(op_times=Table(values=times, unit="ns", source="made up")),
+    )
+    between = schedule(4, 128)
+    found = dict(zip((op.name for op in between.ops), demands(between, profile), strict=True))
+    assert found["F.0.0"].duration_ns == pytest.approx(law(1, 2, 3, (4, 128)), rel=1e-3)
+    assert found["U.0"].duration_ns == 7
+    with pytest.raises(MissingCost, match="16x16"):
+        demands(schedule(16, 16), profile)
