@@ -76,6 +76,7 @@ class Diff:
 
     schedule: Schedule
     names: tuple[str, str]
+    first_called: str  # in sentences
     steps_ns: tuple[int, int]
     partings: tuple[Parting, ...]  # in program order
 
@@ -101,6 +102,7 @@ def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfi
     return Diff(
         schedule=schedule,
         names=(f"{first.source} on {first.machine}", f"{second.source} on {second.machine}"),
+        first_called="the prediction" if first.source != second.source == "measured" else "the first run",
         steps_ns=(lengths[0][1] - lengths[0][0], lengths[1][1] - lengths[1][0]),
         partings=tuple(partings),
     )
@@ -253,7 +255,11 @@ def _durations(schedule: Schedule, trace: Trace) -> Ints:
 
 
 def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
-    """Ns that the host took to issue each op, from when it was free to: the last op issued, or waited for."""
+    """Ns that the host took to issue each op, from when it was free to: the last op issued, or waited for.
+
+    An executor lets its host run only so many steps ahead: before a step's first op it may have waited for the end
+    of an earlier step, which is no cost of issuing.
+    """
     begin = typical_step(trace) * len(schedule.ops)
     costs = np.zeros(len(schedule.ops), dtype=np.int64)
     for i in range(len(schedule.ops)):
@@ -262,6 +268,8 @@ def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
         if row:
             waited = before.blocking or before.stream == Stream.HOST
             free = int(trace.end_ns[row - 1] if waited else trace.issue_ns[row - 1])
+        if i == 0:
+            free = max([free, *(end for end in trace.step_end_ns.tolist() if end <= trace.issue_ns[row])])
         costs[i] = max(0, int(trace.issue_ns[row]) - free)
     return costs
 
@@ -312,9 +320,9 @@ def _lasted(found: Diff, parting: Parting) -> str:
     op, name = parting.op, name_of(found.schedule, parting.op)
     first, second = parting.first.duration_ns, parting.second.duration_ns
     if op.phase == Phase.COPY and first and second:
-        text = f"{name} ran at {op.nbytes / second:.3g} GB/s, the first run says {op.nbytes / first:.3g}"
+        text = f"{name} ran at {op.nbytes / second:.3g} GB/s, {found.first_called} says {op.nbytes / first:.3g}"
     else:
-        text = f"{name} took {_ms(second)}, the first run says {_ms(first)}"
+        text = f"{name} took {_ms(second)}, {found.first_called} says {_ms(first)}"
     if parting.duration_ns > 0 and parting.beside is not None:
         whole = parting.beside_ns >= second
         text += f"; {name_of(found.schedule, parting.beside)} was running"
@@ -325,7 +333,7 @@ def _lasted(found: Diff, parting: Parting) -> str:
 def _stood(found: Diff, parting: Parting) -> str:
     op, name = parting.op, name_of(found.schedule, parting.op)
     text = f"{op.stream} stood idle for {_ms(parting.second.idle_ns)} before {name}, "
-    text += f"in the first run for {_ms(parting.first.idle_ns)}; "
+    text += f"in {found.first_called} for {_ms(parting.first.idle_ns)}; "
     if parting.idle_ns > 0:
         return text + _cause(found, parting, parting.second.released_by)
     return text + "there " + _cause(found, parting, parting.first.released_by)

@@ -70,6 +70,19 @@ def test_replay_finds_the_class_that_moves_the_step(schedule: Schedule, profile:
     assert moves["moves_s"].iloc[0] > 0
 
 
+def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, profile: HardwareProfile) -> None:
+    """It may issue a step only when the step before the last has ended: a wait, not a cost of issuing."""
+    trace = run(schedule, profile)
+    count, issue = len(schedule.ops), trace.issue_ns.copy()
+    for step in range(2, trace.steps):
+        held = int(trace.step_end_ns[step - 2]) - int(issue[step * count])
+        issue[step * count : (step + 1) * count] += max(0, held)
+    held_back = replace(trace, issue_ns=issue, source="measured")
+    assert (issue > trace.issue_ns).any()
+    moves = trace_diff.criticality(schedule, trace, held_back)
+    assert moves["step_s"].iloc[-1] * 1e9 == pytest.approx(trace.period_ns(warmup=4), rel=1e-3)
+
+
 def test_a_hidden_difference_moves_little(schedule: Schedule, profile: HardwareProfile) -> None:
     """Loads that take 20 ms longer, partly beside other work."""
     first, second = run(schedule, profile), run(schedule, profile, "links.h2d.bandwidth=30GB/s")
@@ -92,11 +105,11 @@ def test_a_slow_copy_is_told_with_both_rates_and_what_ran_beside_it(
     end = first.end_ns.copy()
     took = int(end[row] - first.start_ns[row])
     end[row] += took  # half the rate
-    second = replace(first, end_ns=end)
+    second = replace(first, end_ns=end, source="measured")
     ((ns, text),) = trace_diff.sentences(trace_diff.diff(schedule, first, second, profile))
     assert ns == took
     nbytes = schedule.ops[place].nbytes
-    assert f"D2H of layer 12 ran at {nbytes / (2 * took):.3g} GB/s, the first run says {nbytes / took:.3g}" in text
+    assert f"D2H of layer 12 ran at {nbytes / (2 * took):.3g} GB/s, the prediction says {nbytes / took:.3g}" in text
     assert "; update of layer " in text and "was running" in text
 
 
