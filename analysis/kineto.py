@@ -127,10 +127,9 @@ def queues(recording: Recording) -> pd.DataFrame:
     for (queue, stream), rows in found.items():
         start, end = recording.trace.start_ns[rows], recording.trace.end_ns[rows]
         order = np.argsort(start, kind="stable")
-        reach = np.maximum.accumulate(end[order])
-        gaps = np.clip(start[order][1:] - reach[:-1], 0, None)
+        gaps = start[order][1:] - end[order][:-1]  # one after another: they share a queue
         moved = sum(recording.schedule.ops[row].nbytes for row in rows)
-        busy = int(reach[-1] - start[order][0] - gaps.sum())
+        busy = int((end - start).sum())
         records.append(
             {
                 "queue": queue,

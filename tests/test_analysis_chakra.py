@@ -94,6 +94,14 @@ def test_dependencies_imply_every_wait_and_point_back(schedule: Schedule) -> Non
             assert networkx.has_path(graph, schedule.index[before.name], schedule.index[after.name])
 
 
+def test_what_the_host_waited_for_comes_before_what_it_issues_next(schedule: Schedule) -> None:
+    found = chakra.nodes(schedule)
+    for place, (before, op) in enumerate(pairwise(schedule.ops)):
+        if before.blocking or before.stream == Stream.HOST:
+            node = found[place + 1]
+            assert place in (*node.ctrl_deps, *node.data_deps), (before.name, op.name)
+
+
 def test_times_are_those_of_the_run(schedule: Schedule) -> None:
     trace = simulate(schedule, load("h200"), steps=2)
     for row, node in enumerate(chakra.nodes(schedule, trace)):

@@ -132,6 +132,7 @@ def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
     """Three steps: 200, 260 and 230 us apart; kernels count with the step that launched them."""
     events = gpu_step(1000, 0) + gpu_step(1200, 1, late=7) + gpu_step(1460, 2, late=3)
     events.append(event("user_annotation", "ProfilerStep#3", 1690, 230))
+    events += launched(99, 1450, "kernel", "late_kernel", 1463, 1, 7)  # of the step before
     events.append(event("gpu_user_annotation", "ProfilerStep#0", 1000, 500, 7))
     found = kineto.read(write(tmp_path / "steps.json", events), TINY, STEP)
     assert found.step == "ProfilerStep#2" and found.step_ns == 230_000

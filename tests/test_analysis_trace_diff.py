@@ -12,9 +12,9 @@ from test_megatrain_cli import megatrain
 
 from analysis import trace_diff
 from schedules import codec, policies, presets
-from schedules.op import Phase
+from schedules.op import Phase, Stream
 from schedules.schedule import Schedule
-from schedules.trace import Trace, TraceError
+from schedules.trace import COLUMNS, Trace, TraceError
 from schedules.workload import Workload
 from sim.cost import Terms
 from sim.engine import simulate
@@ -70,17 +70,40 @@ def test_replay_finds_the_class_that_moves_the_step(schedule: Schedule, profile:
     assert moves["moves_s"].iloc[0] > 0
 
 
-def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, profile: HardwareProfile) -> None:
-    """It may issue a step only when the step before the last has ended: a wait, not a cost of issuing."""
+def test_the_typical_step_is_the_median_of_those_in_the_middle(schedule: Schedule, profile: HardwareProfile) -> None:
     trace = run(schedule, profile)
-    count, issue = len(schedule.ops), trace.issue_ns.copy()
-    for step in range(2, trace.steps):
-        held = int(trace.step_end_ns[step - 2]) - int(issue[step * count])
-        issue[step * count : (step + 1) * count] += max(0, held)
-    held_back = replace(trace, issue_ns=issue, source="measured")
-    assert (issue > trace.issue_ns).any()
-    moves = trace_diff.criticality(schedule, trace, held_back)
-    assert moves["step_s"].iloc[-1] * 1e9 == pytest.approx(trace.period_ns(warmup=4), rel=1e-3)
+    count = len(schedule.ops)
+    first = {name: getattr(trace, name)[: 5 * count].copy() for name in COLUMNS}
+    ends = np.cumsum([5, 1, 9, 3, 7]) * 10**9
+    first["end_ns"] = np.repeat(ends, count)
+    assert trace_diff.typical_step(replace(trace, **first)) == 3  # of 1, 9 and 3
+    assert trace_diff.typical_step(replace(trace, **{name: column[:count] for name, column in first.items()})) == 0
+
+
+def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, profile: HardwareProfile) -> None:
+    """It may issue a step only when the step before the last has ended. Steps 0 and 1 are issued at once, but all
+    begins a second late: what step 2 waited for is no cost of issuing."""
+    whole, count = run(schedule, profile), len(schedule.ops)
+    trace = replace(whole, **{name: getattr(whole, name)[: 4 * count] for name in COLUMNS})
+    late = 10**9 + (trace.step > 0)  # by one nanosecond, step 1 is not the typical one
+    held = replace(trace, start_ns=trace.start_ns + late, end_ns=trace.end_ns + late, source="measured")
+    issue = trace.issue_ns.copy()
+    for step in (2, 3):
+        issue[step * count : (step + 1) * count] += max(0, int(held.step_end_ns[step - 2] - issue[step * count]))
+    held = replace(held, issue_ns=issue)
+    assert trace_diff.typical_step(held) == 2
+    moves = trace_diff.criticality(schedule, whole, held)
+    assert moves["step_s"].iloc[-1] * 1e9 == pytest.approx(whole.period_ns(warmup=4), rel=1e-3)
+
+
+def test_what_slows_the_gpus_work_is_a_copy(schedule: Schedule, profile: HardwareProfile) -> None:
+    """Slow copies lie beside more of the backward; the GPU's work is never blamed for them."""
+    first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
+    found = trace_diff.diff(schedule, first, second, profile)
+    beside = [(p.op.phase, p.beside) for p in found.partings if p.beside is not None]
+    assert any(phase == Phase.BACKWARD for phase, _ in beside)
+    assert all(other.phase == Phase.COPY for phase, other in beside if phase == Phase.BACKWARD)
+    assert all(other.stream != Stream.COMPUTE for phase, other in beside if phase == Phase.COPY)
 
 
 def test_a_hidden_difference_moves_little(schedule: Schedule, profile: HardwareProfile) -> None:
@@ -126,8 +149,7 @@ def test_traces_of_another_schedule_or_cut_short_are_refused(schedule: Schedule,
     trace = run(schedule, profile)
     with pytest.raises(TraceError, match="not " + schedule.short_digest):
         trace_diff.diff(schedule, trace, replace(trace, digest="0" * 64), profile)
-    columns = ("op", "step", "issue_ns", "start_ns", "end_ns", "waited_on")
-    cut = replace(trace, **{name: getattr(trace, name)[:-1] for name in columns})
+    cut = replace(trace, **{name: getattr(trace, name)[:-1] for name in COLUMNS})
     with pytest.raises(TraceError, match="whole steps"):
         trace_diff.diff(schedule, trace, cut, profile)
 
