@@ -141,7 +141,7 @@ def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:
 
 
 def _copy_saved(a: Actions, source: Access, target: Access) -> Work:
-    """Activations saved in a layer leave the device as bytes, and come back into memory of their own."""
+    """Activations saved in a layer leave the device as bytes, and come back into the buffer's memory."""
     store, tiers = a.store, {name: buffer.tier for name, buffer in a.schedule.buffer.items()}
 
     def leave(step: int) -> None:
@@ -150,10 +150,12 @@ def _copy_saved(a: Actions, source: Access, target: Access) -> Work:
         store.put_saved(target, saved)
 
     def come(step: int) -> None:
-        saved = store.saved(source)
-        memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=a.device)
-        memory.copy_(store.tensor(source)[: saved.nbytes], non_blocking=True)
-        saved.bind(memory)
+        saved, held = store.saved(source), store.tensor(source)
+        if not saved.restore(held, store.memory_of_saved(target)):
+            store.vacate(target)
+            memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=a.device)
+            memory.copy_(held[: saved.nbytes], non_blocking=True)
+            saved.bind(memory)
         store.put_saved(target, saved)
 
     routes = {(Tier.DEVICE, Tier.HOST): leave, (Tier.HOST, Tier.DEVICE): come}
@@ -186,6 +188,7 @@ def _forward(a: Actions, op: Op) -> Work:
 
     def run(step: int) -> None:
         if kept:
+            a.store.vacate(kept[0])
             y, saved = autograd.forward(layer, params, x)
             a.store.put_saved(kept[0], saved)
         else:

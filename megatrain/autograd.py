@@ -145,8 +145,9 @@ class _Bag:
 class Saved:
     """What one layer keeps from one forward run for its backward, without its weights and its input.
 
-    On the way to the host and back: `copy_to` a host buffer, `drop` once that copy is complete, later copy
-    the host buffer to one on the device and `bind` that. Nothing here waits for a device or a stream.
+    On the way to the host and back: `copy_to` a host buffer, `drop` once that copy is complete, later `restore`
+    from the host buffer into memory of the same parts, or copy it to the device and `bind` that. Nothing here
+    waits for a device or a stream.
     """
 
     def __init__(self, bag: _Bag, output: GradientEdge, params: dict[str, Tensor], x: Tensor) -> None:
@@ -185,6 +186,19 @@ class Saved:
         """From now on the activations are those in `buffer`, uint8, as `copy_to` wrote them."""
         self._bag.storages = [part for _, part in sorted(self._parts(buffer))]
         self._bag.dropped = False
+
+    def restore(self, buffer: Tensor, memory: Sequence[Tensor]) -> bool:
+        """Copy back what `copy_to` wrote to `buffer`, asynchronously, into `memory`: what `tensors` were then.
+
+        Does nothing and is false where the sizes of the parts are others.
+        """
+        if [part.nbytes for part in memory] != self._sizes:
+            return False
+        for number, part in self._parts(buffer):
+            memory[number].copy_(part, non_blocking=True)
+        self._bag.storages = list(memory)
+        self._bag.dropped = False
+        return True
 
     def poison(self) -> None:
         """Overwrite all with one bits, a NaN in every floating type: whoever still reads this shows it."""

@@ -1,7 +1,9 @@
 """A schedule's buffers as memory: one allocation each, before the first step, and typed views into them.
 
 Device buffers for activations saved inside layers are budgets instead: autograd allocates what it saves, and
-the store holds it, checks its bytes against the buffer's and lets go of it when the schedule does.
+the store holds it, checks its bytes against the buffer's and lets go of it when the schedule does. Where copies
+read or write such a buffer, on streams of their own, its memory stays the buffer's until the next content comes:
+torch gives freed memory to whatever the allocating stream runs next, and a copy may still be under way by then.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class Store:
         self._slabs: dict[str, Tensor] = {}  # uint8
         self._views: dict[Access, Tensor] = {}
         self._saved: dict[str, tuple[str, Saved]] = {}  # buffer -> (tensor, activations)
+        self._copied = {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
+        self._memory: dict[str, tuple[Tensor, ...]] = {}  # of activations in device buffers that copies touch
         classes: dict[str, set[str]] = {buffer.name: set() for buffer in schedule.buffers}
         for op in schedule.ops:
             for access in op.accesses:
@@ -104,6 +108,21 @@ class Store:
                 f"has {limit}: the model saves more than schedules.model.ModelSpec.saved_bytes counts"
             )
         self._saved[access.buffer] = access.tensor, saved
+        if access.buffer in self._copied and access.buffer not in self._slabs:
+            self._memory[access.buffer] = saved.tensors
+
+    def memory_of_saved(self, access: Access) -> tuple[Tensor, ...]:
+        """The parts that the buffer held last, for activations that are copied there; nothing if there are none."""
+        return self._memory.get(access.buffer, ())
+
+    def vacate(self, access: Access) -> None:
+        """The buffer's next content brings its own memory. Called on the stream that will write it.
+
+        This stream has waited for all who used the old memory, so from here on torch may give it away.
+        """
+        for part in self._memory.pop(access.buffer, ()):
+            if part.is_cuda:
+                part.record_stream(torch.cuda.current_stream(part.device))
 
     def saved(self, access: Access) -> Saved:
         """What `put_saved` put there. Raises StoreError when the buffer holds something else, or nothing."""

@@ -107,6 +107,38 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _AttentionAgain(torch.autograd.Function):
+    """Saves queries, keys and values, and computes attention again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return _expanded_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = _expanded_attention(*leaves)
+        return torch.autograd.grad(y, leaves, grads[0])
+
+
+def _expanded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention that keeps no more than its inputs: for fp32 on a GPU, a type for checks, not for speed.
+
+    No fp32 kernel there shares keys among heads, so they are repeated, and it keeps one number per head and
+    position padded to 32 positions: both would be more than `ModelSpec.saved_bytes` counts. Shapes as
+    scaled_dot_product_attention has them.
+    """
+    return _AttentionAgain.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+
+
 # ---- rotary embedding
 
 
@@ -203,13 +235,10 @@ class Block:
         # Attention wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that
         # neither its inputs nor its output are copied.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        grouped = self.heads != self.kv_heads
-        if grouped and x.is_cuda and x.dtype == torch.float32:
-            # no fp32 kernel on a GPU shares keys among heads, and the fallback would keep seq x seq scores
-            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            grouped = False
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if x.is_cuda and x.dtype == torch.float32:
+            y = attention_again(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         return _linear(params, "self_attn.o_proj", y.transpose(1, 2).reshape(batch, seq, -1))
 
 

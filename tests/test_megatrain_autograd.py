@@ -237,3 +237,21 @@ def test_gradients_go_to_wider_buffers():
     slab = torch.zeros(flat.shape, dtype=torch.float32)
     backward(saved, views(flat, shapes), x, dy, sinks(slab, shapes, accumulate=True))
     assert torch.equal(slab, grads.float())
+
+
+def test_activations_come_back_into_the_memory_they_left() -> None:
+    """What a stream may still read or write is not given to the allocator in between."""
+    model = TINY
+    shapes, flat = model.parameter_shapes(0), torch.randn(model.params(0))
+    block = templates(model, seq_len=8, device=torch.device("cpu"), dtype=torch.float32).blocks[model.layer_kind(0)]
+    x = torch.randn(1, 8, model.hidden_size)
+    _, saved = forward(block, views(flat, shapes), x)
+    memory, host = saved.tensors, torch.empty(saved.nbytes, dtype=torch.uint8)
+    before = [part.clone() for part in memory]
+    saved.copy_to(host)
+    saved.poison()
+    saved.drop()
+    assert not saved.restore(host, memory[:-1])
+    assert saved.restore(host, memory)
+    assert [part.data_ptr() for part in saved.tensors] == [part.data_ptr() for part in memory]
+    assert all(torch.equal(*pair) for pair in zip(saved.tensors, before, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatrain import initial
 from megatrain.adam import Adam, initialise
+from megatrain.autograd import Saved
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import RandomTokens
@@ -305,6 +306,25 @@ def test_saved_activations_take_no_memory_of_the_store_and_are_gone_after_each_s
     with trainer(schedule) as run:
         run.run(1)
         assert not run._store._saved
+
+
+def test_copied_activations_stay_in_their_buffers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given back to torch it could be another op's before the copy has read it: copies run on other streams."""
+    schedule = WRITERS["moved_out"](MODEL, WORKLOAD)
+    copies = [op for op in schedule.ops if op.phase == Phase.COPY and any(a.tensor[0] == "s" for a in op.accesses)]
+    devices = {a.buffer for op in copies for a in op.accesses if schedule.buffer[a.buffer].tier == Tier.DEVICE}
+    assert devices
+
+    def bind(saved: Saved, buffer: Tensor) -> None:
+        pytest.fail("new memory for activations that had some")
+
+    monkeypatch.setattr(Saved, "bind", bind)
+    with trainer(schedule) as run:
+        run.run(2)
+        assert set(run._store._memory) == devices
+        for buffer in devices:
+            run._store.vacate(Access(buffer, "s.0.0"))
+        assert not run._store._memory
 
 
 # ---- where contents end

@@ -14,6 +14,7 @@ from megatrain.template import (
     Embed,
     Head,
     TemplateError,
+    attention_again,
     rms_norm,
     rotary_frequencies,
     rotate,
@@ -311,3 +312,19 @@ def test_sinks_are_views_of_the_gradient_slab():
     places = sinks(flat, TINY.parameter_shapes(0), accumulate=True)
     places["input_layernorm.weight"].put(torch.full((12,), 2.0))
     assert flat[:12].tolist() == [3.0] * 12 and flat[12:].eq(1).all()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_computed_again_has_the_gradients_of_attention(groups: int) -> None:
+    torch.manual_seed(1)
+    q = torch.randn(2, 6, 9, 8, requires_grad=True)
+    k, v = (torch.randn(2, 6 // groups, 9, 8, requires_grad=True) for _ in range(2))
+    dy = torch.randn(2, 6, 9, 8)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = attention_again(q, k, v)
+    assert sorted(t.data_ptr() for t in kept) == sorted(t.data_ptr() for t in (q, k, v))
+    found = torch.autograd.grad(y, (q, k, v), dy)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(y, right)
+    torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), dy))
