@@ -34,7 +34,7 @@ class Column:
     folds: bool = False
 
 
-def _number(key: str, digits: str, factor: float = 1.0, unit: str = "") -> Callable[[Record], str]:
+def number(key: str, digits: str, factor: float = 1.0, unit: str = "") -> Callable[[Record], str]:
     """Formats a number; one that is missing is a dash."""
 
     def cell(record: Record) -> str:
@@ -65,15 +65,15 @@ def _binding(record: Record) -> str:
 
 COMPARISON = (
     Column(heading="policy", cell=_text("label"), number=False),
-    Column(heading="tokens/s", cell=_number("tokens_per_s", ",.0f")),
-    Column(heading="TFLOP/s", cell=_number("model_tflops_per_s", ".4g"), spare=True),
-    Column(heading="MFU", cell=_number("mfu", ".1f", 100, " %"), spare=True),
-    Column(heading="x\nzero3", cell=_number("ratio_to_zero3_offload", ".2f")),
+    Column(heading="tokens/s", cell=number("tokens_per_s", ",.0f")),
+    Column(heading="TFLOP/s", cell=number("model_tflops_per_s", ".4g"), spare=True),
+    Column(heading="MFU", cell=number("mfu", ".1f", 100, " %"), spare=True),
+    Column(heading="x\nzero3", cell=number("ratio_to_zero3_offload", ".2f")),
     Column(heading="step", cell=_seconds("step_s")),
     Column(heading="bound", cell=_seconds("bound_s"), spare=True),
-    Column(heading="gap", cell=_number("gap", ".1f", 100, " %"), spare=True),
-    Column(heading="device\nGB", cell=_number("device_peak_gb", ".1f")),
-    Column(heading="host\nGB", cell=_number("host_peak_gb", ".1f")),
+    Column(heading="gap", cell=number("gap", ".1f", 100, " %"), spare=True),
+    Column(heading="device\nGB", cell=number("device_peak_gb", ".1f")),
+    Column(heading="host\nGB", cell=number("host_peak_gb", ".1f")),
     Column(heading="bound by", cell=_binding, number=False, folds=True),
     Column(heading="schedule", cell=lambda record: record["digest"][:8], number=False, spare=True),
 )
@@ -88,10 +88,10 @@ PREDICTED_MEASURED = (
     Column(heading="policy", cell=_text("policy"), number=False),
     Column(heading="predicted", cell=_seconds("predicted_s")),
     Column(heading="measured", cell=_seconds("measured_s")),
-    Column(heading="spread", cell=_number("spread", ".1f", 100, " %")),
+    Column(heading="spread", cell=number("spread", ".1f", 100, " %")),
     Column(heading="error", cell=lambda record: f"{record['predicted_s'] / record['measured_s'] - 1:+.1%}"),
-    Column(heading="rank\npredicted", cell=_number("predicted_rank", ".0f")),
-    Column(heading="rank\nmeasured", cell=_number("measured_rank", ".0f")),
+    Column(heading="rank\npredicted", cell=number("predicted_rank", ".0f")),
+    Column(heading="rank\nmeasured", cell=number("measured_rank", ".0f")),
 )
 PREDICTED_MEASURED_NOTE = (
     "measured: the median step; spread: the middle half of all steps, over the median. "
@@ -113,10 +113,10 @@ PUBLISHED = (
     Column(heading="model", cell=_text("model"), number=False),
     Column(heading="machine", cell=_text("machine"), number=False),
     Column(heading="sequences", cell=_batch),
-    Column(heading="published", cell=_number("published", ".4g")),
-    Column(heading="predicted", cell=_number("predicted", ".4g")),
+    Column(heading="published", cell=number("published", ".4g")),
+    Column(heading="predicted", cell=number("predicted", ".4g")),
     Column(heading="unit", cell=_text("unit"), number=False),
-    Column(heading="error", cell=_number("error", "+.1f", 100, " %")),
+    Column(heading="error", cell=number("error", "+.1f", 100, " %")),
     Column(heading="bound by", cell=_text("binding"), number=False, spare=True, folds=True),
     Column(heading="why, and what was assumed", cell=_remarks, number=False, folds=True),
 )
@@ -129,7 +129,7 @@ PUBLISHED_ONLY = (
     Column(heading="system", cell=_text("system"), number=False),
     Column(heading="model", cell=_text("model"), number=False),
     Column(heading="machine", cell=_text("machine"), number=False),
-    Column(heading="published", cell=_number("published", ".4g")),
+    Column(heading="published", cell=number("published", ".4g")),
     Column(heading="unit", cell=_text("unit"), number=False),
     Column(heading="why it is not predicted", cell=_text("lacking"), number=False, folds=True),
 )
@@ -144,16 +144,16 @@ PHASES = (
 TRACE_TOTALS = (
     Column(heading="stream", cell=_text("stream"), number=False),
     Column(heading="class of op", cell=_text("class"), number=False),
-    Column(heading="ops", cell=_number("ops", ",.0f")),
+    Column(heading="ops", cell=number("ops", ",.0f")),
     Column(heading="first", cell=_seconds("first_s")),
     Column(heading="second", cell=_seconds("second_s")),
-    Column(heading="difference", cell=_number("difference_s", "+,.4g", 1e3, " ms")),
+    Column(heading="difference", cell=number("difference_s", "+,.4g", 1e3, " ms")),
 )
 TRACE_MOVES = (
     Column(heading="stream", cell=_text("stream"), number=False),
     Column(heading="class of op", cell=_text("class"), number=False),
     Column(heading="step becomes", cell=_seconds("step_s")),
-    Column(heading="moves the step by", cell=_number("moves_s", "+,.4g", 1e3, " ms")),
+    Column(heading="moves the step by", cell=number("moves_s", "+,.4g", 1e3, " ms")),
 )
 TRACE_MOVES_NOTE = (
     "The first run replayed with the times of one class of op as in the second. What lasted longer and moves nothing "
@@ -163,23 +163,23 @@ TRACE_MOVES_NOTE = (
 QUEUES = (
     Column(heading="queue", cell=_text("queue"), number=False),
     Column(heading="stands on", cell=_text("stream"), number=False),
-    Column(heading="ops", cell=_number("ops", ",.0f")),
+    Column(heading="ops", cell=number("ops", ",.0f")),
     Column(heading="busy", cell=_seconds("busy_s")),
     Column(heading="idle between", cell=_seconds("idle_s")),
     Column(heading="longest gap", cell=_seconds("longest_gap_s")),
-    Column(heading="GB", cell=_number("gb", ".4g")),
-    Column(heading="GB/s", cell=_number("gb_per_s", ".4g")),
+    Column(heading="GB", cell=number("gb", ".4g")),
+    Column(heading="GB/s", cell=number("gb_per_s", ".4g")),
 )
 QUEUES_NOTE = "queue: a CUDA stream, or a thread of the CPU. GB/s: bytes copied over the time the copies took."
 
 VALIDATED = (
     Column(heading="point", cell=_text("point"), number=False),
     Column(heading="measured", cell=_seconds("measured_s")),
-    Column(heading="noise", cell=_number("noise", ".1f", 100, " %")),
-    Column(heading="replayed", cell=_number("replay_error", "+.1f", 100, " %")),
-    Column(heading="predicted", cell=_number("predict_error", "+.1f", 100, " %")),
-    Column(heading="streams at work", cell=_number("streams_at_work", ".2f")),
-    Column(heading="overlap", cell=_number("overlap_error", "+.1f", 100, " %")),
+    Column(heading="noise", cell=number("noise", ".1f", 100, " %")),
+    Column(heading="replayed", cell=number("replay_error", "+.1f", 100, " %")),
+    Column(heading="predicted", cell=number("predict_error", "+.1f", 100, " %")),
+    Column(heading="streams at work", cell=number("streams_at_work", ".2f")),
+    Column(heading="overlap", cell=number("overlap_error", "+.1f", 100, " %")),
 )
 VALIDATED_NOTE = (
     "Errors are simulated over measured, minus one. noise: by what the medians of the rounds differ. replayed: with "
@@ -191,12 +191,12 @@ def summaries(key: str, heading: str) -> tuple[Column, ...]:
     """Columns of a table of error summaries, one per value of `key`."""
     return (
         Column(heading=heading, cell=_text(key), number=False),
-        Column(heading="points", cell=_number("points", ".0f")),
-        Column(heading="bias", cell=_number("bias", "+.1f", 100, " %")),
-        Column(heading="median", cell=_number("median", ".1f", 100, " %")),
-        Column(heading="95 % within", cell=_number("p95", ".1f", 100, " %")),
-        Column(heading="worst", cell=_number("worst", "+.1f", 100, " %")),
-        Column(heading="within 4 %", cell=_number("within_4", ".0f", 100, " %")),
+        Column(heading="points", cell=number("points", ".0f")),
+        Column(heading="bias", cell=number("bias", "+.1f", 100, " %")),
+        Column(heading="median", cell=number("median", ".1f", 100, " %")),
+        Column(heading="95 % within", cell=number("p95", ".1f", 100, " %")),
+        Column(heading="worst", cell=number("worst", "+.1f", 100, " %")),
+        Column(heading="within 4 %", cell=number("within_4", ".0f", 100, " %")),
     )
 
 
@@ -204,7 +204,7 @@ CLASSES = (
     Column(heading="ops", cell=_text("ops"), number=False),
     Column(heading="measured", cell=_seconds("measured_s")),
     Column(heading="predicted", cell=_seconds("predicted_s")),
-    Column(heading="error", cell=_number("error", "+.1f", 100, " %")),
+    Column(heading="error", cell=number("error", "+.1f", 100, " %")),
 )
 
 

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from scipy.optimize import nnls
 
 Shape = tuple[int, int]  # micro-batch, sequence
 TERMS = 3
@@ -30,6 +29,8 @@ def time_between(points: Mapping[Shape, float], shape: Shape) -> float | None:
     """
     if shape in points:
         return points[shape]
+    from scipy.optimize import nnls
+
     if len(points) < TERMS or not _inside(points, shape):
         return None
     shapes = list(points)

@@ -22,6 +22,7 @@ from megatrain.cli import (
     recordings,
     run,
     simulate,
+    sweep,
     validate,
 )
 from schedules.errors import InputError, Refused
@@ -41,6 +42,7 @@ COMMANDS = (
     simulate.verify,
     compare.compare,
     plan.plan,
+    sweep.sweep,
     run.run,
     diff.diff,
     recordings.timeline,

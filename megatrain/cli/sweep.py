@@ -1,0 +1,80 @@
+"""`megatrain sweep`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatrain.cli.options import Json, Precision, Seq, print_json, progress_bar
+
+
+def sweep(
+    models: Annotated[list[str], typer.Argument(help="Models to train.", show_default=False)],
+    prices: Annotated[Path, typer.Option("--prices", help="Your prices, as docs/prices.yaml.", show_default=False)],
+    hardware: Annotated[
+        list[str] | None, typer.Option("--hardware", "-H", help="Repeatable; every machine with a price if left out.")
+    ] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option("--vary", help="A number and its values: host.memory=128GiB,256GiB. Repeatable.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help="Repeatable; the best plan if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
+    seq: Seq = 4096,
+    precision: Precision = "bf16",
+    train_tokens: Annotated[float, typer.Option(min=1.0, help="Tokens to train on, for time and cost.")] = 1e9,
+    out: Annotated[Path, typer.Option("--out", "-o", help="For results; an interrupted sweep goes on.")] = Path(
+        "results/sweep"
+    ),
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for every core if left out.")] = None,
+    dask: Annotated[str | None, typer.Option(help="Run on this Dask cluster: tcp://host:port.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan models on many machines, real and imagined, with what each costs: before buying one."""
+    from analysis import buying, tables
+    from analysis import prices as price_files
+    from analysis import sweep as sweeps
+    from schedules import policies as known
+    from schedules import presets
+
+    costs = price_files.read(prices)
+    chosen = policy or [sweeps.PLAN]
+    for name in chosen:
+        if name != sweeps.PLAN:
+            known.load(name)
+    points = sweeps.points(
+        [presets.load(model) for model in models],
+        hardware or list(costs.machines),
+        vary or [],
+        chosen,
+        seq_len=seq,
+        tokens_per_step=tokens,
+        precision=precision,
+    )
+    for point in points:
+        costs.of(point.machine)  # tells what is missing before anything is computed
+    with progress_bar() as bar:
+        task = bar.add_task("sweeping", total=len(points), note="")
+        rows = sweeps.run(
+            points,
+            out / "rows.jsonl",
+            workers=workers,
+            dask=dask,
+            progress=lambda done, total, note: bar.update(task, completed=done, note=f"{done} of {total} {note}"),
+        )
+    table = sweeps.priced(rows, costs, train_tokens)
+    page = buying.write(out, table, costs, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
+    if as_json:
+        print_json(tables.records(table))
+        return
+    for model, of_model in table.groupby("model", sort=False):
+        note = "* no other point trains faster for as little an hour. Predicted; prices are those of your file."
+        tables.show(
+            of_model.sort_values("cost", na_position="last"), buying.columns(costs), title=str(model), note=note
+        )
+    print(f"pictures and all numbers: {page}")

@@ -1,0 +1,228 @@
+"""The sweep: hand-computed costs, rows that are kept, resumed and the same on any number of workers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis import buying, prices, sweep
+from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
+from schedules import presets
+from schedules.errors import InputError
+from schedules.workload import Workload
+from sim.hardware import HardwareError
+
+EXAMPLE = Path(__file__).parent.parent / "docs" / "prices.yaml"
+MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
+
+
+def costs(**changes: Any) -> Prices:
+    values: dict[str, Any] = {
+        "currency": "USD",
+        "date": "2026-11-20",
+        "electricity_per_kwh": 0.5,
+        "lifetime_months": 10.0,
+        "utilisation": 0.5,
+        "machines": {
+            "h200": MachinePrice(source="made up", watts=2000, buy=36525.0, rent_per_hour=4.0),
+            "rtx4090": MachinePrice(source="made up", watts=1000, buy=3652.5),
+        },
+    }
+    return Prices(**{**values, **changes})
+
+
+def some(machines: list[str], **more: Any) -> list[sweep.Point]:
+    values: dict[str, Any] = {"vary": [], "names": ["resident", "streamed"], "seq_len": 16, "tokens_per_step": 64}
+    return sweep.points([MODEL], machines, **{**values, **more})
+
+
+def quiet(done: int, total: int, note: str) -> None:
+    pass
+
+
+# ---- costs by hand
+
+
+def test_an_hour_of_owning_is_the_price_over_the_hours_it_trains_and_its_energy() -> None:
+    found = costs()
+    hours = 10 * HOURS_A_MONTH * 0.5  # 3,652.5
+    assert found.owned_per_hour(found.machines["h200"]) == pytest.approx(36525 / hours + 2 * 0.5) == 11.0
+    assert found.cheapest_per_hour(found.machines["h200"]) == 4.0  # renting is cheaper
+    assert found.cheapest_per_hour(found.machines["rtx4090"]) == pytest.approx(1.0 + 0.5)
+
+
+def test_break_even_is_the_price_over_what_renting_would_have_cost() -> None:
+    found = costs()
+    # 100 tokens/s at 1e-4 a token: 36 an hour rented, 1 an hour for energy
+    months = found.break_even_months(found.machines["h200"], 100.0, 1e-4)
+    assert months == pytest.approx(36525 / (35 * 0.5 * HOURS_A_MONTH))
+    assert found.break_even_months(found.machines["h200"], 100.0, 1e-7) == math.inf
+    only_rented = MachinePrice(source="made up", watts=1, rent_per_hour=1.0)
+    assert math.isnan(found.break_even_months(only_rented, 1.0, 1.0))
+
+
+def test_more_host_memory_costs_what_the_file_says() -> None:
+    assert costs(host_memory_per_gb=5.0).of("rtx4090", more_host_bytes=1e11).buy == pytest.approx(3652.5 + 500)
+    with pytest.raises(PriceError, match="host_memory_per_gb"):
+        costs().of("rtx4090", more_host_bytes=1e11)
+
+
+def test_cost_and_energy_of_training_and_the_front() -> None:
+    def row(machine: str, rate: float | None) -> dict[str, Any]:
+        memory = 1.5e12 if machine == "h200" else 64e9
+        return {
+            "model": "qwen2.5-7b", "machine": machine, "tokens_per_s": rate, "fits": rate is not None,
+            "reason": "" if rate else "too large", "seq_len": 1024, "host_memory": memory,
+        }  # fmt: skip
+
+    rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
+    with_rent = costs(rentals=(rental,), host_memory_per_gb=1.0)
+    table = sweep.priced([row("h200", 1000.0), row("rtx4090", 100.0), row("rtx4090", None)], with_rent, 3.6e9)
+    fast, slow, nothing = table.to_dict("records")
+    assert fast["days"] == pytest.approx(1000 / 24) and fast["cost"] == pytest.approx(4000)
+    assert fast["energy_kwh"] == pytest.approx(2000)
+    assert slow["cost"] == pytest.approx(10000 * slow["cost_per_hour"])
+    assert fast["pareto"] and slow["pareto"] and not nothing["pareto"]  # dearer and faster; cheaper; nothing
+    flops = presets.load("qwen2.5-7b").model_flops_per_step(Workload(micro_batch_size=1, seq_len=1024)) / 1024
+    per_token = 20 / 3600 / (8 * 0.4 * 989e12 / flops)
+    expected = with_rent.break_even_months(with_rent.of("h200"), 1000.0, per_token)
+    assert fast[sweep.months_column("node")] == pytest.approx(expected, rel=0.01)
+    assert nothing["cost"] is None or math.isnan(nothing["cost"])
+
+
+def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
+    group = pd.DataFrame({"cost_per_hour": [1.0, 2.0, 3.0], "tokens_per_s": [10.0, 9.0, 20.0]})
+    assert sweep._pareto(group) == [0, 2]
+
+
+# ---- files of prices
+
+
+def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> None:
+    found = prices.read(EXAMPLE)
+    assert found.date == "2026-11-20" and len(found.machines) >= 6 and found.rentals
+    assert all("example" in price.source for price in found.machines.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- a list", "holds no prices"),
+        ("currency: USD", "machines: is missing"),
+        ("machines: {h200: {watts: 1, source: x}}", "give buy or rent_per_hour"),
+        ("machines: {h200: {wats: 1}}", "'wats' is unknown"),
+        ("machines: {h200: {watts: -1, source: x, buy: 1}}", "watts must be a number of at least zero"),
+        ("machines: {h200: {watts: 1, source: x, buy: 1}}", "currency"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_price_file_that_says_too_little_is_told(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text(text)
+    with pytest.raises(PriceError, match=told):
+        prices.read(file)
+
+
+def test_a_machine_without_a_price_is_told() -> None:
+    with pytest.raises(PriceError, match="no price for machine gh200; add it"):
+        costs().of("gh200")
+
+
+# ---- rows
+
+
+def test_what_does_not_fit_is_kept_with_its_reason() -> None:
+    points = some(["h200"], vary=["gpu.memory=100kB,1GB"])
+    rows = [sweep.evaluate(point) for point in points]
+    assert [row["fits"] for row in rows] == [False, False, True, True]
+    assert "device memory is" in rows[0]["reason"] and not rows[2]["reason"]
+
+
+def test_rows_are_the_same_in_one_process_and_in_two(tmp_path: Path) -> None:
+    points = some(["h200", "rtx4090"])
+    alone = sweep.run(points, tmp_path / "one.jsonl", workers=1, progress=quiet)
+    two = sweep.run(points, tmp_path / "two.jsonl", workers=2, progress=quiet)
+    assert alone == two and len({row["key"] for row in alone}) == 4
+
+
+def test_an_interrupted_sweep_goes_on_and_a_line_cut_off_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, points, computed = tmp_path / "rows.jsonl", some(["h200", "rtx4090"]), list[str]()
+    real = sweep.evaluate
+
+    def counted(point: sweep.Point) -> sweep.Row:
+        if len(computed) == 2:
+            raise KeyboardInterrupt
+        computed.append(point.key)
+        return real(point)
+
+    monkeypatch.setattr(sweep, "evaluate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(points, file, workers=1, progress=quiet)
+    with file.open("a") as out:
+        out.write('{"key": "cut o')
+    monkeypatch.setattr(sweep, "evaluate", lambda point: (computed.append(point.key), real(point))[1])
+    rows = sweep.run(points, file, workers=1, progress=quiet)
+    assert computed == [point.key for point in points]
+    assert [json.loads(line)["key"] for line in file.read_text().splitlines()] == computed
+    assert [row["key"] for row in rows] == computed
+    sweep.run(points, file, workers=1, progress=quiet)
+    assert len(computed) == 4
+
+
+def test_the_key_of_a_point_changes_with_whatever_decides_its_row() -> None:
+    base = some(["h200"])[0]
+    others = [
+        *some(["rtx4090"])[:1],
+        *some(["h200"], vary=["host.memory=1TB"])[:1],
+        *some(["h200"], tokens_per_step=128)[:1],
+        some(["h200"])[1],
+        replace(base, precision="fp32"),
+    ]
+    assert len({point.key for point in [base, *others]}) == 6
+
+
+def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        points = some(["h200"])
+        there = sweep.run(points, tmp_path / "there.jsonl", dask=cluster.scheduler_address, progress=quiet)
+        assert there == sweep.run(points, tmp_path / "here.jsonl", workers=1, progress=quiet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"vary": ["host.memory"]}, InputError, "varies nothing"),
+        ({"vary": ["host.memry=1GB"]}, HardwareError, "host.memory"),
+        ({"vary": ["links.h2d.bandwidth=0GB/s"]}, HardwareError, "above zero"),
+        ({"vary": ["host.memory=0GB"]}, HardwareError, "above zero"),
+        ({"tokens_per_step": 65}, InputError, "no whole number of sequences"),
+    ],
+)
+def test_bad_input_is_told(changes: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        some(["h200"], **changes)
+
+
+def test_the_page_has_a_heat_map_where_memory_and_link_vary(tmp_path: Path) -> None:
+    points = some(
+        ["h200"], vary=["host.memory=1GB,2TB", "links.h2d.bandwidth=10GB/s,50GB/s"], names=["streamed"], seq_len=64
+    )
+    rows = sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)
+    for row in rows:
+        row["model"] = "tiny"
+    found = costs(host_memory_per_gb=1.0)
+    page = buying.write(tmp_path, sweep.priced(rows, found, 1e9), found, 1e9, "megatrain sweep")
+    text = page.read_text()
+    assert "tiny-h200-heat.png" in text and "dated 2026-11-20" in text
+    assert (tmp_path / "tiny-h200-heat.png").stat().st_size > 5_000
