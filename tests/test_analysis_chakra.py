@@ -10,8 +10,9 @@ import networkx
 import pytest
 from test_megatrain_cli import megatrain
 
-from analysis import chakra
-from analysis.chakra import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, ChakraError, Node
+from analysis import chakra, chakra_wire
+from analysis.chakra import ChakraError
+from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, Node
 from schedules import codec, policies, presets
 from schedules.op import Kind, Phase, Stream
 from schedules.schedule import Schedule
@@ -37,8 +38,8 @@ def test_bytes_of_a_node_by_hand(tmp_path: Path) -> None:
     layer = "0a 05 6c 61 79 65 72" + "48 ff ff ff ff ff ff ff ff ff 01"
     is_cpu = "0a 09 69 73 5f 63 70 75 5f 6f 70" + "d8 01 00"
     expected = f"08 ac02  12 01 50  18 02  22 03 01 ac02  2a 01 02  38 05  52 12 {layer}  52 0e {is_cpu}"
-    assert chakra._node_bytes(node) == bytes.fromhex(expected)
-    assert chakra._node_of_bytes(chakra._node_bytes(node)) == node
+    assert chakra_wire.node_bytes(node) == bytes.fromhex(expected)
+    assert chakra_wire.node_of_bytes(chakra_wire.node_bytes(node)) == node
 
 
 @pytest.mark.parametrize("name", ["step.et", "step.json"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_megatrain_cli import megatrain
 
-from analysis import trace_diff
+from analysis import trace_diff, trace_words
 from schedules import codec, policies, presets
 from schedules.op import Phase, Stream
 from schedules.schedule import Schedule
@@ -42,7 +42,7 @@ def run(schedule: Schedule, profile: HardwareProfile, *changes: str, terms: Term
 def test_a_run_does_not_differ_from_itself(schedule: Schedule, profile: HardwareProfile) -> None:
     trace = run(schedule, profile)
     found = trace_diff.diff(schedule, trace, trace, profile)
-    assert not trace_diff.sentences(found) and not trace_diff.idle_sentences(found)
+    assert not trace_words.sentences(found) and not trace_words.idle_sentences(found)
     assert not trace_diff.totals(found)["difference_s"].any()
     assert not trace_diff.criticality(schedule, trace, trace)["moves_s"].any()
 
@@ -129,7 +129,7 @@ def test_a_slow_copy_is_told_with_both_rates_and_what_ran_beside_it(
     took = int(end[row] - first.start_ns[row])
     end[row] += took  # half the rate
     second = replace(first, end_ns=end, source="measured")
-    ((ns, text),) = trace_diff.sentences(trace_diff.diff(schedule, first, second, profile))
+    ((ns, text),) = trace_words.sentences(trace_diff.diff(schedule, first, second, profile))
     assert ns == took
     nbytes = schedule.ops[place].nbytes
     assert f"D2H of layer 12 ran at {nbytes / (2 * took):.3g} GB/s, the prediction says {nbytes / took:.3g}" in text
@@ -138,10 +138,10 @@ def test_a_slow_copy_is_told_with_both_rates_and_what_ran_beside_it(
 
 def test_idle_time_names_what_was_waited_for(schedule: Schedule, profile: HardwareProfile) -> None:
     first, second = run(schedule, profile), run(schedule, profile, "host.adam_efficiency=0.02fraction")
-    told = [text for _, text in trace_diff.idle_sentences(trace_diff.diff(schedule, first, second, profile), 40)]
+    told = [text for _, text in trace_words.idle_sentences(trace_diff.diff(schedule, first, second, profile), 40)]
     assert any("it waited for update of layer" in text and "longer" in text for text in told)
     late = run(schedule, profile, "issue.compute=20ms")
-    told = [text for _, text in trace_diff.idle_sentences(trace_diff.diff(schedule, first, late, profile), 40)]
+    told = [text for _, text in trace_words.idle_sentences(trace_diff.diff(schedule, first, late, profile), 40)]
     assert any("the host had not issued it" in text for text in told)
 
 

@@ -23,7 +23,7 @@ def diff(
 
     The hardware only says which ops use a resource in common.
     """
-    from analysis import tables, trace_diff
+    from analysis import tables, trace_diff, trace_words
     from analysis.files import write_text
     from schedules import codec
     from schedules.trace import Trace
@@ -32,7 +32,7 @@ def diff(
     traces = Trace.read(first), Trace.read(second)
     found = trace_diff.diff(step, *traces, machine_of(hardware, None))
     totals, moves = trace_diff.totals(found), trace_diff.criticality(step, *traces)
-    told = {"ops": trace_diff.sentences(found, top), "idle streams": trace_diff.idle_sentences(found, top)}
+    told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
     if out is not None:
         write_text(out, trace_diff.frame(found).to_csv(index=False))
     if as_json:

@@ -1,0 +1,79 @@
+"""Where two runs part, in sentences."""
+
+from __future__ import annotations
+
+from analysis.trace_diff import Diff, Parting
+from schedules.op import Op, Phase
+from schedules.schedule import Schedule
+
+_VERBS = {
+    Phase.EMBED: "embedding",
+    Phase.LOSS: "loss",
+    Phase.ADAM: "update",
+    Phase.ACCUMULATE: "gradient addition",
+    Phase.NORM: "gradient norm",
+    Phase.SYNC: "host's wait",
+}
+
+
+def name_of(schedule: Schedule, op: Op) -> str:
+    """An op for people: "D2H of layer 12", "the update of layer 11, micro-batch 1"."""
+    verb = str(op.stream).upper() if op.phase == Phase.COPY else _VERBS.get(op.phase, str(op.phase))
+    parts = [verb.replace("_", " ")]
+    if op.layer is not None and op.phase not in (Phase.EMBED, Phase.LOSS):
+        ends = {schedule.model.embed: "of the embedding", schedule.model.head: "of the head"}
+        parts.append(ends.get(op.layer, f"of layer {op.layer}"))
+    elif op.layer is None:
+        parts.append(f"({op.name})")
+    if op.microbatch is not None and schedule.workload.accumulation > 1:
+        parts.append(f"(micro-batch {op.microbatch})")
+    return " ".join(parts)
+
+
+def sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:
+    """(ns more, sentence) of the ops that lasted longer or shorter, largest first."""
+    changed = sorted((p for p in found.partings if p.duration_ns), key=lambda p: -abs(p.duration_ns))
+    return [(p.duration_ns, _lasted(found, p)) for p in changed[:at_most]]
+
+
+def idle_sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:
+    """(ns more, sentence) where a stream stood idle longer or shorter, and what it waited for; largest first."""
+    changed = sorted((p for p in found.partings if p.idle_ns), key=lambda p: -abs(p.idle_ns))
+    return [(p.idle_ns, _stood(found, p)) for p in changed[:at_most]]
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms"
+
+
+def _lasted(found: Diff, parting: Parting) -> str:
+    op, name = parting.op, name_of(found.schedule, parting.op)
+    first, second = parting.first.duration_ns, parting.second.duration_ns
+    if op.phase == Phase.COPY and first and second:
+        text = f"{name} ran at {op.nbytes / second:.3g} GB/s, {found.first_called} says {op.nbytes / first:.3g}"
+    else:
+        text = f"{name} took {_ms(second)}, {found.first_called} says {_ms(first)}"
+    if parting.duration_ns > 0 and parting.beside is not None:
+        whole = parting.beside_ns >= second
+        text += f"; {name_of(found.schedule, parting.beside)} was running"
+        text += "" if whole else f" for {_ms(parting.beside_ns)} more of it"
+    return text
+
+
+def _stood(found: Diff, parting: Parting) -> str:
+    op, name = parting.op, name_of(found.schedule, parting.op)
+    text = f"{op.stream} stood idle for {_ms(parting.second.idle_ns)} before {name}, "
+    text += f"in {found.first_called} for {_ms(parting.first.idle_ns)}; "
+    if parting.idle_ns > 0:
+        return text + _cause(found, parting, parting.second.released_by)
+    return text + "there " + _cause(found, parting, parting.first.released_by)
+
+
+def _cause(found: Diff, parting: Parting, on: Op | None) -> str:
+    if on is None:
+        return "the host had not issued it"
+    if on.stream == parting.op.stream:
+        return f"it stood behind {name_of(found.schedule, on)}"
+    longer = next(p.duration_ns for p in found.partings if p.op.name == on.name)
+    how = f", which ran {_ms(abs(longer))} {'longer' if longer > 0 else 'less long'}" if longer else ""
+    return f"it waited for {name_of(found.schedule, on)}{how}"
