@@ -7,6 +7,7 @@ where it stopped, and one that is widened computes only what is new. What does n
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -235,7 +236,7 @@ def _computed(left: Sequence[Point], workers: int | None, dask: str | None) -> I
 
 def _on_dask(left: Sequence[Point], address: str) -> Iterator[Row]:
     try:
-        import distributed
+        distributed: Any = importlib.import_module("distributed")  # an extra, without types
     except ImportError:
         raise InputError("running on a cluster takes Dask: pip install 'megatrain[dask]'") from None
     try:

@@ -131,6 +131,10 @@ def _microbatch(op: Op) -> int:
 
 def _copy(a: Actions, op: Op) -> Work:
     (source,), (target,) = op.reads, op.writes
+    if slab := a.store.on_drive(source):
+        return functools.partial(_on_drive, slab.read, a.store.tensor(target))
+    if slab := a.store.on_drive(target):
+        return functools.partial(_on_drive, slab.write, a.store.tensor(source))
     if parse(source.tensor).cls == tensors.SAVED:
         return _copy_saved(a, source, target)
     return functools.partial(_copy_tensor, a.store.tensor(source), a.store.tensor(target))
@@ -138,6 +142,10 @@ def _copy(a: Actions, op: Op) -> Work:
 
 def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:
     target.copy_(source, non_blocking=True)
+
+
+def _on_drive(move: Callable[[Tensor], None], memory: Tensor, step: int) -> None:
+    move(memory)
 
 
 def _copy_saved(a: Actions, source: Access, target: Access) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def backend_of(name: str | None) -> CpuBackend:
 
 def require_memory(verified: Verified, device: torch.device) -> None:
     """Raises Refused unless the RAM has room for the buffers there: on the CPU, for both tiers' buffers."""
-    tiers_in_ram = [tier for tier in Tier if device.type == "cpu" or tier == Tier.HOST]
+    tiers_in_ram = [Tier.DEVICE, Tier.HOST] if device.type == "cpu" else [Tier.HOST]
     needed, available = sum(verified.allocated_bytes()[tier] for tier in tiers_in_ram), available_memory()
     if needed > available:
         tiers = ", ".join(
@@ -77,6 +78,20 @@ def require_memory(verified: Verified, device: torch.device) -> None:
         )
 
 
+def require_drive(verified: Verified, folder: Path | None) -> None:
+    """Raises Refused unless there is a folder with room for the buffers on NVMe, if there are any."""
+    needed = verified.allocated_bytes()[Tier.NVME]
+    if not needed:
+        return
+    what = f"{verified.schedule.label} for {verified.schedule.model.name} keeps {needed / 1e9:.3g} GB on NVMe"
+    if folder is None:
+        raise Refused(f"{what}: give a folder on a drive, with --nvme FOLDER")
+    if not folder.is_dir():
+        raise Refused(f"{what}: there is no folder {folder}")
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise Refused(f"{what}, and {free / 1e9:.3g} GB are free in {folder}: make room there or choose another folder")
+
+
 def train(
     verified: Verified,
     *,
@@ -85,9 +100,10 @@ def train(
     seed: int = 0,
     debug: bool = False,
     backend: str | None = "cpu",
+    nvme: Path | None = None,
     on_loss: Callable[[int, float], None] | None = None,
 ) -> Trained:
-    """Train on the standard library's source text, a token per byte. `backend` as in `backend_of`.
+    """Train on the standard library's source text, a token per byte. `backend` as in `backend_of`, `nvme` in Trainer.
 
     Raises:
         DataError: there is too little text for one sequence.
@@ -96,6 +112,7 @@ def train(
     """
     machine = backend_of(backend)
     require_memory(verified, machine.device)
+    require_drive(verified, nvme)
     schedule = verified.schedule
     data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=schedule.workload, seed=seed)
     with Trainer(
@@ -106,6 +123,7 @@ def train(
         initial=random_parameters(schedule.model, seed),
         debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
         record=True,
+        nvme=nvme,
     ) as trainer:
         losses = trainer.run(steps, on_loss=on_loss)
         return Trained(losses=losses, trace=trainer.trace())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain import adam
 from megatrain.autograd import Saved
+from megatrain.nvme import Drive, DriveSlab
 from schedules import tensor as tensors
 from schedules.errors import Refused
 from schedules.op import Access, Buffer, Phase, Tier
@@ -41,13 +42,23 @@ class Store:
     buffer that is `release`d.
 
     Raises:
-        StoreError: a buffer is on NVMe, or a device buffer holds saved activations and other tensors in turn.
+        StoreError: a buffer is on NVMe and there is no drive, or a device buffer holds saved activations and other
+            tensors in turn.
+        DriveError: the drive has no room.
     """
 
-    def __init__(self, schedule: Schedule, allocate: Callable[[Buffer], Tensor], *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        allocate: Callable[[Buffer], Tensor],
+        *,
+        drive: Drive | None = None,
+        poison: bool = False,
+    ) -> None:
         self._schedule = schedule
         self._poison = poison
         self._slabs: dict[str, Tensor] = {}  # uint8
+        self._on_drive: dict[str, DriveSlab] = {}
         self._views: dict[Access, Tensor] = {}
         self._saved: dict[str, tuple[str, Saved]] = {}  # buffer -> (tensor, activations)
         self._copied = {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
@@ -58,7 +69,12 @@ class Store:
                 classes[access.buffer].add(parse(access.tensor).cls)
         for buffer in schedule.buffers:
             if buffer.tier == Tier.NVME:
-                raise StoreError(f"buffer {buffer.name} is on NVMe, which can be planned but not yet run")
+                if drive is None:
+                    raise StoreError(f"buffer {buffer.name} is on NVMe: give a folder on a drive, with --nvme FOLDER")
+                self._on_drive[buffer.name] = drive.allocate(buffer)
+                if poison:
+                    self._on_drive[buffer.name].poison()
+                continue
             if buffer.tier == Tier.DEVICE and tensors.SAVED in classes[buffer.name]:
                 if len(classes[buffer.name]) > 1:
                     raise StoreError(f"{buffer.name} holds saved activations and other tensors: use two buffers")
@@ -96,6 +112,10 @@ class Store:
             return slab[: params * precision.state]
         itemsize = {tensors.WEIGHT: precision.weight, tensors.GRAD: precision.grad, tensors.GRAD32: 4}[name.cls]
         return slab[: params * itemsize].view(float_type(itemsize))
+
+    def on_drive(self, access: Access) -> DriveSlab | None:
+        """The slab that a buffer on NVMe is; None of buffers in memory."""
+        return self._on_drive.get(access.buffer)
 
     # ---- saved activations
 
@@ -141,6 +161,8 @@ class Store:
             saved.drop()
         if self._poison and buffer in self._slabs:
             self._slabs[buffer].fill_(POISON)
+        if self._poison and buffer in self._on_drive:
+            self._on_drive[buffer].poison()
 
     # ---- before the first step, and after the last
 
@@ -157,13 +179,23 @@ class Store:
             adam.initialise(weights, state, workload.precision, values)
             for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
                 for home in self._homes(verified, cls, i):
-                    self.tensor(home).copy_(contents)
+                    if slab := self.on_drive(home):
+                        slab.write(contents)
+                    else:
+                        self.tensor(home).copy_(contents)
 
     def master(self, verified: Verified, i: int) -> Tensor:
         """Layer i's parameters at their most exact, new fp32, flat. Only between steps."""
-        weights = self.tensor(self._homes(verified, tensors.WEIGHT, i)[0])
-        state = self.tensor(self._homes(verified, tensors.STATE, i)[0])
-        return adam.master_weights(weights, state.to(weights.device), self._schedule.workload.precision)
+        workload, params = self._schedule.workload, self._schedule.model.params(i)
+        weights = torch.empty(params, dtype=float_type(workload.bytes.weight))
+        state = torch.empty(params * workload.bytes.state, dtype=torch.uint8)
+        for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
+            home = self._homes(verified, cls, i)[0]
+            if slab := self.on_drive(home):
+                slab.read(contents)
+            else:
+                contents.copy_(self.tensor(home))
+        return adam.master_weights(weights, state, workload.precision)
 
     def _homes(self, verified: Verified, cls: str, i: int) -> list[Access]:
         """The buffers that hold a tensor between steps; where the optimizer writes it first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Generic
 
@@ -15,8 +16,10 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend, E
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
+from megatrain.nvme import Drive
 from megatrain.store import Store, float_type
-from megatrain.template import templates
+from megatrain.template import Templates, templates
+from schedules.op import Tier
 from schedules.trace import Trace
 from schedules.verify import Verified
 
@@ -42,10 +45,11 @@ class Trainer(Generic[E]):
         initial: layer -> its parameters before step 0, fp32, flat.
         on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped.
         record: keep every op's times, for `trace`.
+        nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
 
     Raises:
         NotVerified: see Executor.
-        StoreError: see Store.
+        StoreError, DriveError: see Store.
         TemplateError: the model cannot be trained here.
         ValueError: the data has tokens that the model does not know.
     """
@@ -61,6 +65,7 @@ class Trainer(Generic[E]):
         on_gradient: OnGradient | None = None,
         debug: Debug = Debug(poison=False),
         record: bool = False,
+        nvme: Path | None = None,
     ) -> None:
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload
@@ -70,7 +75,26 @@ class Trainer(Generic[E]):
         layers = templates(
             model, seq_len=workload.seq_len, device=backend.device, dtype=float_type(workload.bytes.activation)
         )
-        self._store = Store(schedule, backend.allocate, poison=debug.poison)
+        self._drive = Drive(nvme) if nvme is not None and schedule.allocated_bytes(Tier.NVME) else None
+        try:
+            self._set_up(layers, hyper, initial, on_gradient, debug, record)
+        except BaseException:  # no file may be left behind
+            self.close()
+            raise
+        self.step = 0  # how many steps have been trained
+
+    def _set_up(
+        self,
+        layers: Templates,
+        hyper: Adam | Callable[[int], Adam],
+        initial: Callable[[int], Tensor],
+        on_gradient: OnGradient | None,
+        debug: Debug,
+        record: bool,
+    ) -> None:
+        """Allocate and fill all memory, and look up what each op does."""
+        verified, backend, schedule = self._verified, self._backend, self._verified.schedule
+        self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
         self._actions = Actions(
             schedule=schedule,
             store=self._store,
@@ -88,7 +112,6 @@ class Trainer(Generic[E]):
             record=record,
         )
         self._store.fill(verified, initial)
-        self.step = 0  # how many steps have been trained
 
     def __enter__(self) -> Trainer[E]:
         return self
@@ -99,8 +122,10 @@ class Trainer(Generic[E]):
         self.close()
 
     def close(self) -> None:
-        """Stop the backend."""
+        """Stop the backend, and remove what lies on the drive."""
         self._backend.close()
+        if self._drive is not None:
+            self._drive.close()
 
     def run(self, steps: int, *, on_loss: Callable[[int, float], None] | None = None) -> list[float]:
         """Train `steps` steps more; their losses, each the mean over all tokens of its step.

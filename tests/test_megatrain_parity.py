@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +23,7 @@ from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets
 from schedules.model import ModelSpec
-from schedules.op import Stream, Tier
+from schedules.op import Stream
 from schedules.program import Program
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
@@ -95,10 +97,7 @@ def _one_thread() -> None:
 def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
     if name in WRITERS:
         return WRITERS[name](model, workload)
-    schedule = policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
-    # the store holds no buffers on NVMe yet: here they lie in host memory, and nothing else is different
-    buffers = tuple(replace(b, tier=Tier.HOST) if b.tier == Tier.NVME else b for b in schedule.buffers)
-    return replace(schedule, buffers=buffers)
+    return policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
 
 
 def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER) -> Reference:
@@ -115,6 +114,7 @@ def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam 
         initial=initial.random_parameters(schedule.model, 0),
         on_gradient=keep,
         debug=debug or Debug(poison=False),
+        nvme=Path(tempfile.gettempdir()),
     ) as trainer:
         losses = trainer.run(steps)
         parameters = {i: trainer.parameters(i) for i in schedule.model.layers}

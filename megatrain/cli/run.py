@@ -45,6 +45,7 @@ def run(
     expect: Annotated[str | None, typer.Option(help="Refuse any schedule whose digest does not begin so.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    nvme: Annotated[Path | None, typer.Option(help="A folder on the drive for what the schedule keeps there.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -54,7 +55,9 @@ def run(
     from sim.prediction import memory_of, predict
 
     profile = machine_of(hardware, None) if hardware else None
-    budget = memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34)
+    budget = (
+        memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34, nvme_bytes=1 << 40)
+    )
     schedule = schedule_of(target, policy, knob, workload_of(batch, accumulation, seq, precision, clip), budget)
     if expect is not None and not schedule.digest.startswith(expect):
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
@@ -71,6 +74,7 @@ def run(
             seed=seed,
             debug=debug,
             backend=backend,
+            nvme=nvme,
             on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
         )
     if trace is not None:

@@ -1,0 +1,181 @@
+"""Buffers on a drive: a file each, of its exact size, read and written in large pieces by a small pool of threads.
+
+Files lie in a fresh folder inside the one that is given, and go away with it; nothing else there is touched. Their
+blocks are allocated before the first step, so that a drive without room is told then and not in the middle of a
+run. Where the file system has direct access (O_DIRECT), pages do not pass through the kernel's cache, which
+would take the memory that training needs and hide the drive's speed; elsewhere access is through the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from schedules.errors import Refused
+from schedules.op import Buffer
+
+PIECE = 4 << 20  # bytes of one read or write: enough for a drive's full bandwidth
+DEPTH = 4  # pieces under way at once; one file's pieces go in parallel
+BLOCK = 4096  # what direct access aligns memory, length and place to
+POISON = 0xFF
+
+
+class DriveError(Refused):
+    """A drive that has no room, fails, or is not there; the message names the file and what to do."""
+
+
+class Drive:
+    """A folder of slabs on a drive, and the threads that move them. Close it, or use it as a context manager.
+
+    Raises:
+        DriveError: the folder is not there or cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="megatrain-", dir=folder))
+        except OSError as error:
+            raise DriveError(f"cannot keep buffers in {folder}: {error.strerror}") from None
+        self.direct = _has_direct_access(self.folder)
+        self._workers = ThreadPoolExecutor(DEPTH, thread_name_prefix="drive")
+        self._bounce = threading.local()
+        self._files: list[int] = []
+
+    def __enter__(self) -> Drive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def allocate(self, buffer: Buffer) -> DriveSlab:
+        """A file of the buffer's size, its blocks allocated, full of zeros. Raises DriveError."""
+        path = self.folder / buffer.name
+        length = -(-buffer.nbytes // BLOCK) * BLOCK
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
+            self._files.append(file)
+            if length:
+                os.posix_fallocate(file, 0, length)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise DriveError(
+                    f"no room for {buffer.name}, {buffer.nbytes / 1e9:.3g} GB, in {self.folder.parent}: "
+                    f"{error.strerror}; make room there or choose another folder"
+                ) from None
+            raise DriveError(f"cannot make {path}: {error.strerror}") from None
+        return DriveSlab(self, file, path, buffer.nbytes)
+
+    def close(self) -> None:
+        """Wait for what is under way, close the files and remove them. May be called twice."""
+        self._workers.shutdown()
+        for file in self._files:
+            with suppress(OSError):
+                os.close(file)
+        self._files = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def each(self, work: Callable[[int, int], None], nbytes: int) -> None:
+        """Call work(start, stop) for pieces that cover [0, nbytes), several at once; raises what any raised."""
+        pieces = [(start, min(start + PIECE, nbytes)) for start in range(0, nbytes, PIECE)]
+        if len(pieces) == 1:
+            work(*pieces[0])
+            return
+        for done in [self._workers.submit(work, *piece) for piece in pieces]:
+            done.result()
+
+    def bounce(self) -> tuple[mmap.mmap, Tensor]:
+        """This thread's aligned memory of one piece, as memory and as a tensor, uint8 [PIECE]."""
+        if not hasattr(self._bounce, "memory"):
+            self._bounce.memory = mmap.mmap(-1, PIECE)
+            self._bounce.tensor = torch.frombuffer(self._bounce.memory, dtype=torch.uint8)
+        return self._bounce.memory, self._bounce.tensor
+
+
+class DriveSlab:
+    """One buffer on a drive."""
+
+    def __init__(self, drive: Drive, file: int, path: Path, nbytes: int) -> None:
+        self._drive, self._file, self._path, self.nbytes = drive, file, path, nbytes
+
+    def read(self, target: Tensor) -> None:
+        """Fill contiguous CPU memory from the slab's first byte on. Raises DriveError."""
+        memory = _bytes(target)
+
+        def piece(start: int, stop: int) -> None:
+            if self._aligned(memory, start, stop):
+                self._whole(os.preadv, [_view(memory, start, stop)], start, stop - start, "read")
+                return
+            bounce, tensor = self._drive.bounce()
+            length = -(-(stop - start) // BLOCK) * BLOCK
+            self._whole(os.preadv, [memoryview(bounce)[:length]], start, length, "read")
+            memory[start:stop].copy_(tensor[: stop - start])
+
+        self._drive.each(piece, memory.numel())
+
+    def write(self, source: Tensor) -> None:
+        """Store contiguous CPU memory from the slab's first byte on. Raises DriveError."""
+        memory = _bytes(source)
+
+        def piece(start: int, stop: int) -> None:
+            if self._aligned(memory, start, stop):
+                self._whole(os.pwritev, [_view(memory, start, stop)], start, stop - start, "write")
+                return
+            bounce, tensor = self._drive.bounce()
+            length = -(-(stop - start) // BLOCK) * BLOCK
+            tensor[: stop - start].copy_(memory[start:stop])
+            self._whole(os.pwritev, [memoryview(bounce)[:length]], start, length, "write")
+
+        self._drive.each(piece, memory.numel())
+
+    def poison(self) -> None:
+        """Make every byte that of a NaN."""
+        self.write(torch.full((self.nbytes,), POISON, dtype=torch.uint8))
+
+    def _aligned(self, memory: Tensor, start: int, stop: int) -> bool:
+        return (memory.data_ptr() + start) % BLOCK == 0 and (stop - start) % BLOCK == 0
+
+    def _whole(
+        self, call: Callable[[int, list[memoryview], int], int], views: list[memoryview], at: int, count: int, verb: str
+    ) -> None:
+        try:
+            done = call(self._file, views, at)
+        except OSError as error:
+            raise DriveError(f"cannot {verb} {self._path} at byte {at}: {error.strerror}") from error
+        if done != count:
+            raise DriveError(
+                f"cannot {verb} {self._path} at byte {at}: {done} of {count} bytes done; the file is cut off"
+            )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("a drive reads and writes contiguous memory of the host")
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _view(memory: Tensor, start: int, stop: int) -> memoryview:
+    array = (ctypes.c_ubyte * (stop - start)).from_address(memory.data_ptr() + start)
+    return memoryview(array).cast("B")
+
+
+def _has_direct_access(folder: Path) -> bool:
+    probe = folder / "probe"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True

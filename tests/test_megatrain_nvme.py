@@ -1,0 +1,156 @@
+"""Buffers on a drive: what is written is read, and a drive that fails stops with a message and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import nvme
+from megatrain.adam import Adam
+from megatrain.backend import OpFailed
+from megatrain.cpu import CpuBackend
+from megatrain.data import RandomTokens
+from megatrain.initial import random_parameters
+from megatrain.nvme import BLOCK, Drive, DriveError, DriveSlab
+from megatrain.session import require_drive
+from megatrain.store import StoreError
+from megatrain.train import Debug, Trainer
+from schedules import policies, presets
+from schedules.errors import Refused
+from schedules.op import Buffer, Tier
+from schedules.verify import Verified, verify
+from schedules.workload import MemoryBudget, Workload
+
+ROOM = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
+PIECE = 4 * BLOCK
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+    monkeypatch.setattr(nvme, "PIECE", PIECE)  # so that small slabs have several
+    (tmp_path / "mine.txt").write_text("kept")
+    with Drive(tmp_path) as opened:
+        yield opened
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def slab(drive: Drive, nbytes: int, name: str = "nvme.o.3") -> DriveSlab:
+    return drive.allocate(Buffer(name=name, tier=Tier.NVME, nbytes=nbytes))
+
+
+def on_nvme() -> Verified:
+    workload = Workload(micro_batch_size=1, seq_len=16, precision="fp32")
+    return verify(policies.build("streamed", presets.load("tiny"), workload, ROOM, nvme=4))
+
+
+def trainer(folder: Path | None, **more: Any) -> Trainer[Any]:
+    verified = on_nvme()
+    data = RandomTokens(vocab_size=256, workload=verified.schedule.workload)
+    first = random_parameters(verified.schedule.model, 0)
+    return Trainer(verified, CpuBackend(), data, Adam(lr=1e-3), initial=first, nvme=folder, **more)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, BLOCK, BLOCK + 1, PIECE, 3 * PIECE - 7, 5 * PIECE + BLOCK])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("offset", [0, 64])
+def test_what_is_written_is_read(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, nbytes: int, direct: bool, offset: int
+) -> None:
+    """Whatever its size, with direct access and without, from memory that is aligned and that is not."""
+    if direct and not drive.direct:
+        pytest.skip("this file system has no direct access")
+    monkeypatch.setattr(drive, "direct", direct)
+    memory = torch.empty(nbytes + 2 * BLOCK, dtype=torch.uint8)
+    begin = -memory.data_ptr() % BLOCK + offset
+    source = memory[begin : begin + nbytes]
+    source.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+    held, back = slab(drive, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+    held.write(source)
+    held.read(back)
+    assert torch.equal(back, source)
+    assert os.stat(drive.folder / "nvme.o.3").st_blocks * 512 >= nbytes  # allocated, not a hole
+
+
+def test_slabs_are_zero_until_written_and_nan_when_poisoned(drive: Drive) -> None:
+    held, found = slab(drive, 3 * PIECE), torch.ones(3 * PIECE // 4)
+    held.read(found)
+    assert not found.any()
+    held.poison()
+    held.read(found)
+    assert found.isnan().all()
+
+
+def test_a_part_of_a_slab_can_be_used(drive: Drive) -> None:
+    held, small = slab(drive, 4 * PIECE), torch.arange(PIECE, dtype=torch.float32)
+    held.write(small)
+    found = torch.empty_like(small)
+    held.read(found)
+    assert torch.equal(found, small)
+
+
+def failing(number: int) -> Any:
+    def call(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_a_full_drive_is_told_before_the_first_step_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    with pytest.raises(DriveError, match=r"no room for nvme\.o\.\d.*make room there or choose another folder"):
+        trainer(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_drive_stops_the_run_and_names_op_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with trainer(tmp_path) as running:
+        running.run(1)
+        monkeypatch.setattr(os, call, failing(errno.EIO))
+        with pytest.raises(OpFailed, match=r"\.o\.\d.* failed on stream nvme_(read|write)") as told:
+            running.run(2)
+        assert isinstance(told.value.__cause__, DriveError) and "nvme.o." in str(told.value.__cause__)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_cut_off_is_told(drive: Drive) -> None:
+    held = slab(drive, 3 * PIECE)
+    os.truncate(drive.folder / "nvme.o.3", PIECE)
+    with pytest.raises(DriveError, match="0 of .* bytes done; the file is cut off"):
+        held.read(torch.empty(3 * PIECE, dtype=torch.uint8))
+
+
+def test_a_run_leaves_the_folder_as_it_was_and_the_loss_falls(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    with trainer(tmp_path, debug=Debug(poison=True, delay_s=1e-4)) as running:
+        assert len(list(tmp_path.iterdir())) == 2
+        losses = running.run(12)
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "mine.txt").read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_schedule_on_nvme_without_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="--nvme FOLDER"):
+        trainer(None)
+    with pytest.raises(Refused, match="give a folder on a drive"):
+        require_drive(on_nvme(), None)
+    with pytest.raises(Refused, match="there is no folder"):
+        require_drive(on_nvme(), tmp_path / "nowhere")
+    with pytest.raises(DriveError, match="cannot keep buffers in"):
+        Drive(tmp_path / "nowhere")
+
+
+def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10})())
+    with pytest.raises(Refused, match="are free in"):
+        require_drive(on_nvme(), tmp_path)
