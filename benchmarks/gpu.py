@@ -1,6 +1,7 @@
 """Everything there is to measure on one GPU, in one command, part by part.
 
     python benchmarks/gpu.py --out results/gpu [--parts links gemm ...] [--models llama-3.2-1b ...] [--budget-s 500]
+    python benchmarks/gpu.py --rehearse --out results/rehearsal
 
 Each row is written to gpu.json in the folder as soon as it is there; a row that is there is not measured again, so
 the same command goes on where it was stopped, here or in a later run. No row is begun after the budget. What did
@@ -29,6 +30,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import gpu_machine
 import gpu_rivals
 import gpu_steps
+import rehearsal
 import torch
 from gpu_steps import Case, Row
 
@@ -36,17 +38,27 @@ from megatrain.session import machine_name
 from schedules.errors import Refused
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("links", "gemm", "dram", "adam", "correctness", "steps", "rivals")
-MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-7b", "qwen2.5-14b")
+PARTS = ("links", "gemm", "dram", "adam", "correctness", "ways", "steps", "rivals")
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen2.5-14b")  # the most telling first
 POLICIES = ("streamed", "megatrain", "megatrain_released", "zero3_offload", "resident")
 # (sequence, micro-batch, accumulation): 2k, 8k and 64k tokens a step
 BATCHES = ((1024, 2, 1), (1024, 8, 1), (4096, 4, 4))
 SPUN = ("streamed",)  # policies that are run with spinning kernels as well
+WAYS = ((False, False), (True, False), (False, True), (True, True))  # fused, graphs
+WAYS_OF = Case(model="llama-3.2-1b", policy="streamed", seq_len=1024, micro_batch_size=2)
+GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
+BACKEND = "cuda"  # of the smaller trainings
 HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
 
 def cases(models: tuple[str, ...]) -> Iterator[Case]:
-    """Steps by schedule, the most telling first."""
+    """Steps by schedule, the most telling first: our own policy and the tight budget, then the others."""
+    first = [case for case in _all_cases(models) if case.policy == "streamed"]
+    yield from first
+    yield from (case for case in _all_cases(models) if case not in first)
+
+
+def _all_cases(models: tuple[str, ...]) -> Iterator[Case]:
     for model in models:
         if model == "qwen2.5-14b":  # more than 128 GiB hold: some layers live on the GPU
             for seq, micro, accumulation in BATCHES[1:]:
@@ -64,6 +76,23 @@ def cases(models: tuple[str, ...]) -> Iterator[Case]:
                 yield Case(model=model, policy=policy, seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
         if model == "llama-3.1-8b":
             yield Case(model=model, policy="streamed", seq_len=4096, micro_batch_size=1, accumulation=16, device_gib=12)
+
+
+def ways(options: tuple[bool, bool] | None, case: Case) -> Case:
+    """The case, computed in the way (fused, graphs), or as it comes where none was measured."""
+    fused, graphs = options or (False, False)
+    return dataclasses.replace(
+        case,
+        fused=fused,
+        graphs=graphs and case.micro_batch_size * case.seq_len <= GRAPHS_UP_TO and not case.device_gib,
+    )
+
+
+def fastest_way(results: Results) -> tuple[bool, bool] | None:
+    """Of the measured ones."""
+    rows = results.rows("ways")
+    best = min(rows, key=lambda row: row["step_s"]["median"], default=None)
+    return None if best is None else (best["fused"], best["graphs"])
 
 
 def rivals(models: tuple[str, ...]) -> Iterator[tuple[Case, Callable[[Case], Row]]]:
@@ -84,7 +113,7 @@ def rivals(models: tuple[str, ...]) -> Iterator[tuple[Case, Callable[[Case], Row
 def correctness() -> list[Row]:
     """The tests on this GPU, and a small training under CUDA's stream sanitizer."""
     sanitized = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    smoke = [sys.executable, "-m", "megatrain.cli", "run", "demo", "--backend", "cuda", "--precision", "bf16"]
+    smoke = [sys.executable, "-m", "megatrain.cli", "run", "demo", "--backend", BACKEND, "--precision", "bf16"]
     return [
         _checked(
             "tests", [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_megatrain_cuda.py"], None
@@ -164,7 +193,7 @@ def table(results: Results) -> str:
         "| case | step (s) | spread | tokens/s | MFU | HFU | predicted | above bound | GPU peak (GB) | host (GB) |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for part in ("steps", "rivals"):
+    for part in ("ways", "steps", "rivals"):
         for row in results.body["rows"].get(part, {}).values():
             if "error" in row:
                 lines.append(f"| {row['case']} | {row['error'][:120].splitlines()[0]} | | | | | | | | |")
@@ -205,7 +234,15 @@ def main() -> None:
     parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
     parser.add_argument("--budget-s", type=float, default=500.0, help="seconds after which nothing more is begun")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="go through it all on the CPU with small sizes; the figures mean nothing",
+    )
     options = parser.parse_args()
+    if options.rehearse:
+        rehearsal.install(sys.modules[__name__])
+        options.models = list(MODELS)
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU here: nothing was measured")
     results = Results(options.out, options.budget_s)
@@ -229,8 +266,21 @@ def main() -> None:
         if part in whole:
             results.measure(part, part, whole[part])
     machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
+    if "ways" in options.parts:
+        for fused, graphs in WAYS:
+            way = dataclasses.replace(WAYS_OF, fused=fused, graphs=graphs)
+            results.measure(
+                "ways",
+                way.key,
+                lambda way=way: {
+                    **gpu_steps.measure(way, host_bytes, machine, traces, False),
+                    "fused": way.fused,
+                    "graphs": way.graphs,
+                },
+            )
+    fastest = fastest_way(results)
     if "steps" in options.parts:
-        for case in cases(models):
+        for case in (ways(fastest, case) for case in cases(models)):
             if case.policy in options.policies:
                 spin = case.policy in SPUN
                 results.measure(

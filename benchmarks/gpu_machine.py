@@ -27,9 +27,16 @@ from schedules.workload import PRECISIONS
 Row = dict[str, Any]
 
 WINDOWS = 7  # readings of which the median is told; two windows before them are warm-up
-WINDOW_S = 0.2
+WINDOW_S = {"link": 0.1, "product": 0.2}
 SIZES = [1 << n for n in range(16, 31, 2)]  # of copies: 64 KiB to 1 GiB
 PRODUCTS = {"8192x8192x8192": (8192, 8192, 8192)}
+SHAPES = ("llama-3.2-1b", "llama-3.1-8b")  # models whose gate projection is measured, too
+TOKENS = (2048, 8192, 32768)
+BESIDE = 1 << 28  # bytes of the copies beside something else
+COPY = 1 << 30  # bytes of a copy in host memory
+PARAMS = 100_000_000  # of the optimizer's slabs
+TOGETHER = 16  # launches on one stream before the next gets its own: no queue may fill up while another is empty
+DEVICE = torch.device("cuda")
 
 
 def host_slab(nbytes: int) -> Tensor:
@@ -40,10 +47,12 @@ def host_slab(nbytes: int) -> Tensor:
 
 
 def device_slab(nbytes: int) -> Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
 
 
-def rates(works: list[tuple[torch.cuda.Stream, Callable[[], object], float]]) -> list[dict[str, float]]:
+def rates(
+    works: list[tuple[torch.cuda.Stream, Callable[[], object], float]], window_s: float
+) -> list[dict[str, float]]:
     """Amount per second of each work while all run, each on its stream: median, least, most.
 
     A work is (stream, what queues it once, its amount).
@@ -57,16 +66,20 @@ def rates(works: list[tuple[torch.cuda.Stream, Callable[[], object], float]]) ->
             for _ in range(5):
                 work()
             torch.cuda.synchronize()
-        counts.append(max(1, round(WINDOW_S / ((time.perf_counter() - begun) / 5))))
+        counts.append(max(1, round(window_s / ((time.perf_counter() - begun) / 5))))
     marks: list[list[torch.cuda.Event]] = [[] for _ in works]
-    for window in range(WINDOWS + 2):
+    turns = -(-max(counts) // TOGETHER)
+    for (stream, _, _), mark in zip(works, marks, strict=True):
+        with torch.cuda.stream(stream):
+            mark.append(_mark())
+    for turn in range((WINDOWS + 2) * turns):
+        part = turn % turns
         for (stream, work, _), count, mark in zip(works, counts, marks, strict=True):
             with torch.cuda.stream(stream):
-                if not window:
-                    mark.append(_mark())
-                for _ in range(count):
+                for _ in range(count * (part + 1) // turns - count * part // turns):
                     work()
-                mark.append(_mark())
+                if part == turns - 1:
+                    mark.append(_mark())
     torch.cuda.synchronize()
     found = []
     for (_, _, amount), count, mark in zip(works, counts, marks, strict=True):
@@ -94,8 +107,10 @@ def links() -> list[Row]:
         def d2h(host: Tensor = hosts[1], device: Tensor = devices[1]) -> None:
             host.copy_(device, non_blocking=True)
 
-        (alone_up,), (alone_down,) = rates([(up, h2d, size / 1e9)]), rates([(down, d2h, size / 1e9)])
-        both = rates([(up, h2d, size / 1e9), (down, d2h, size / 1e9)])
+        window_s = WINDOW_S["link"]
+        (alone_up,) = rates([(up, h2d, size / 1e9)], window_s)
+        (alone_down,) = rates([(down, d2h, size / 1e9)], window_s)
+        both = rates([(up, h2d, size / 1e9), (down, d2h, size / 1e9)], window_s)
         rows.append(
             {
                 "case": f"copy of {size >> 10} KiB",
@@ -113,12 +128,12 @@ def links() -> list[Row]:
 def gemm() -> list[Row]:
     """TFLOP/s of bf16 products of N(0, 1), alone and beside copies both ways; of a device copy, GB/s."""
     shapes = dict(PRODUCTS)
-    for name in ("llama-3.2-1b", "llama-3.1-8b"):
+    for name in SHAPES:
         model = presets.load(name)
-        for tokens in (2048, 8192, 32768):
+        for tokens in TOKENS:
             shapes[f"{name} gate, {tokens} tokens"] = (tokens, model.hidden_size, model.intermediate_size)
     stream, up, down = (torch.cuda.Stream() for _ in range(3))
-    size = 1 << 28
+    size = BESIDE
     host, device = [host_slab(size) for _ in range(2)], [device_slab(size) for _ in range(2)]
     copies = [
         (up, lambda: device[0].copy_(host[0], non_blocking=True), size / 1e9),
@@ -126,15 +141,16 @@ def gemm() -> list[Row]:
     ]
     rows = []
     for case, (m, k, n) in shapes.items():
-        a = torch.randn(m, k, device="cuda").bfloat16()
-        b = torch.randn(n, k, device="cuda").bfloat16()  # as a weight lies in memory
-        c = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        a = torch.randn(m, k, device=DEVICE).bfloat16()
+        b = torch.randn(n, k, device=DEVICE).bfloat16()  # as a weight lies in memory
+        c = torch.empty(m, n, device=DEVICE, dtype=torch.bfloat16)
 
         def product(a: Tensor = a, b: Tensor = b, c: Tensor = c) -> None:
             torch.mm(a, b.t(), out=c)
 
         work = (stream, product, 2 * m * n * k / 1e12)
-        (alone,), beside = rates([work]), rates([work, *copies])
+        window_s = WINDOW_S["product"]
+        (alone,), beside = rates([work], window_s), rates([work, *copies], window_s)
         rows.append(
             {
                 "case": case,
@@ -143,7 +159,7 @@ def gemm() -> list[Row]:
                 "slowdown": alone["median"] / beside[0]["median"] - 1,
             }
         )
-    (moved,) = rates([(stream, lambda: device[0].copy_(device[1]), 2 * size / 1e9)])
+    (moved,) = rates([(stream, lambda: device[0].copy_(device[1]), 2 * size / 1e9)], WINDOW_S["product"])
     return [*rows, {"case": "copy on the device, read and written", "GB_s": moved}]
 
 
@@ -152,14 +168,19 @@ def dram(threads: list[int]) -> list[Row]:
     rows = []
     for count in threads:
         torch.set_num_threads(count)
-        rows.append({"case": f"{count} threads", "threads": count, "GB_s": adam_benchmark.copy_rate(1 << 30) / 1e9})
+        rows.append({"case": f"{count} threads", "threads": count, "GB_s": adam_benchmark.copy_rate(COPY) / 1e9})
     return rows
 
 
-def optimizer(threads: list[int], params: int = 200_000_000) -> list[Row]:
+def optimizer(threads: list[int]) -> list[Row]:
     """Gparam/s of the CPU's Adam by threads and precision, alone and beside copies both ways over the link."""
     rows: list[Row] = []
-    copying = _Copying()
+    params, copying = PARAMS, _Copying()
+    torch.set_num_threads(max(threads))
+    copy = {}
+    for count in threads:
+        torch.set_num_threads(count)
+        copy[count] = adam_benchmark.copy_rate(COPY)
     for precision in PRECISIONS:
         weights, grad, state = adam_benchmark.slabs(params, precision)
 
@@ -168,7 +189,7 @@ def optimizer(threads: list[int], params: int = 200_000_000) -> list[Row]:
         ) -> None:
             adam.step(weights, grad, state, adam_benchmark.HYPER, 10, precision=precision)
 
-        for count in threads:
+        for count in threads if precision == "bf16" else threads[-1:]:
             torch.set_num_threads(count)
             alone = adam_benchmark.seconds(step)
             with copying:
@@ -182,6 +203,7 @@ def optimizer(threads: list[int], params: int = 200_000_000) -> list[Row]:
                     "kernel": native.why_not() or "ours",
                     "Gparam_s": {"median": params / alone[0] / 1e9, "least": params / alone[2] / 1e9},
                     "GB_s": params * each / alone[0] / 1e9,
+                    "of_copy": params * each / alone[0] / copy[count],
                     "beside_copies_Gparam_s": params / beside[0] / 1e9,
                 }
             )
@@ -205,7 +227,7 @@ class _Copying:
         self._thread.join()
 
     def _serve(self) -> None:
-        size, streams = 1 << 28, [torch.cuda.Stream() for _ in range(2)]
+        size, streams = BESIDE, [torch.cuda.Stream() for _ in range(2)]
         host, device = [host_slab(size) for _ in range(2)], [device_slab(size) for _ in range(2)]
         while not self._stop.is_set():
             with torch.cuda.stream(streams[0]):

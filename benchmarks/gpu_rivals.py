@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gpu_machine
 import torch
 from gpu_steps import STEPS, WARM_UP, Case, Row
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def model_of(spec: ModelSpec) -> nn.Module:
 
 
 def tokens(case: Case, vocab: int) -> Tensor:
-    return torch.randint(0, vocab, (case.micro_batch_size, case.seq_len), device="cuda")
+    return torch.randint(0, vocab, (case.micro_batch_size, case.seq_len), device=gpu_machine.DEVICE)
 
 
 def steps(case: Case, step: Callable[[], None]) -> Row:
@@ -82,9 +83,10 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
 def plain(case: Case) -> Row:
     """Everything on the GPU in bf16, moments too (8 bytes a parameter: less exact than any precision here)."""
     spec = presets.load(case.model)
+    torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with torch.device("cuda"):
+    with gpu_machine.DEVICE:
         model = model_of(spec)
     if case.knobs.get("checkpointing"):
         model.gradient_checkpointing_enable()

@@ -6,21 +6,26 @@ Nothing is fitted to a step that is then predicted: the profile holds what links
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gpu_machine
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain.adam import Adam
+from megatrain.backend import Work
 from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor
+from megatrain.graphs import replayed
+from megatrain.pointwise import PLAIN, compiled
 from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.errors import Refused
@@ -33,18 +38,21 @@ from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import signature
 from sim.hardware import HardwareProfile, Measured, Table, Value
-from sim.prediction import predict
 
 Row = dict[str, Any]
+Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 
 WARM_UP, STEPS = 2, 6  # a period needs the ends of two steps: five periods
-ALONE_STEPS = 3  # with every op by itself; the first does not count
+ALONE_STEPS = 3  # with every op by itself; the last one counts
 DEVICE_RESERVE = 2 << 30  # for what no schedule counts: libraries' workspaces, fragments, the rotary table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: a model, a policy and a batch. `device_gib` limits the GPU's memory, all of it if None."""
+    """One row: a model, a policy and a batch. `device_gib` limits the GPU's memory, all of it if None.
+
+    `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
+    """
 
     model: str
     policy: str
@@ -54,14 +62,17 @@ class Case:
     precision: str = "bf16"
     device_gib: float | None = None
     knobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fused: bool = False
+    graphs: bool = False
 
     @property
     def key(self) -> str:
         knobs = "".join(f" {name}={value}" for name, value in self.knobs.items())
         limit = f" in {self.device_gib:g} GiB" if self.device_gib else ""
+        ways = "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
         return (
             f"{self.model} {self.policy}{knobs} {self.accumulation}x{self.micro_batch_size}x{self.seq_len} "
-            f"{self.precision}{limit}"
+            f"{self.precision}{limit}{ways}"
         )
 
     @property
@@ -133,9 +144,9 @@ def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
         kind = model.layer_kind(i) if i in model.blocks else model.layer_name(i)
         if kind not in made:
             parts = [
-                torch.randn(shape, device="cuda").mul_(0.02).flatten()
+                torch.randn(shape, device=gpu_machine.DEVICE).mul_(0.02).flatten()
                 if len(shape) > 1
-                else torch.full(shape, 1.0 if "norm" in name else 0.0, device="cuda")
+                else torch.full(shape, 1.0 if "norm" in name else 0.0, device=gpu_machine.DEVICE)
                 for name, shape in model.parameter_shapes(i).items()
             ]
             made[kind] = torch.cat(parts).cpu()
@@ -148,6 +159,7 @@ def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: 
     """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused."""
     schedule = schedule_of(case, host_bytes)
     verified = verify(schedule)
+    gc.collect()  # the case before may have left cycles that hold device memory and slabs
     PooledBackend.trim([b.nbytes for b in schedule.buffers if b.tier == Tier.HOST])
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -157,7 +169,17 @@ def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: 
     data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
     backend = PooledBackend()
     backend.events = []
-    with Trainer(verified, backend, data, Adam(lr=1e-5), initial=random_layers(schedule.model), record=True) as trainer:
+    prepare = replayed if case.graphs else _as_they_are
+    with Trainer(
+        verified,
+        backend,
+        data,
+        Adam(lr=1e-5),
+        initial=random_layers(schedule.model),
+        record=True,
+        pointwise=compiled() if case.fused else PLAIN,
+        prepare=prepare,
+    ) as trainer:
         startup_s = time.perf_counter() - begun
         torch.cuda.empty_cache()  # what made the weights
         torch.cuda.reset_peak_memory_stats()
@@ -167,7 +189,7 @@ def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: 
         peak = torch.cuda.max_memory_allocated()
         if traces is not None:
             trace.save(traces / f"{case.key.replace(' ', '_')}.json")
-        durations_ns, serial = _alone(trainer, backend, schedule)
+        durations_ns, serial = _alone(trainer, backend, schedule, prepare)
         profile = profile_of(schedule, machine, durations_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
         row |= {
@@ -214,14 +236,20 @@ def _handing_over(backend: CudaBackend) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule) -> tuple[list[int], float]:
-    """Each op's median time, ns, with nothing beside it, and the time of such a step, s."""
+def _as_they_are(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
+    return works
+
+
+def _alone(
+    trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, prepare: Prepare
+) -> tuple[list[int], float]:
+    """Each op's time, ns, with nothing beside it, and the time of such a step, s."""
     serial = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, blocking=True) for op in schedule.ops))
-    trainer._executor = Executor(verify(serial), backend, trainer._actions.works(), record=True)
+    trainer._executor = Executor(verify(serial), backend, prepare(schedule, trainer._actions.works()), record=True)
     trainer.run(ALONE_STEPS)
     trace = trainer.trace()
-    spans = (trace.end_ns - trace.start_ns).reshape(ALONE_STEPS, -1)[1:]
-    return np.median(spans, axis=0).astype(int).tolist(), float(np.median(np.diff(trace.step_end_ns))) / 1e9
+    spans = (trace.end_ns - trace.start_ns).reshape(ALONE_STEPS, -1)[-1]
+    return spans.astype(int).tolist(), float(np.diff(trace.step_end_ns)[-1]) / 1e9
 
 
 def profile_of(
@@ -268,6 +296,10 @@ def profile_of(
 
 
 def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:
+    try:
+        from sim.prediction import predict
+    except ImportError as error:  # a machine without the simulator's packages still measures
+        return {"prediction_left_out": f"left out: {error}"}
     prediction = predict(schedule, profile)
     predicted_s, bound_s = prediction.period_ns / 1e9, prediction.bound_ns / 1e9
     return {

@@ -177,6 +177,10 @@ class CudaBackend(CpuBackend):
             return
         torch.set_num_threads(1)
         torch.cuda.set_device(self._index)
+        with _sanitized():
+            self._hand_over(stream)
+
+    def _hand_over(self, stream: Stream) -> None:
         queue, ahead = self._queues[stream], deque[CpuEvent]()
         while (item := queue.get()) is not None:
             task, waits, event = item
@@ -193,6 +197,13 @@ class CudaBackend(CpuBackend):
             event.finish()
             ahead.append(event)
             del item, task, waits, event  # or they would live until the next task comes
+
+
+def _sanitized() -> contextlib.AbstractContextManager[object]:
+    """torch's stream sanitizer, where TORCH_CUDA_SANITIZER turned it on: it sees only threads that enter it."""
+    from torch.cuda._sanitizer import cuda_sanitizer
+
+    return cuda_sanitizer.dispatch if cuda_sanitizer.enabled else contextlib.nullcontext()
 
 
 def pci_address(index: int) -> str:

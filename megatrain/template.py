@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.autograd import Sink
+from megatrain.pointwise import PLAIN, Pointwise
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.traffic import LOSS_CHUNK_TOKENS
@@ -48,63 +49,46 @@ def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bo
 # ---- functions that save less than their composition would
 
 
-def _rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) over the last dimension and the factor, both in at least fp32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide * rstd, rstd
-
-
-def _rms_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x (in x's type) and of weight (in rstd's type, summed over rows)."""
-    normed = x.to(rstd.dtype) * rstd
-    wide = dy.to(rstd.dtype)
-    dnormed = wide * weight
-    dx = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (wide * normed).flatten(0, -2).sum(0)
-
-
 class _RMSNorm(torch.autograd.Function):
     """Saves its input, its weight and one factor per row; torch's composition saves copies of its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, rstd = _rms(x, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
+        y, rstd = pointwise.rms_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (normed * weight).to(x.dtype)
+        ctx.pointwise = pointwise
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = _rms_backward(grads[0], x, rstd, weight)
-        return dx, dweight.to(weight.dtype), None
+        dx, dweight = ctx.pointwise.rms_backward(grads[0], x, rstd, weight)
+        return dx, dweight.to(weight.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN) -> Tensor:
     """RMSNorm over the last dimension, computed in at least fp32 and rounded once."""
-    if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)  # one kernel there, which saves the same
-    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return _RMSNorm.apply(x, weight, eps, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; saves gate and up and computes silu(gate) again, which is cheaper than keeping it."""
+    """silu(gate) * up; saves gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, pointwise: Pointwise) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        ctx.pointwise = pointwise
+        return pointwise.swiglu_forward(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate = torch.ops.aten.silu_backward(grads[0] * up, gate)
-        return dgate, grads[0] * F.silu(gate)
+        return *ctx.pointwise.swiglu_backward(grads[0], gate, up), None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
     """silu(gate) * up, element by element."""
-    return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+    return _SwiGLU.apply(gate, up, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AttentionAgain(torch.autograd.Function):
@@ -167,13 +151,27 @@ def rotary_frequencies(model: ModelSpec) -> Tensor:
     raise TemplateError(f"{model.name}: rope_scaling of type {kind!r} has no template")
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class _Rotate(torch.autograd.Function):
+    """Saves the tables only: the gradient of a turn is the turn back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.pointwise = pointwise
+        return pointwise.rotation(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return ctx.pointwise.rotation(grads[0], cos, -sin), None, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
     """Rotary embedding of x [batch, seq, heads, head_dim]; dimension j is paired with j + head_dim / 2.
 
     cos and sin are [seq, 1, head_dim / 2]. Only they are needed for backward.
     """
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return _Rotate.apply(x, cos, sin, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- layers
@@ -207,6 +205,7 @@ class Block:
     eps: float
     cos: Tensor
     sin: Tensor
+    pointwise: Pointwise = PLAIN
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
@@ -214,12 +213,12 @@ class Block:
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`."""
-        normed = rms_norm(x, params["input_layernorm.weight"], self.eps)
+        normed = rms_norm(x, params["input_layernorm.weight"], self.eps, self.pointwise)
         x = x + self._attention(params, normed)
-        normed = rms_norm(x, params["post_attention_layernorm.weight"], self.eps)
+        normed = rms_norm(x, params["post_attention_layernorm.weight"], self.eps, self.pointwise)
         gate = _linear(params, "mlp.gate_proj", normed)
         up = _linear(params, "mlp.up_proj", normed)
-        return x + _linear(params, "mlp.down_proj", swiglu(gate, up))
+        return x + _linear(params, "mlp.down_proj", swiglu(gate, up, self.pointwise))
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
@@ -229,9 +228,10 @@ class Block:
         k = _linear(params, "self_attn.k_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
         v = _linear(params, "self_attn.v_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
         if "self_attn.q_norm.weight" in params:
-            q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps)
-            k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps)
-        q, k = rotate(q, self.cos[:seq], self.sin[:seq]), rotate(k, self.cos[:seq], self.sin[:seq])
+            q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
+            k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
+        cos, sin = self.cos[:seq], self.sin[:seq]
+        q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
         # Attention wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that
         # neither its inputs nor its output are copied.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -251,6 +251,7 @@ class Head:
     """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens."""
 
     eps: float
+    pointwise: Pointwise = PLAIN
 
     @torch.no_grad()
     def loss_and_grads(
@@ -279,19 +280,12 @@ class Head:
         d_norm = torch.zeros(norm.shape, dtype=wide, device=hidden.device)
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
-            normed, rstd = _rms(rows[part], self.eps)
-            normed = (normed * norm).to(hidden.dtype)
-            logits = (normed @ table.t()).to(wide)
-            label = labels[part, None]
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            loss += (log_sum - logits.gather(-1, label)).sum()
-            # softmax minus one at the label, in the logits' own memory
-            d_logits = logits.sub_(log_sum).exp_()
-            d_logits.scatter_add_(-1, label, torch.full_like(log_sum, -1.0))
-            d_logits = d_logits.div_(total_tokens).to(hidden.dtype)
+            normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps)
+            part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part, None], total_tokens)
+            loss += part_loss
             table_sink.put_product(d_logits.t(), normed)
             table_sink = table_sink.adding()
-            d_rows[part], d_weight = _rms_backward(d_logits @ table, rows[part], rstd, norm)
+            d_rows[part], d_weight = self.pointwise.rms_backward(d_logits @ table, rows[part], rstd, norm)
             d_norm += d_weight
         norm_sink.put(d_norm)
         return loss / total_tokens
@@ -306,7 +300,9 @@ class Templates:
     head: Head
 
 
-def templates(model: ModelSpec, *, seq_len: int, device: torch.device, dtype: torch.dtype) -> Templates:
+def templates(
+    model: ModelSpec, *, seq_len: int, device: torch.device, dtype: torch.dtype, pointwise: Pointwise = PLAIN
+) -> Templates:
     """Templates for sequences of up to `seq_len` tokens.
 
     Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
@@ -332,6 +328,11 @@ def templates(model: ModelSpec, *, seq_len: int, device: torch.device, dtype: to
         eps=model.rms_norm_eps,
         cos=angles.cos().to(device, dtype),
         sin=angles.sin().to(device, dtype),
+        pointwise=pointwise,
     )
     kinds = {model.layer_kind(i) for i in model.blocks}
-    return Templates(embed=Embed(), blocks=dict.fromkeys(sorted(kinds), block), head=Head(eps=model.rms_norm_eps))
+    return Templates(
+        embed=Embed(),
+        blocks=dict.fromkeys(sorted(kinds), block),
+        head=Head(eps=model.rms_norm_eps, pointwise=pointwise),
+    )

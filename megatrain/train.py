@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from megatrain.actions import Actions, OnGradient
 from megatrain.adam import Adam
-from megatrain.backend import Backend, E
+from megatrain.backend import Backend, E, Work
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
 from megatrain.nvme import Drive
+from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.store import Store, float_type
-from megatrain.template import Templates, templates
+from megatrain.template import templates
 from schedules.op import Tier
+from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
 
@@ -46,6 +49,8 @@ class Trainer(Generic[E]):
         on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped.
         record: keep every op's times, for `trace`.
         nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
+        pointwise: how layers compute what multiplies no matrices.
+        prepare: what to make of the ops' works before the first step, such as `megatrain.graphs.replayed`.
 
     Raises:
         NotVerified: see Executor.
@@ -66,6 +71,8 @@ class Trainer(Generic[E]):
         debug: Debug = Debug(poison=False),
         record: bool = False,
         nvme: Path | None = None,
+        pointwise: Pointwise = PLAIN,
+        prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = lambda schedule, works: works,
     ) -> None:
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload
@@ -73,28 +80,18 @@ class Trainer(Generic[E]):
             raise ValueError(f"the data has {data.vocab_size} different tokens, {model.name} {model.vocab_size}")
         self._verified, self._backend, self._data = verified, backend, data
         layers = templates(
-            model, seq_len=workload.seq_len, device=backend.device, dtype=float_type(workload.bytes.activation)
+            model,
+            seq_len=workload.seq_len,
+            device=backend.device,
+            dtype=float_type(workload.bytes.activation),
+            pointwise=pointwise,
         )
-        self._drive = Drive(nvme) if nvme is not None and schedule.allocated_bytes(Tier.NVME) else None
-        try:
-            self._set_up(layers, hyper, initial, on_gradient, debug, record)
-        except BaseException:  # no file may be left behind
-            self.close()
-            raise
-        self.step = 0  # how many steps have been trained
-
-    def _set_up(
-        self,
-        layers: Templates,
-        hyper: Adam | Callable[[int], Adam],
-        initial: Callable[[int], Tensor],
-        on_gradient: OnGradient | None,
-        debug: Debug,
-        record: bool,
-    ) -> None:
-        """Allocate and fill all memory, and look up what each op does."""
-        verified, backend, schedule = self._verified, self._backend, self._verified.schedule
-        self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
+        with ExitStack() as opened:  # no file may be left behind
+            needed = schedule.allocated_bytes(Tier.NVME)
+            self._drive = opened.enter_context(Drive(nvme)) if nvme is not None and needed else None
+            self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
+            self._store.fill(verified, initial)
+            opened.pop_all()
         self._actions = Actions(
             schedule=schedule,
             store=self._store,
@@ -107,11 +104,11 @@ class Trainer(Generic[E]):
         self._executor = Executor(
             verified,
             backend,
-            self._actions.works(),
+            prepare(schedule, self._actions.works()),
             delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
             record=record,
         )
-        self._store.fill(verified, initial)
+        self.step = 0  # how many steps have been trained
 
     def __enter__(self) -> Trainer[E]:
         return self

@@ -12,13 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from hand_written import WRITERS, small
 from torch import Tensor
+from torch.cuda import _sanitizer as sanitizer
 
 from megatrain import cuda, initial
 from megatrain.adam import Adam
@@ -27,7 +29,9 @@ from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, CudaBackend, Spin, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor
+from megatrain.graphs import PHASES, Pool, replayed
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
+from megatrain.pointwise import compiled
 from megatrain.session import backend_of
 from megatrain.train import Debug, Trainer
 from schedules import policies
@@ -370,6 +374,92 @@ def test_cores_beside_a_gpu_are_those_of_its_node(tmp_path: Path, monkeypatch: p
     assert cpus_beside("0000:ff:00.0", tmp_path) == tuple(range(8))
 
 
+# ---- graphs
+
+
+class FakeGraph:
+    """Captures by running the work, and so replays by doing nothing; a second replay of a capture runs it again."""
+
+    capturing: ClassVar[list[FakeGraph]] = []
+
+    def __init__(self) -> None:
+        self.replays, self.begun = 0, {}
+
+    def capture_begin(self, **options: object) -> None:
+        assert not self.capturing
+        self.capturing.append(self)
+        self.begun = options
+
+    def capture_end(self) -> None:
+        assert self.capturing.pop() is self
+
+    def replay(self) -> None:
+        assert not self.capturing
+        self.replays += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
+    made: list[FakeGraph] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(FakeGraph()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return made
+
+
+def test_blocks_are_captured_once_and_replayed_in_every_later_step(graphs: list[FakeGraph]) -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    ran: list[str] = []
+    works = replayed(schedule, [lambda step, op=op: ran.append(f"{op.name}@{step}") for op in schedule.ops])
+    for step in range(4):
+        for work in works:
+            work(step)
+    blocks = [op for op in schedule.ops if op.phase in PHASES and op.layer in schedule.model.blocks]
+    assert len(graphs) == len(blocks) and {graph.replays for graph in graphs} == {3}
+    assert {str(graph.begun) for graph in graphs} == {str({"pool": (0, 1), "capture_error_mode": "thread_local"})}
+    for op in schedule.ops:
+        steps = [0, 1] if op in blocks else [0, 1, 2, 3]
+        assert [name for name in ran if name.startswith(f"{op.name}@")] == [f"{op.name}@{step}" for step in steps]
+
+
+def test_ops_with_new_tensors_in_each_step_are_never_captured(graphs: list[FakeGraph]) -> None:
+    schedule = WRITERS["moved_out"](MODEL, WORKLOAD)
+    ran: list[tuple[str, int]] = []
+    works = replayed(schedule, [lambda step, op=op: ran.append((op.name, step)) for op in schedule.ops])
+    for step in range(3):
+        for work in works:
+            work(step)
+    again = {name for name, step in ran if step == 2}
+    moved = {op.name for op in schedule.ops if any(access.tensor.startswith("s.") for access in op.accesses)}
+    assert moved and moved <= again
+    assert {op.name for op in schedule.ops if op.phase in (Phase.EMBED, Phase.LOSS, Phase.ADAM)} <= again
+
+
+def test_failing_capture_is_ended(graphs: list[FakeGraph]) -> None:
+    def broken(step: int) -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        Pool().capture(broken, 1)
+    assert not FakeGraph.capturing
+
+
+def test_sanitizer_sees_the_threads_that_launch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def dispatch() -> Iterator[None]:
+        seen.append(threading.current_thread().name)
+        yield
+
+    monkeypatch.setattr(sanitizer, "cuda_sanitizer", SimpleNamespace(enabled=True, dispatch=dispatch()))
+    backend = FakeBackend(gpu)
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
+    backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: None), ()))
+    backend.close()
+    assert seen == ["stream compute"]
+
+
 # ---- a real GPU
 
 # of whole 16-row tiles, so that what attention keeps is not padded
@@ -398,6 +488,18 @@ def test_gpu_does_not_notice_delays_and_poison(writer: str) -> None:
         found = result(schedule, CudaBackend(), debug=Debug(poison=True, delay_s=1e-3, seed=seed))
         assert found[0] == right[0]
         assert all(torch.equal(*pair) for pair in zip(found[1], right[1], strict=True))
+
+
+@real
+@pytest.mark.parametrize("by", ["graphs", "compiled"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_gpu_trains_the_same_by_graphs_and_compiled(writer: str, by: str) -> None:
+    options: dict[str, Any] = {"prepare": replayed} if by == "graphs" else {"pointwise": compiled()}
+    schedule = WRITERS[writer](MODEL, REAL)
+    with trainer(schedule, CudaBackend(), **options) as run:
+        losses = run.run(6)
+    with trainer(schedule, CudaBackend()) as run:
+        assert losses == pytest.approx(run.run(6), rel=1e-4)
 
 
 @real

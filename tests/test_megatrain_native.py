@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +167,77 @@ def test_cache_that_cannot_be_written_is_no_error_of_training(monkeypatch: pytes
         assert weights.isfinite().all()
     finally:
         native._built.cache_clear()
+
+
+# ---- against exact arithmetic
+
+
+def exact(values: Tensor, grads: list[Tensor], hyper: Adam) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW in fp64: weights and both moments."""
+    w, (beta1, beta2) = values.double(), hyper.betas
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for number, grad in enumerate(grads, 1):
+        g = grad.double()
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        mean, square = m / (1 - beta1**number), v / (1 - beta2**number)
+        w = w * (1 - hyper.lr * hyper.weight_decay) - hyper.lr * mean / (square.sqrt() + hyper.eps)
+    return w, m, v
+
+
+@pytest.mark.parametrize("by", ["kernel", "torch"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_split", "bf16_fp32"])
+def test_update_is_exact_to_fp32_at_every_size(monkeypatch: pytest.MonkeyPatch, precision: str, by: str) -> None:
+    """Sizes 1 to 4097, each element: one slab cut into its tails, so that every remainder is seen."""
+    if by == "torch":
+        in_torch(monkeypatch)
+    values, grads = random(4097)
+    if precision != "fp32":
+        grads = [grad.bfloat16().float() for grad in grads]
+    right = exact(values, grads, HYPER)
+    for n in [*range(1, 4097, 1 if by == "kernel" else 37), 4097]:
+        weights, state = train(slabs(values[:n], [grad[:n] for grad in grads], precision), precision)
+        parts = adam.split_state(state, n, precision)
+        for found, expected in zip(
+            (adam.master_weights(weights, state, precision), parts.m, parts.v), right, strict=True
+        ):
+            worst = (found.double() - expected[:n]).abs().max()
+            assert worst < 2e-6, (n, float(worst))
+
+
+@pytest.mark.parametrize("by", ["kernel", "torch"])
+def test_special_values_are_those_of_exact_arithmetic(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    if by == "torch":
+        in_torch(monkeypatch)
+    values = torch.tensor([0.0, -0.0, 1e-39, 1.0, -1.0, math.inf, -math.inf, math.nan]).repeat_interleave(8)
+    grad = torch.tensor([0.0, 1e-40, 1e-20, 1.0, -1.0, math.inf, -math.inf, math.nan]).repeat(8)
+    weights, state = train(slabs(values, [grad], "fp32"), "fp32")
+    m, v = adam.split_state(state, 64, "fp32").m, adam.split_state(state, 64, "fp32").v
+    right = exact(values, [grad], HYPER)
+    for found, expected in zip((weights, m, v), right, strict=True):
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-12, equal_nan=True)
+
+
+@needs_kernel
+def test_kernel_holds_no_python_lock() -> None:
+    """Another thread counts while one long update runs, far oftener than the interpreter would force a switch."""
+    n = 4_000_000
+    weights, state, (grad, *_) = slabs(torch.randn(n), [torch.randn(n)], "bf16")
+    running, counted = threading.Event(), []
+
+    def update() -> None:
+        running.set()
+        for number in range(1, 6):
+            adam.step(weights, grad, state, HYPER, number, precision="bf16")
+
+    thread = threading.Thread(target=update)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # nobody is made to give the lock up
+    try:
+        thread.start()
+        running.wait()
+        while thread.is_alive():
+            counted.append(None)
+            time.sleep(1e-4)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(counted) > 5  # a call that held the lock would let this thread run between calls only

@@ -126,7 +126,7 @@ def test_an_error_of_the_drive_stops_the_run_and_names_op_and_file(
 def test_a_file_that_was_cut_off_is_told(drive: Drive) -> None:
     held = slab(drive, 3 * PIECE)
     os.truncate(drive.folder / "nvme.o.3", PIECE)
-    with pytest.raises(DriveError, match="0 of .* bytes done; the file is cut off"):
+    with pytest.raises(DriveError, match=r"0 of .* bytes done; the file is cut off"):
         held.read(torch.empty(3 * PIECE, dtype=torch.uint8))
 
 

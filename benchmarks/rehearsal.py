@@ -1,0 +1,106 @@
+"""A GPU that is not there: `gpu.py --rehearse` runs all of the benchmark's own code on a CPU, with small sizes.
+
+A GPU's time is dear, and an error in what prepares, measures or prints costs as much of it as a measurement. The
+figures of a rehearsal mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_machine
+import gpu_steps
+import torch
+
+from megatrain import cuda
+from megatrain.pointwise import PLAIN
+
+MEMORY = 16 << 30
+
+
+class Event:
+    """A moment on the host."""
+
+    def __init__(self, **options: object) -> None:
+        self._s = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._s = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return max(1e-6, (other._s - self._s) * 1e3)
+
+
+class Stream:
+    """Runs what it is given at once."""
+
+    def __init__(self, index: int = 0) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+
+class Graph:
+    """Takes its capture for the run, and does nothing when it is replayed."""
+
+    def capture_begin(self, **options: object) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class Runtime:
+    """Pins nothing."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _stream(stream: Stream) -> Iterator[None]:
+    yield
+
+
+def install(gpu: Any) -> None:
+    """Replace torch.cuda's functions and the sizes of the benchmark, the module `gpu`, for the rest of the process."""
+    nothing, none = (lambda *a, **k: None), (lambda *a, **k: 0)
+    properties = SimpleNamespace(total_memory=MEMORY)
+    replacements: dict[str, Any] = {
+        "Event": Event,
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": none,
+        "stream": _stream,
+        "cudart": Runtime,
+        "_sleep": lambda cycles: time.sleep(cycles * 1e-11),
+        "is_available": lambda: True,
+        "get_device_name": lambda index=0: "no GPU, a rehearsal",
+        "get_device_properties": lambda index: properties,
+        "max_memory_allocated": none,
+        **dict.fromkeys(("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"), nothing),
+        "set_per_process_memory_fraction": nothing,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    cpu = torch.device("cpu")
+    cuda.CudaBackend.device = property(lambda backend: cpu)  # type: ignore[assignment, method-assign]
+    gpu_machine.DEVICE = cpu
+    gpu_machine.SIZES = [1 << 14, 1 << 16]
+    gpu_machine.WINDOW_S = {"link": 0.002, "product": 0.002}
+    gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
+    gpu_machine.SHAPES, gpu_machine.TOKENS = ("tiny",), (32,)
+    gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
+    gpu_steps.DEVICE_RESERVE = 0
+    gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
+    gpu.MODELS, gpu.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
+    gpu.WAYS_OF = gpu_steps.Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2)
+    gpu.BACKEND = "cpu"

@@ -1,0 +1,41 @@
+"""The GPU's benchmark from end to end on a CPU: no error of its own may cost time on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PARTS = ["links", "gemm", "dram", "adam", "ways", "steps", "rivals"]  # and not the tests, which would run these
+
+
+def rehearse(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(folder), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
+    stopped = rehearse(tmp_path, "--budget-s", "0", "--parts", *PARTS)
+    assert " ..." not in stopped.stderr  # nothing is begun after the budget
+    first = rehearse(tmp_path, "--parts", *PARTS, "--traces")
+    body = json.loads((tmp_path / "gpu.json").read_text())
+    rows = {part: body["rows"][part].values() for part in PARTS}
+    errors = [row["error"] for part in PARTS for row in rows[part] if "error" in row]
+    assert [error for error in errors if not error.startswith("left out")] == []
+    assert len(rows["ways"]) == 4 and len(rows["steps"]) == 10 and len(rows["rivals"]) == 6
+    for row in [*rows["ways"], *rows["steps"]]:
+        assert row["tokens_per_s"] > 0 and row["predicted_step_s"] > 0 and row["bound_step_s"] > 0
+        assert row["startup_s"] > 0 and row["handing_over_us"] and row["host_peak_GB"] > 0
+        assert len(row["losses"]) == 8
+    assert sum("spin_step_s" in row for row in rows["steps"]) == 2
+    assert len(list((tmp_path / "traces").iterdir())) >= 10
+    assert first.stdout.strip() == (tmp_path / "gpu.md").read_text().strip()
+    again = rehearse(tmp_path, "--parts", *PARTS)
+    assert " ..." not in again.stderr  # it goes on where it was, and here that is the end
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["runs"]) == 1  # those that measured something
