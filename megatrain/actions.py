@@ -24,7 +24,7 @@ from schedules.op import Access, Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import parse
 
-NORM_CHUNK = 1 << 18  # elements widened to fp64 at a time
+NORM_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements widened to fp64 at a time
 
 OnGradient = Callable[[int, int, Tensor], None]  # step, layer, the gradient that the optimizer applies
 
@@ -288,8 +288,12 @@ def _norm(a: Actions, op: Op) -> Work:
     def run(step: int) -> None:
         squares = torch.zeros((), dtype=torch.float64, device=sink.view.device)
         for grad in grads:
-            for part in torch.split(grad, NORM_CHUNK):
-                squares += part.double().square_().sum().to(squares.device)
+            # from one device to another once a gradient: the thread that hands over waits for it
+            here = squares if grad.device == squares.device else torch.zeros_like(squares, device=grad.device)
+            for part in torch.split(grad, NORM_CHUNK[grad.device.type]):
+                here += part.double().square_().sum()
+            if here is not squares:
+                squares += here.to(squares.device)
         sink.put(squares)
 
     return run

@@ -220,7 +220,7 @@ def test_special_values_are_those_of_exact_arithmetic(monkeypatch: pytest.Monkey
 @needs_kernel
 def test_kernel_holds_no_python_lock() -> None:
     """Another thread counts while one long update runs, far oftener than the interpreter would force a switch."""
-    n = 4_000_000
+    n = 16_000_000
     weights, state, (grad, *_) = slabs(torch.randn(n), [torch.randn(n)], "bf16")
     running, counted = threading.Event(), []
 
