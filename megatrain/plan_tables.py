@@ -147,6 +147,8 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> None:
         ["above the bound of any schedule", f"{found.gap:.1%}, {found.lower_bound_ns / 1e6:,.1f} ms"],
         ["  which is set by", found.bound.binding],
     ]
+    if written := prediction.nvme_bytes_per_day:
+        rows.append(["written to NVMe", f"{written / 1e12:,.1f} TB a day"])
     print_table("one step", ["", ""], rows)
     print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
     memory = []

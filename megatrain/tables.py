@@ -59,6 +59,8 @@ def print_prediction(prediction: Prediction) -> None:
         ["above the bound", f"{prediction.gap:.1%}"],
         ["what binds", prediction.binding],
     ]
+    if written := prediction.nvme_bytes_per_day:
+        rows.append(["written to NVMe", f"{written / 1e12:,.1f} TB a day"])
     print_table("one step", ["", ""], rows)
     memory = []
     for tier, limit in zip(Tier, vars(memory_of(profile)).values(), strict=True):
@@ -93,6 +95,7 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
         "model_flops_per_s": prediction.model_flops_per_s,
         "mfu": prediction.mfu,
         "hfu": prediction.hfu,
+        "nvme_bytes_per_day": prediction.nvme_bytes_per_day,
         "peak_bytes": {str(tier): nbytes for tier, nbytes in prediction.peak_bytes.items()},
         "utilisation": prediction.utilisation,
         "idle_causes_ns": prediction.idle_causes_ns,

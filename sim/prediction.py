@@ -9,7 +9,7 @@ import numpy as np
 
 from schedules import tensor as tensors
 from schedules.errors import Refused
-from schedules.op import Kind, Op, Tier
+from schedules.op import Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Ints, Trace
 from schedules.traffic import workspace_bytes
@@ -19,6 +19,7 @@ from sim.cost import Terms, peak_flops, signature
 from sim.engine import simulate
 from sim.hardware import HardwareProfile
 
+DAY_NS = 86_400 * 10**9
 STEPS = (4, 8, 16)  # simulated until the period repeats
 HOLDERS = 5  # how many of the largest holders of memory an error names
 
@@ -126,6 +127,17 @@ class Prediction:
             str(stream): self.trace.busy_ns(self.schedule, stream, self.window) / span if span else 0.0
             for stream in self.schedule.streams
         }
+
+    @property
+    def nvme_bytes_per_day(self) -> float:
+        """Bytes written to NVMe in a day of training: what wears a drive out."""
+        buffers = self.schedule.buffer
+        written = sum(
+            op.nbytes
+            for op in self.schedule.ops
+            if op.phase == Phase.COPY and buffers[op.writes[0].buffer].tier == Tier.NVME
+        )
+        return written * DAY_NS / self.period_ns
 
     @property
     def idle_causes_ns(self) -> dict[str, dict[str, int]]:

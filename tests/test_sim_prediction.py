@@ -12,6 +12,7 @@ from schedules.op import Buffer, Kind, Stream, Tier, Wait
 from schedules.schedule import Schedule
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
+from sim import hardware
 from sim.cost import DRAM, Demand, peak_flops
 from sim.engine import play
 from sim.prediction import DoesNotFit, memory_of, peak_bytes, predict, repeats_after, require_fit
@@ -133,3 +134,13 @@ def test_the_peak_rate_is_that_of_the_element_type() -> None:
     workload = Workload(micro_batch_size=1, seq_len=MODEL.max_position_embeddings)
     assert peak_flops(PROFILE, workload) == 1000e12
     assert peak_flops(PROFILE, replace(workload, precision="fp32")) == 100e12
+
+
+def test_what_a_drive_is_written_in_a_day_is_state_times_steps() -> None:
+    model = presets.load("tiny")
+    profile = hardware.load("h200")
+    workload = Workload(micro_batch_size=1, seq_len=16)
+    found = predict(policies.build("streamed", model, workload, memory_of(profile), nvme=2), profile)
+    state = sum(8 * model.params(i) for i in model.blocks[:2])  # two moments of fp32 each; all blocks are alike
+    assert found.nvme_bytes_per_day == pytest.approx(state * 86_400 / (found.period_ns / 1e9))
+    assert predict(policies.build("streamed", model, workload, memory_of(profile)), profile).nvme_bytes_per_day == 0
