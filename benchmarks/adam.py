@@ -66,7 +66,7 @@ def copy_rate(nbytes: int) -> float:
 
 def slabs(n: int, precision: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = torch.empty(n, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
-    state = torch.empty(n * PRECISIONS[precision].state, dtype=torch.uint8)
+    state = torch.empty(PRECISIONS[precision].state_bytes(n), dtype=torch.uint8)
     adam.initialise(weights, state, precision, torch.randn(n) * 0.02)
     return weights, torch.randn(n).to(weights.dtype), state
 

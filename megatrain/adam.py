@@ -5,7 +5,9 @@ The state slab is flat bytes, for n parameters: m fp32 [n], v fp32 [n], and then
   bf16_split  int16 [n], the lower half of an fp32 master whose rounding is the bf16 weight
   bf16_fp32   fp32 [n], the master
   fp32        nothing: the weight is the master
-which are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32; on
+or, for bf16_8bit, in place of all this: m and v as codes, uint8 [n] each, and the largest magnitudes of their blocks,
+fp32 [blocks] each (`megatrain.moments8`); they are fp32 while they are updated, chunk by chunk, and the weight is bf16.
+These are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32; on
 the CPU our own kernel does the same, bit by bit, in one pass where torch needs several, if it can be compiled.
 
 A split master is exact: master bits = (weight bits << 16) + low, low signed. The weight is the master rounded
@@ -20,10 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain import moments8
 from megatrain.native import adam as native
-from schedules.workload import PRECISIONS
+from schedules.workload import PRECISIONS, STATE_BLOCK
 
 # Elements worked on at a time: on a CPU 2 to 4 MB with its scratch; on a GPU enough to fill it.
+QUANTISED = "bf16_8bit"
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -58,7 +62,7 @@ class State:
 
 def split_state(state: Tensor, n: int, precision: str) -> State:
     """Views of a state slab, uint8, of n parameters. Raises ValueError when its size is another."""
-    expected = n * PRECISIONS[precision].state
+    expected = PRECISIONS[precision].state_bytes(n)
     if state.dtype != torch.uint8 or state.dim() != 1 or state.numel() != expected:
         raise ValueError(
             f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
@@ -77,6 +81,10 @@ def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | 
 
     Without a source the master starts at the weights as they are.
     """
+    if precision == QUANTISED:  # codes of blocks whose largest is zero stand for zero
+        state.zero_()
+        weights.copy_(weights if source is None else source)
+        return
     parts = split_state(state, weights.numel(), precision)
     parts.m.zero_()
     parts.v.zero_()
@@ -86,6 +94,8 @@ def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | 
 
 def master_weights(weights: Tensor, state: Tensor, precision: str) -> Tensor:
     """The most exact weights there are, a new fp32 [n]: what a checkpoint holds."""
+    if precision == QUANTISED:
+        return weights.float()
     parts = split_state(state, weights.numel(), precision)
     master = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
     _load(master, weights, parts.low, parts.master)
@@ -135,6 +145,9 @@ def step(
         raise ValueError("slabs must be contiguous: the fused kernel would read the wrong elements")
     if step_number < 1:
         raise ValueError(f"steps count from 1, not {step_number}")
+    if precision == QUANTISED:
+        _step_quantised(weights, grad, state, hyper, step_number, grad_scale, decay)
+        return
     parts = split_state(state, n, precision)
     size = min(n, CHUNK[weights.device.type])
     scratch = torch.empty(2, size, dtype=torch.float32, device=weights.device)
@@ -154,6 +167,47 @@ def step(
             for at in range(start + done, stop, size):
                 part = slice(at, min(at + size, stop))
                 _step_in_torch(weights, grad, parts, part, scratch, count, hyper, weight_decay, grad_scale)
+
+
+def _step_quantised(
+    weights: Tensor,
+    grad: Tensor,
+    state: Tensor,
+    hyper: Adam,
+    step_number: int,
+    grad_scale: Tensor | None,
+    decay: Sequence[tuple[int, int]] | None,
+) -> None:
+    """`step` with moments of 8 bits, which are fp32 for as long as a chunk of whole blocks is worked on."""
+    n = weights.numel()
+    expected = PRECISIONS[QUANTISED].state_bytes(n)
+    if state.dtype != torch.uint8 or state.shape != (expected,):
+        raise ValueError(f"the state of {n} parameters in {QUANTISED} is uint8 [{expected}], not {list(state.shape)}")
+    stored = (state[:n], state[n : 2 * n])
+    # the slab's tail need not be aligned to fp32: it is copied out, and back
+    largest = state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))
+    size = min(n, CHUNK[weights.device.type])
+    wide = torch.empty(8 * size, dtype=torch.uint8, device=weights.device)
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        part, of_blocks = slice(start, stop), slice(start // STATE_BLOCK, moments8.blocks(stop))
+        both = wide[: 8 * (stop - start)]
+        parts = split_state(both, stop - start, "bf16")
+        for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
+            moments8.dequantise(codes[part], scales[of_blocks], values, signed=signed)
+        step(
+            weights[part], grad[part], both, hyper, step_number, precision="bf16", grad_scale=grad_scale,
+            decay=None if decay is None else _within(decay, start, stop),
+        )  # fmt: skip
+        for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
+            moments8.quantise(values, codes[part], scales[of_blocks], signed=signed)
+    state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
+
+
+def _within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of ranges that lie in [start, stop), counted from `start`."""
+    cut = [(max(a, start) - start, min(b, stop) - start) for a, b in ranges]
+    return [(a, b) for a, b in cut if a < b]
 
 
 def _step_in_torch(

@@ -178,7 +178,7 @@ def _adam_work(model: ModelSpec, schedule: Schedule) -> Work:
     precision = schedule.workload.bytes
     values = random_parameters(model, 0)(0)
     weights = torch.empty(values.shape, dtype=torch.float32 if precision.weight == 4 else torch.bfloat16)
-    state = torch.empty(len(values) * precision.state, dtype=torch.uint8)
+    state = torch.empty(precision.state_bytes(len(values)), dtype=torch.uint8)
     adam.initialise(weights, state, precision.name, values)
     grad = torch.randn(values.shape).to(weights.dtype)
 

@@ -109,7 +109,7 @@ class Store:
             return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
         params = model.params(layer)
         if name.cls == tensors.STATE:
-            return slab[: params * precision.state]
+            return slab[: precision.state_bytes(params)]
         itemsize = {tensors.WEIGHT: precision.weight, tensors.GRAD: precision.grad, tensors.GRAD32: 4}[name.cls]
         return slab[: params * itemsize].view(float_type(itemsize))
 
@@ -175,7 +175,7 @@ class Store:
         for i in self._schedule.model.layers:
             values = source(i)
             weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
-            state = torch.empty(len(values) * workload.bytes.state, dtype=torch.uint8)
+            state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
             adam.initialise(weights, state, workload.precision, values)
             for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
                 for home in self._homes(verified, cls, i):
@@ -188,7 +188,7 @@ class Store:
         """Layer i's parameters at their most exact, new fp32, flat. Only between steps."""
         workload, params = self._schedule.workload, self._schedule.model.params(i)
         weights = torch.empty(params, dtype=float_type(workload.bytes.weight))
-        state = torch.empty(params * workload.bytes.state, dtype=torch.uint8)
+        state = torch.empty(workload.bytes.state_bytes(params), dtype=torch.uint8)
         for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
             home = self._homes(verified, cls, i)[0]
             if slab := self.on_drive(home):

@@ -26,10 +26,11 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
         return model.saved_bytes(layer, workload)
     if name.cls in tensors.MICROBATCH_CLASSES:
         return model.hidden_bytes(workload)
+    if name.cls == tensors.STATE:
+        return precision.state_bytes(model.params(layer))
     per_param = {
         tensors.WEIGHT: precision.weight,
         tensors.GRAD: precision.grad,
         tensors.GRAD32: WIDE,
-        tensors.STATE: precision.state,
     }[name.cls]
     return model.params(layer) * per_param

@@ -13,7 +13,8 @@ class Precision:
     """Bytes per parameter of weights, gradients and optimizer state, and bytes per activation element.
 
     Weights and gradients are what streams to and from the device. The state is what the optimizer alone
-    reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy.
+    reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy; or two moments of 8 bits,
+    with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer.
     """
 
     name: str
@@ -21,12 +22,19 @@ class Precision:
     grad: int
     state: int
     activation: int
+    state_per_block: int = 0
 
     @property
-    def per_param(self) -> int:
+    def per_param(self) -> float:
         """Bytes of training state per parameter: weight, gradient and optimizer state."""
-        return self.weight + self.grad + self.state
+        return self.weight + self.grad + self.state + self.state_per_block / STATE_BLOCK
 
+    def state_bytes(self, params: int) -> int:
+        """Bytes of the optimizer state of a layer with that many parameters."""
+        return params * self.state + -(-params // STATE_BLOCK) * self.state_per_block
+
+
+STATE_BLOCK = 256  # parameters that share a scale where moments are quantised
 
 PRECISIONS: dict[str, Precision] = {
     p.name: p
@@ -37,6 +45,8 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="bf16_split", weight=2, grad=2, state=10, activation=2),
         # a whole fp32 master beside the bf16 weight
         Precision(name="bf16_fp32", weight=2, grad=2, state=12, activation=2),
+        # moments of 8 bits, and the largest of each in a block, fp32 (arXiv:2110.02861)
+        Precision(name="bf16_8bit", weight=2, grad=2, state=2, activation=2, state_per_block=8),
         Precision(name="fp32", weight=4, grad=4, state=8, activation=4),
     )
 }
