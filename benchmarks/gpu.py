@@ -48,6 +48,7 @@ WAYS = ((False, False), (True, False), (False, True), (True, True))  # fused, gr
 WAYS_OF = Case(model="llama-3.2-1b", policy="streamed", seq_len=1024, micro_batch_size=2)
 GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
 BACKEND = "cuda"  # of the smaller trainings
+CHECK_TIMEOUT_S = 150
 HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
 
@@ -127,9 +128,20 @@ def correctness() -> list[Row]:
 
 
 def _checked(case: str, command: list[str], environment: dict[str, str] | None) -> Row:
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"case": case, "passed": False, "said": [f"stopped after {CHECK_TIMEOUT_S} s"]}
     lines = (done.stdout + done.stderr).strip().splitlines()
-    return {"case": f"{case}: {' '.join(command[1:])}", "passed": done.returncode == 0, "said": lines[-15:]}
+    return {
+        "case": f"{case}: {' '.join(command[1:])}",
+        "passed": done.returncode == 0,
+        "check_s": time.monotonic() - begun,
+        "said": lines[-15:],
+    }
 
 
 # ---- results

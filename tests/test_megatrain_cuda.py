@@ -491,8 +491,7 @@ def test_gpu_does_not_notice_delays_and_poison(writer: str) -> None:
 
 
 @real
-@pytest.mark.parametrize("by", ["graphs", "compiled"])
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("writer", "by"), [*((writer, "graphs") for writer in WRITERS), ("two_slots", "compiled")])
 def test_gpu_trains_the_same_by_graphs_and_compiled(writer: str, by: str) -> None:
     options: dict[str, Any] = {"prepare": replayed} if by == "graphs" else {"pointwise": compiled()}
     schedule = WRITERS[writer](MODEL, REAL)
