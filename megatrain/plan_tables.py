@@ -11,6 +11,7 @@ from schedules import policies
 from schedules.op import Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim import whatif
+from sim.order_proof import OrderProof
 from sim.plan import Plan, plan
 from sim.prediction import memory_of
 
@@ -105,7 +106,7 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
     ]
 
 
-def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> dict[str, Any]:
+def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: OrderProof | None) -> dict[str, Any]:
     """All of it for programs; every key says its unit."""
     return {
         **prediction_record(found.prediction),
@@ -119,10 +120,11 @@ def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> dict[s
         "planning_s": found.seconds,
         "finished": found.finished,
         "what_if": None if answers is None else asdict(answers),
+        "order_proof": None if proof is None else {**asdict(proof), "gain": proof.gain},
     }
 
 
-def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> None:
+def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: OrderProof | None) -> None:
     """The plan for people."""
     prediction, schedule, workload = found.prediction, found.schedule, found.schedule.workload
     simulated = sum(tried.period_ns is not None for tried in found.tried)
@@ -166,6 +168,12 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None) -> None:
         for name, tried in sorted(others.items(), key=lambda item: item[1].period_ns or float("inf"))
     ]
     print_table("policies as they come", ["policy", "step", "why not"], named)
+    if proof is not None:
+        known = "which some order attains" if proof.optimal else "as far as was searched"
+        print(
+            f"order: with every op as fast as alone one step takes {proof.step_ns / 1e6:,.1f} ms; in any order and with "
+            f"any number of slots at least {proof.bound_ns / 1e6:,.1f} ms, {known}: at most {proof.gain:.1%} to gain\n"
+        )
     if answers is not None:
         _show_what_if(answers)
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 import typer
 
 from megatrain.cli import (
+    adversary,
     compare,
     demo,
     diff,
@@ -43,6 +44,7 @@ COMMANDS = (
     compare.compare,
     plan.plan,
     sweep.sweep,
+    adversary.adversary,
     run.run,
     diff.diff,
     recordings.timeline,

@@ -29,6 +29,9 @@ def plan(
     change: Set = None,
     noise: Annotated[float, typer.Option(min=0.0, help="Spread of op times that the interval assumes.")] = 0.02,
     what_if: Annotated[bool, typer.Option("--what-if", help="Tell what more or less of everything would do.")] = False,
+    prove: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds to prove how much another order could gain; few layers.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -38,7 +41,7 @@ def plan(
     """
     from megatrain import plan_tables as tables
     from schedules import codec, presets
-    from sim import whatif
+    from sim import order_proof, whatif
     from sim.plan import plan as search
 
     profile, spec = machine_of(hardware, change), presets.load(model)
@@ -63,6 +66,10 @@ def plan(
         )
         bar.update(task, completed=1.0)
         spread = whatif.spread(found.prediction, noise)
+        proof = None
+        if prove is not None:
+            bar.add_task("proving the order", total=None, note=f"{prove:g} s at most")
+            proof = order_proof.prove(found.schedule, profile, seconds=prove)
         answers = None
         if what_if:
             asked = bar.add_task("asking what if", total=None, note="")
@@ -70,7 +77,7 @@ def plan(
     if out is not None:
         codec.save(found.schedule, out)
     if as_json:
-        print_json(tables.record(found, spread, answers))
+        print_json(tables.record(found, spread, answers, proof))
         return
-    tables.show(found, spread, answers)
+    tables.show(found, spread, answers, proof)
     print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")

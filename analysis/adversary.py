@@ -1,0 +1,190 @@
+"""Where a policy loses most: a search over machines and shapes for the points that another policy does better.
+
+A seeded search in a stated box, first at random, then around the worst points found; every number of a machine is
+varied by a factor, and shapes over what people train. What it finds is a lower bound of how bad it can get.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from schedules import policies, presets
+from schedules.errors import InputError
+from schedules.model import ModelSpec
+from schedules.workload import Workload
+from sim.hardware import CEILINGS, HardwareProfile, lookup, override
+from sim.prediction import memory_of, predict
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HEAD = 128  # elements of an attention head, as in most models
+MACHINE: Mapping[str, float] = {  # number of the machine -> by what factor it may be larger or smaller
+    "gpu.matmul_flops": 4.0,
+    "gpu.memory": 4.0,
+    "links.h2d.bandwidth": 8.0,
+    "links.d2h.bandwidth": 8.0,
+    "host.memory_bandwidth": 4.0,
+}
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "hidden": (1024, 2048, 4096, 8192),
+    "blocks": (4, 8, 16),
+    "seq_len": (512, 2048, 8192, 32768),
+    "micro_batch_size": (1, 2, 4, 8, 16, 32),
+    "accumulation": (1, 2, 4),
+}
+AROUND = 0.5  # of the points are looked for near the worst known
+NEAR = 5  # worst points that are looked around
+Point = dict[str, float]
+Progress = Callable[[int, float], None]  # points tried, the largest ratio so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A point at which both policies fit: by what factor the first takes longer, and where."""
+
+    ratio: float
+    first_s: float
+    second_s: float
+    hidden: int
+    blocks: int
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int
+    machine: str  # what is changed of it
+    first_binds: str
+    second_binds: str
+
+    def words(self, first: str, second: str) -> str:
+        """The point as a sentence."""
+        return (
+            f"{first} takes {self.ratio:.2f} times as long as {second} ({self.first_s:.3g} s against "
+            f"{self.second_s:.3g} s): {self.blocks} blocks of width {self.hidden:,}, {self.accumulation} x {self.micro_batch_size} x "
+            f"{self.seq_len:,} tokens; {self.machine}; {first} is held up by {self.first_binds}"
+        )
+
+
+def search(
+    first: str, second: str, machine: HardwareProfile, *, points: int, seed: int = 0, progress: Progress
+) -> list[Loss]:
+    """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
+
+    Raises:
+        InputError: fewer than one point, or a policy that is not known.
+        MissingCost: the machine is a measured profile, which knows only the shapes it was measured with.
+    """
+    if points < 1:
+        raise InputError("an adversary needs at least one point to try")
+    for name in (first, second):
+        policies.load(name)
+    chance = random.Random(seed)
+    found: list[tuple[float, Point, Loss]] = []
+    for number in range(points):
+        worst = sorted(found, key=lambda entry: -entry[0])[:NEAR]
+        near = worst and chance.random() < AROUND
+        point = _moved(chance.choice(worst)[1], chance) if near else _drawn(chance)
+        loss = _compared(first, second, machine, point)
+        if loss is not None:
+            found.append((loss.ratio, point, loss))
+        progress(number + 1, max((ratio for ratio, _, _ in found), default=0.0))
+    best: dict[tuple[int, ...], Loss] = {}
+    for _, _, loss in sorted(found, key=lambda entry: -entry[0]):
+        best.setdefault((loss.hidden, loss.seq_len, loss.micro_batch_size, loss.accumulation), loss)
+    return list(best.values())
+
+
+def frame(found: Sequence[Loss]) -> pd.DataFrame:
+    """A row per point."""
+    import pandas as pd
+
+    return pd.DataFrame([asdict(loss) for loss in found], columns=list(Loss.__dataclass_fields__))
+
+
+def _drawn(chance: random.Random) -> Point:
+    """Any point of the box: machines are factors, evenly spread over their logarithm."""
+    point: Point = {path: factor ** chance.uniform(-1.0, 1.0) for path, factor in MACHINE.items()}
+    return point | {name: chance.choice(values) for name, values in SHAPES.items()}
+
+
+def _moved(point: Point, chance: random.Random) -> Point:
+    """A point that differs in one number."""
+    name = chance.choice(list(point))
+    if name in SHAPES:
+        return point | {name: chance.choice(SHAPES[name])}
+    limit = MACHINE[name]
+    return point | {name: min(max(point[name] * 1.5 ** chance.uniform(-1.0, 1.0), 1 / limit), limit)}
+
+
+def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -> Loss | None:
+    """Both policies at a point; None where one of them does not fit or refuses."""
+    changes = _changes(machine, point)
+    profile = override(machine, changes)
+    model = _model(int(point["hidden"]), int(point["blocks"]))
+    workload = Workload(
+        micro_batch_size=int(point["micro_batch_size"]),
+        seq_len=int(point["seq_len"]),
+        accumulation=int(point["accumulation"]),
+    )
+    predictions = []
+    for name in (first, second):
+        try:
+            schedule = policies.build(name, model, workload, memory_of(profile))
+        except policies.PolicyError:
+            return None
+        predictions.append(predict(schedule, profile))
+    if not all(prediction.fits for prediction in predictions):
+        return None
+    times = [prediction.period_ns / 1e9 for prediction in predictions]
+    return Loss(
+        ratio=times[0] / times[1],
+        first_s=times[0],
+        second_s=times[1],
+        machine=", ".join(change.replace("=", " ") for change in changes),
+        first_binds=predictions[0].binding,
+        second_binds=predictions[1].binding,
+        **{name: int(point[name]) for name in SHAPES},
+    )
+
+
+def _model(hidden: int, blocks: int) -> ModelSpec:
+    """A Llama-like model of that width; its vocabulary is small, so that few blocks say what many would."""
+    heads = hidden // HEAD
+    return replace(
+        presets.load("llama-3.1-8b"),
+        name=f"width {hidden}",
+        hidden_size=hidden,
+        intermediate_size=7 * hidden // 2,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        vocab_size=32000,
+    )
+
+
+def _changes(machine: HardwareProfile, point: Point) -> list[str]:
+    """The machine's numbers times their factors, to three digits, none above what limits it; the duplex as the sum."""
+    values: dict[str, float] = {}
+    for path in MACHINE:
+        value = lookup(machine, path)
+        assert value is not None, "every machine has these"
+        values[path] = float(f"{value.value * point[path]:.3g}")
+    memory = values["host.memory_bandwidth"]
+    for path, limit in CEILINGS:
+        if path in values and limit == "host.memory_bandwidth":
+            values[path] = min(values[path], memory)
+    both = values["links.h2d.bandwidth"] + values["links.d2h.bandwidth"]
+    values["links.duplex"] = both
+    units = {"gpu.matmul_flops": "FLOP/s", "gpu.memory": "bytes"}
+    return [f"{path}={_told(value, units.get(path, 'B/s'))}" for path, value in values.items()]
+
+
+def _told(value: float, unit: str) -> str:
+    """A number with the prefix people use."""
+    power = min(int(math.log10(value)) // 3, 4)
+    prefix = ("", "k", "M", "G", "T")[power]
+    name = {"bytes": "B", "B/s": "B/s", "FLOP/s": "FLOP/s"}[unit]
+    return f"{value / 1000**power:g}{prefix}{name}"

@@ -1,0 +1,54 @@
+"""`megatrain adversary`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, progress_bar
+
+
+def adversary(
+    first: Annotated[str, typer.Argument(help="The policy that is to lose.", show_default=False)],
+    second: Annotated[str, typer.Argument(help="The policy that is to win.", show_default=False)],
+    hardware: Hardware = "h200",
+    change: Set = None,
+    points: Annotated[int, typer.Option(min=1, help="Points to try.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    top: Annotated[int, typer.Option(min=1, help="How many to tell.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a row per point to this CSV file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find machines and shapes at which one policy loses most to another: when not to use it."""
+    from analysis import adversary as adversaries
+    from analysis import tables
+    from analysis.files import write_text
+
+    machine = machine_of(hardware, change)
+    with progress_bar() as bar:
+        task = bar.add_task("searching", total=points, note="")
+        found = adversaries.search(
+            first,
+            second,
+            machine,
+            points=points,
+            seed=seed,
+            progress=lambda done, worst: bar.update(task, completed=done, note=f"worst so far {worst:.2f}x"),
+        )
+    table = adversaries.frame(found)
+    if out is not None:
+        write_text(out, table.to_csv(index=False))
+    if as_json:
+        print_json(tables.records(table.head(top)))
+        return
+    if not found:
+        print(f"at none of {points} points do both fit: nothing can be said")
+        return
+    for loss in found[:top]:
+        print(loss.words(first, second), end="\n\n")
+    wins = sum(loss.ratio < 1 for loss in found)
+    print(
+        f"predicted, around {machine.name}; of {len(found)} shapes at which both fit, {first} wins {wins} at its worst"
+    )

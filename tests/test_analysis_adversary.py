@@ -1,0 +1,55 @@
+"""The adversary: seeded, inside its box, and it finds a weakness that is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from analysis import adversary
+from schedules.errors import InputError
+from sim import hardware
+
+H200 = hardware.load("h200")
+
+
+def found(first: str, second: str, points: int = 25, seed: int = 0) -> list[adversary.Loss]:
+    return adversary.search(first, second, H200, points=points, seed=seed, progress=lambda done, worst: None)
+
+
+def test_it_finds_that_serial_offload_loses_on_slow_links_and_short_steps() -> None:
+    losses = found("zero3_offload", "streamed")
+    assert losses[0].ratio > 2.5
+    assert [loss.ratio for loss in losses] == sorted((loss.ratio for loss in losses), reverse=True)
+    told = losses[0].words("zero3_offload", "streamed")
+    assert "zero3_offload takes" in told and "links.h2d.bandwidth" in told and "held up by" in told
+
+
+def test_a_policy_does_not_lose_to_itself() -> None:
+    assert all(loss.ratio == 1.0 for loss in found("streamed", "streamed", points=8))
+
+
+def test_the_same_seed_finds_the_same_and_searching_on_finds_no_less() -> None:
+    few, again, more = (
+        found("megatrain", "streamed", 12),
+        found("megatrain", "streamed", 12),
+        found("megatrain", "streamed"),
+    )
+    assert few == again
+    assert more[0].ratio >= few[0].ratio
+
+
+def test_every_point_lies_in_the_box() -> None:
+    for loss in found("megatrain", "streamed", points=15):
+        assert loss.hidden in adversary.SHAPES["hidden"] and loss.seq_len in adversary.SHAPES["seq_len"]
+        changed = hardware.override(H200, [part.replace(" ", "=", 1) for part in loss.machine.split(", ")])
+        for path, factor in adversary.MACHINE.items():
+            now, before = hardware.lookup(changed, path), hardware.lookup(H200, path)
+            assert now is not None and before is not None
+            assert before.value / factor * 0.99 <= now.value <= before.value * factor * 1.01
+
+
+def test_bad_input_is_told() -> None:
+    with pytest.raises(InputError, match="streamed"):
+        found("streamd", "zero3_offload")
+    with pytest.raises(InputError, match="at least one point"):
+        found("streamed", "megatrain", points=0)
+    assert not adversary.frame([]).shape[0]
