@@ -63,8 +63,9 @@ class Loss:
         """The point as a sentence."""
         return (
             f"{first} takes {self.ratio:.2f} times as long as {second} ({self.first_s:.3g} s against "
-            f"{self.second_s:.3g} s): {self.blocks} blocks of width {self.hidden:,}, {self.accumulation} x {self.micro_batch_size} x "
-            f"{self.seq_len:,} tokens; {self.machine}; {first} is held up by {self.first_binds}"
+            f"{self.second_s:.3g} s): {self.blocks} blocks of width {self.hidden:,}, {self.accumulation} x "
+            f"{self.micro_batch_size} x {self.seq_len:,} tokens; {self.machine}; {first} is held up by "
+            f"{self.first_binds}"
         )
 
 

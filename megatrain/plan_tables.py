@@ -171,7 +171,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
     if proof is not None:
         known = "which some order attains" if proof.optimal else "as far as was searched"
         print(
-            f"order: with every op as fast as alone one step takes {proof.step_ns / 1e6:,.1f} ms; in any order and with "
+            f"order: with every op as fast as alone a step takes {proof.step_ns / 1e6:,.1f} ms; in any order and with "
             f"any number of slots at least {proof.bound_ns / 1e6:,.1f} ms, {known}: at most {proof.gain:.1%} to gain\n"
         )
     if answers is not None:
