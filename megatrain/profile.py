@@ -30,6 +30,7 @@ from schedules.errors import Refused
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
+from schedules.trace import Trace
 from schedules.verify import verify
 from sim.cost import signature
 from sim.hardware import (
@@ -47,6 +48,7 @@ from sim.hardware import (
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
 
 ALONE_STEPS = 5  # serialised steps per schedule; the first is warm-up
+WOKEN, WOKEN_STEPS = 5, 6  # schedules, and steps of each, in which idle streams are watched
 PAIR_SECONDS = 1.0  # how long a pair of threads runs for one reading
 SLAB = 1 << 22  # elements of a measured copy: 16 MB, more than a core's share of the cache
 SLABS = 16  # different ones, so that each is cold
@@ -73,6 +75,10 @@ def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progre
     copies: dict[str, list[tuple[int, float]]] = {"h2d": [], "d2h": []}
     adam_steps: list[tuple[str, Op, float]] = []  # precision, op on the host, ns
     waking: list[float] = []
+    woken: list[float] = []
+    for schedule in runnable[:WOKEN]:
+        progress(0.0, f"how long streams take to notice, {schedule.policy}")
+        woken += waking_up(schedule)
     for number, schedule in enumerate(runnable):
         progress(0.8 * number / len(runnable), f"ops of {schedule.policy}, one at a time")
         for op, duration_ns, gap_ns in alone(schedule):
@@ -86,33 +92,58 @@ def measure(model: ModelSpec, schedules: Sequence[Schedule], *, progress: Progre
                 adam_steps.append((schedule.workload.precision, op, duration_ns))
             waking.append(gap_ns)
     progress(0.8, "cores and memory under load")
-    profile = _profile(model, runnable[0], samples, copies, adam_steps, waking)
+    profile = _profile(model, runnable[0], samples, copies, adam_steps, waking, woken)
     progress(1.0, "")
     return profile
 
 
 def alone(schedule: Schedule) -> list[tuple[Op, float, float]]:
-    """Each op's median time with nothing beside it, and from its end to the start of the next op: ns.
+    """Each op's median time with nothing beside it, and from its end to the issue of the next op: ns.
 
     The last op of the step has no next one in it and is told a gap of 0.
     """
     serial = replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
+    trace = _run(serial, ALONE_STEPS)
+    shape = (ALONE_STEPS, len(schedule.ops))
+    issue, start, end = (column.reshape(shape) for column in (trace.issue_ns, trace.start_ns, trace.end_ns))
+    durations = np.median((end - start)[1:], axis=0)
+    gaps = np.append(np.median((issue[:, 1:] - end[:, :-1])[1:], axis=0), 0.0)
+    return list(zip(schedule.ops, durations.tolist(), gaps.tolist(), strict=True))
+
+
+def waking_up(schedule: Schedule) -> list[float]:
+    """How long after what released it each op started, where its stream stood idle by then: ns, of a real run.
+
+    What releases an op is its issue, or the end of an op of another stream that it waits for.
+    """
+    trace = _run(schedule, WOKEN_STEPS)
+    count, found = len(schedule.ops), list[float]()
+    waits = [[(schedule.index[w.on], w.distance) for w in schedule.waits_of[op.name]] for op in schedule.ops]
+    free: dict[Stream, int] = {}
+    for row in range(len(trace)):
+        step, index = divmod(row, count)
+        stream = schedule.ops[index].stream
+        before = [(step - distance) * count + on for on, distance in waits[index] if distance <= step]
+        released = max([int(trace.issue_ns[row]), *(int(trace.end_ns[b]) for b in before)])
+        if step and stream != Stream.HOST and released >= free.get(stream, 0):
+            found.append(float(trace.start_ns[row]) - released)
+        free[stream] = int(trace.end_ns[row])
+    return found
+
+
+def _run(schedule: Schedule, steps: int) -> Trace:
+    """The trace of some steps on tokens at random."""
     data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
     with Trainer(
-        verify(serial),
+        verify(schedule),
         CpuBackend(machine=machine_name()),
         data,
         Adam(lr=1e-4),
         initial=random_parameters(schedule.model, 0),
         record=True,
     ) as trainer:
-        trainer.run(ALONE_STEPS)
-        trace = trainer.trace()
-    shape = (ALONE_STEPS, len(schedule.ops))
-    start, end = trace.start_ns.reshape(shape), trace.end_ns.reshape(shape)
-    durations = np.median((end - start)[1:], axis=0)
-    gaps = np.append(np.median((start[:, 1:] - end[:, :-1])[1:], axis=0), 0.0)
-    return list(zip(schedule.ops, durations.tolist(), gaps.tolist(), strict=True))
+        trainer.run(steps)
+        return trainer.trace()
 
 
 def _direction(op: Op, schedule: Schedule) -> str | None:
@@ -231,6 +262,7 @@ def _profile(
     copies: dict[str, list[tuple[int, float]]],
     adam_steps: Sequence[tuple[str, Op, float]],
     waking: Sequence[float],
+    woken: Sequence[float],
 ) -> HardwareProfile:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, {_threads()}"
@@ -293,7 +325,7 @@ def _profile(
                 "the sum of both: a thread each, which only the memory bandwidth and the cores hold back",
             ),
         ),
-        issue=_issue(waking, source),
+        issue=_issue(waking, woken, source),
         measured=Measured(
             op_times=Table(
                 values={key: round(statistics.median(times)) for key, times in sorted(samples.items())},
@@ -333,8 +365,8 @@ def _share_of(steps: Sequence[tuple[str, Op, float]], dram: float) -> float:
     return min(1.0, statistics.median(rates) / dram) if rates else 1.0
 
 
-def _issue(waking: Sequence[float], source: str) -> Issue:
-    """Issuing is handing over to a thread; the gap between serialised ops is a hand-over and a wake-up."""
+def _issue(waking: Sequence[float], woken: Sequence[float], source: str) -> Issue:
+    """Between serialised ops the host wakes up and hands the next one over: half the gap each."""
     half = statistics.median(waking) / 2
 
     def value(note: str) -> Value:
@@ -345,4 +377,11 @@ def _issue(waking: Sequence[float], source: str) -> Issue:
         copy=value("handing over"),
         update=value("handing over"),
         sync=value("waking up"),
+        wake=Value(
+            value=statistics.mean(woken),
+            unit="ns",
+            source=f"{source}; mean of {len(woken)} starts of idle streams in whole steps, cores shared as in any run",
+        )
+        if woken
+        else None,
     )

@@ -39,7 +39,7 @@ class MissingCost(InputError):
 class Terms:
     """What the simulation counts. With all off, ops run as if alone, issued for free, at full bandwidth.
 
-    issue: the host thread spends time on every op it issues.
+    issue: the host thread spends time on every op it issues, and streams notice later what releases them.
     size_dependent_bandwidth: copies have a latency, and small ones do not reach the full bandwidth.
     sharing: ops that run at once share link, host memory, cores and GPU.
     compute_slowdown: GPU work goes slower while a copy over the link runs.
@@ -58,12 +58,14 @@ class Demand:
     """What one op asks for.
 
     `duration_ns` is its time running alone, `usage` the share in [0, 1] of each resource that it then
-    uses, `issue_ns` the host thread's time until the op is in its queue.
+    uses, `issue_ns` the host thread's time until the op is in its queue, `wake_ns` how long after its issue, or after
+    the end of an op of another stream that it waits for, its own stream notices.
     """
 
     duration_ns: int
     usage: Mapping[str, float] = field(default_factory=dict)
     issue_ns: int = 0
+    wake_ns: int = 0
 
 
 def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()) -> tuple[Demand, ...]:
@@ -82,7 +84,10 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
         host_waited = before.blocking or (before.stream == Stream.HOST and before.name in waits)
         issue = (_issue_ns(op, profile) + host_waited * profile.issue.sync.value) if terms.issue else 0.0
         duration, usage = _work(op, schedule, profile, terms)
-        found.append(Demand(duration_ns=duration, usage=usage, issue_ns=round(issue)))
+        # the host's own waking is in the issue of what follows
+        wake = profile.issue.wake if terms.issue and op.stream != Stream.HOST else None
+        wake_ns = 0 if wake is None else round(wake.value)
+        found.append(Demand(duration_ns=duration, usage=usage, issue_ns=round(issue), wake_ns=wake_ns))
     return tuple(found)
 
 

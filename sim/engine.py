@@ -203,6 +203,9 @@ class _Run:
     ) -> None:
         self._ops = schedule.ops
         self._issue_cost = [cost.issue_ns for cost in costs]
+        self._wake = [
+            0 if op.stream == Stream.HOST else cost.wake_ns for op, cost in zip(schedule.ops, costs, strict=True)
+        ]
         self._durations = durations
         self._env = simpy.Environment(initial_time=0)
         self._machine = _Machine(self._env, usages, slowdown)
@@ -252,8 +255,13 @@ class _Run:
             yield from self._execute(row)
 
     def _execute(self, row: int) -> _Steps:
+        released = self.issue_ns[row]
         for before in self._waits_of(row):
             yield self._done[before]
+            released = max(released, self.end_ns[before])
+        noticed = released + self._wake[row % len(self._ops)]
+        if noticed > self._env.now:
+            yield self._env.timeout(noticed - self._env.now)
         self.start_ns[row] = int(self._env.now)
         yield self._machine.run(row % len(self._ops), self._durations[row])
         self.end_ns[row] = int(self._env.now)
@@ -268,13 +276,15 @@ class _Run:
         """Per row, the row whose end let it start (of several, the one issued last), or ISSUE."""
         found = [ISSUE] * len(self._done)
         for row, start in enumerate(self.start_ns):
-            if start > self.issue_ns[row]:
-                found[row] = max(b for b in self._before(row) if self.end_ns[b] == start)
+            wake = self._wake[row % len(self._ops)]
+            if start > self.issue_ns[row] + wake:
+                found[row] = max(b for b, lag in self._before(row, wake) if self.end_ns[b] + lag == start)
         return found
 
-    def _before(self, row: int) -> list[int]:
+    def _before(self, row: int, wake: int) -> list[tuple[int, int]]:
+        """The rows that `row` follows, each with how long after its end that is noticed."""
         stream = self._before_on_stream[row]
-        return self._waits_of(row) + ([] if stream is None else [stream])
+        return [(b, wake) for b in self._waits_of(row)] + ([] if stream is None else [(stream, 0)])
 
     # ---- when nothing moves any more
 

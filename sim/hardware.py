@@ -173,6 +173,10 @@ class Issue:
     copy: Annotated[Value, _number("ns", "issuing one copy with its event", zero=True)]
     update: Annotated[Value, _number("ns", "handing one layer to the optimizer workers", zero=True)]
     sync: Annotated[Value, _number("ns", "waking up after a blocking wait", zero=True)]
+    wake: Annotated[
+        Value | None,
+        _number("ns", "from what released an op, its issue or another stream's op, to its start", zero=True),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

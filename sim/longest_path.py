@@ -30,6 +30,7 @@ class Arc(NamedTuple):
     start: int
     to: int
     distance: int
+    woken: bool = False  # `to` is an op on a stream of its own, which notices later
 
 
 def arcs(schedule: Schedule) -> list[Arc]:
@@ -39,12 +40,13 @@ def arcs(schedule: Schedule) -> list[Arc]:
     for i, before in enumerate((ops[-1], *ops[:-1]) if ops else ()):
         host_waits = before.blocking or before.stream == Stream.HOST
         found.append(Arc(2 * index[before.name] + host_waits, 2 * i, int(i == 0)))
-        found.append(Arc(2 * i, 2 * i + 1, 0))
+        found.append(Arc(2 * i, 2 * i + 1, 0, woken=ops[i].stream != Stream.HOST))
     for of_stream in schedule.streams.values():
         for j, op in enumerate(of_stream):
             found.append(Arc(2 * index[of_stream[j - 1].name] + 1, 2 * index[op.name] + 1, int(j == 0)))
     for wait in schedule.waits:
-        found.append(Arc(2 * index[wait.on] + 1, 2 * index[wait.op] + 1, wait.distance))
+        woken = ops[index[wait.op]].stream != Stream.HOST
+        found.append(Arc(2 * index[wait.on] + 1, 2 * index[wait.op] + 1, wait.distance, woken))
     return found
 
 
@@ -73,12 +75,15 @@ def topological(schedule: Schedule, edges: Sequence[Arc]) -> list[int]:
     return order
 
 
-def evaluate(schedule: Schedule, durations: Ints, issue: Ints, steps: int) -> tuple[Ints, Ints]:
+def evaluate(
+    schedule: Schedule, durations: Ints, issue: Ints, steps: int, wake: Ints | None = None
+) -> tuple[Ints, Ints]:
     """When every op starts and ends.
 
     Args:
         durations: ns, shape (batch, ops) or, where steps differ, (batch, steps, ops).
         issue: the host's ns per op, shape (batch, ops).
+        wake: ns until an op's stream notices what released it, shape (batch, ops); none if left out.
 
     Returns:
         start and end in ns, each of shape (batch, steps, ops).
@@ -91,18 +96,20 @@ def evaluate(schedule: Schedule, durations: Ints, issue: Ints, steps: int) -> tu
     work = np.broadcast_to(per_step, (batch, steps, ops))
     # the batch lies innermost, so that every operation below runs over neighbouring numbers
     work, issue = np.ascontiguousarray(work.transpose(1, 2, 0)), np.ascontiguousarray(issue.T)
+    lag = np.zeros((ops, batch), dtype=np.int64) if wake is None else np.ascontiguousarray(wake.T)
     edges = arcs(schedule)
     order = topological(schedule, edges)
-    before: list[list[tuple[int, int]]] = [[] for _ in range(2 * ops)]
+    before: list[list[tuple[int, int, bool]]] = [[] for _ in range(2 * ops)]
     for arc in edges:
-        before[arc.to].append((arc.start, arc.distance))
+        before[arc.to].append((arc.start, arc.distance, arc.woken and wake is not None))
     moments = np.zeros((steps, 2 * ops, batch), dtype=np.int64)  # of every node
     for step in range(steps):
         for node in order:
             at = moments[step, node]
-            for other, distance in before[node]:
+            for other, distance, woken in before[node]:
                 if distance <= step:
-                    np.maximum(at, moments[step - distance, other], out=at)
+                    moment = moments[step - distance, other]
+                    np.maximum(at, moment + lag[node // 2] if woken else moment, out=at)
             at += work[step, node // 2] if node % 2 else issue[node // 2]
     end = moments[:, 1::2]
     return (end - work).transpose(2, 0, 1), end.transpose(2, 0, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import bare, loaded, round_profile, schedule_of
 
 from schedules import policies, presets
@@ -30,6 +33,28 @@ def test_both_engines_agree_on_random_schedules(case: tuple[Schedule, list[Deman
     start, end = evaluate(schedule, *columns(costs), STEPS)
     assert start[0].ravel().tolist() == trace.start_ns.tolist()
     assert end[0].ravel().tolist() == trace.end_ns.tolist()
+
+
+@given(loaded(max_ops=14), st.integers(1, 60))
+def test_both_engines_agree_where_streams_notice_late(case: tuple[Schedule, list[Demand]], wake_ns: int) -> None:
+    schedule, costs = case
+    late = [replace(cost, wake_ns=wake_ns) for cost in costs]
+    trace = play(schedule, late, steps=STEPS, sharing=False)
+    wake = np.full((1, len(costs)), wake_ns)
+    start, end = evaluate(schedule, *columns(costs), STEPS, wake)
+    assert start[0].ravel().tolist() == trace.start_ns.tolist()
+    assert end[0].ravel().tolist() == trace.end_ns.tolist()
+    assert (trace.end_ns >= play(schedule, costs, steps=STEPS, sharing=False).end_ns).all()
+
+
+def test_a_stream_that_is_busy_notices_meanwhile() -> None:
+    ops = [bare("A", Stream.H2D, writes="a"), bare("B", Stream.COMPUTE), bare("C", Stream.COMPUTE, "a")]
+    costs = [Demand(duration_ns=ns, wake_ns=10) for ns in (5, 30, 7)]
+    trace = play(schedule_of(ops), costs, steps=1)
+    assert trace.start_ns.tolist() == [10, 10, 40]  # C was released at 15, while B ran until 40
+    alone = play(schedule_of([ops[0], ops[2]]), [costs[0], costs[2]], steps=1)
+    assert alone.start_ns.tolist() == [10, 25]
+    assert alone.waited_on.tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
