@@ -186,9 +186,20 @@ def _step_quantised(
     stored = (state[:n], state[n : 2 * n])
     # the slab's tail need not be aligned to fp32: it is copied out, and back
     largest = state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))
+    kernel = native.kernel() if weights.device.type == "cpu" else None
+    done = 0
+    if kernel is not None:
+        done = kernel.update8(
+            weights, grad,
+            [(codes, scales, moments8.native_map(signed))
+             for codes, scales, signed in zip(stored, largest, (True, False), strict=True)],
+            torch.tensor([(0, n)] if decay is None else decay, dtype=torch.int64).view(-1, 2),
+            lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay,
+            step_number=step_number, grad_scale=1.0 if grad_scale is None else float(grad_scale),
+        )  # fmt: skip
     size = min(n, CHUNK[weights.device.type])
-    wide = torch.empty(8 * size, dtype=torch.uint8, device=weights.device)
-    for start in range(0, n, size):
+    wide = torch.empty(8 * size if done < n else 0, dtype=torch.uint8, device=weights.device)
+    for start in range(done, n, size):
         stop = min(start + size, n)
         part, of_blocks = slice(start, stop), slice(start // STATE_BLOCK, moments8.blocks(stop))
         both = wide[: 8 * (stop - start)]

@@ -14,6 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
+from megatrain.native.adam import Map
 from schedules.workload import STATE_BLOCK
 
 DECADES = 7
@@ -34,6 +35,33 @@ def codes(signed: bool, device: torch.device) -> Tensor:
     return values
 
 
+@functools.cache
+def limits(signed: bool, device: torch.device) -> Tensor:
+    """The largest share, fp32 [codes - 1], that each code but the last is stored for."""
+    table = codes(signed, device)
+    found = (table[:-1] + table[1:]) / 2
+    if not signed:
+        found[0] = 0.0
+    return found
+
+
+@functools.cache
+def native_map(signed: bool) -> Map:
+    """The same for our own kernel on the CPU."""
+    cpu = torch.device("cpu")
+    table, edges = codes(signed, cpu), limits(signed, cpu)
+    pad = 256 - len(table)
+    # of floats with the same upper half the least is the one with the lower half zero; of negative ones, all ones
+    halves = torch.arange(1 << 16, dtype=torch.int64)
+    bits = torch.where(halves < 1 << 15, halves << 16, (halves << 16) + 0xFFFF - (1 << 32))
+    least = bits.to(torch.int32).view(torch.float32).nan_to_num(nan=torch.inf)
+    return Map(
+        values=torch.nn.functional.pad(table, (0, pad)),
+        limits=torch.nn.functional.pad(edges, (0, pad + 1), value=torch.inf),
+        below=torch.bucketize(least, edges).to(torch.uint8),
+    )
+
+
 def blocks(n: int) -> int:
     """How many blocks n moments take."""
     return -(-n // STATE_BLOCK)
@@ -48,11 +76,7 @@ def quantise(values: Tensor, stored: Tensor, largest: Tensor, *, signed: bool) -
     padded = torch.nn.functional.pad(values, (0, blocks(n) * STATE_BLOCK - n)).view(-1, STATE_BLOCK)
     torch.amax(padded.abs(), dim=1, out=largest)
     shares = padded / torch.where(largest > 0, largest, 1.0)[:, None]
-    table = codes(signed, values.device)
-    limits = (table[:-1] + table[1:]) / 2
-    if not signed:
-        limits[0] = 0.0
-    stored.copy_(torch.bucketize(shares, limits).view(-1)[:n])
+    stored.copy_(torch.bucketize(shares, limits(signed, values.device)).view(-1)[:n])
 
 
 def dequantise(stored: Tensor, largest: Tensor, values: Tensor, *, signed: bool) -> None:

@@ -14,6 +14,7 @@ from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.initial import random_parameters
+from megatrain.native import adam as native
 from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.verify import verify
@@ -106,6 +107,56 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(adam.CHUNK, "cpu", 2 * STATE_BLOCK)
     for found, right in zip(trained(), whole, strict=True):
         assert torch.equal(found, right)
+
+
+@pytest.mark.skipif(native.kernel() is None, reason=str(native.why_not()))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("grad_type", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [STATE_BLOCK, 3 * STATE_BLOCK + 17, 300 * STATE_BLOCK])
+def test_our_kernel_ends_with_the_bits_of_torch(
+    n: int, grad_type: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with gradients of zero, of all sizes and beyond number, and with decay that begins within a block."""
+    generator = torch.Generator().manual_seed(n)
+    grads = []
+    for _ in range(4):
+        grad = torch.randn(n, generator=generator) * 10.0 ** (8 * torch.rand(n, generator=generator) - 6)
+        grad[torch.rand(n, generator=generator) < 0.1] = 0.0
+        grads.append(grad.to(grad_type))
+    grads[2][:STATE_BLOCK] = 0.0
+
+    def trained() -> tuple[torch.Tensor, torch.Tensor]:
+        weights, state = slabs(n)
+        for number, grad in enumerate(grads, start=1):
+            adam.step(
+                weights, grad, state, Adam(lr=1e-2, weight_decay=0.1), number, precision="bf16_8bit",
+                grad_scale=torch.tensor(0.5), decay=[(3, 100), (101, 256), (261, n - 1)][: n // 256],
+            )  # fmt: skip
+        return weights, state
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        ours = trained()
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(native, "kernel", lambda: None)
+    for found, right in zip(ours, trained(), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_no_float_lies_more_than_two_limits_from_where_its_upper_half_says(signed: bool) -> None:
+    """What our kernel relies on: it takes two steps at most."""
+    found, edges = moments8.native_map(signed), moments8.limits(signed, CPU)
+    halves = torch.arange(1 << 16, dtype=torch.int64)
+    for lower in (0, 0x7FFF, 0xFFFF):
+        bits = (halves << 16) + lower
+        shares = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+        inside = shares.abs() <= 1
+        right = torch.bucketize(shares, edges)
+        beyond = right - found.below.to(torch.int64)
+        assert ((beyond >= 0) & (beyond <= 2))[inside].all()
 
 
 def losses(policy: str, precision: str, steps: int = 40, **knobs: Any) -> list[float]:

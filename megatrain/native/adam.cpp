@@ -204,14 +204,84 @@ void run(void* weights, void* kept, const void* grad, float* m, float* v, Step s
     });
 }
 
-}  // namespace
+// ---- moments of eight bits
 
-// Updates n parameters. `precision`: 0 bf16, 1 bf16_split, 2 bf16_fp32, 3 fp32; `kept` is what it keeps beside the
-// weights (low halves, master) or null. `wide_grad`: the gradient is fp32, else bf16. `step` counts from 1.
-extern "C" void megatrain_adam(
-    int precision, int wide_grad, int64_t n, int threads, void* weights, const void* grad, float* m, float* v,
-    void* kept, double lr, double beta1, double beta2, double eps, double weight_decay, double step,
-    float grad_scale) {
+constexpr int64_t MOMENTS = 256;  // that share a largest magnitude
+
+// How one of the two moments is stored: what codes stand for, ascending; the limits between them, with infinity at
+// the end; and by the upper half of a float's bits, how many limits lie below all floats that begin so.
+struct Map {
+    const float* values;
+    const float* limits;
+    const uint8_t* below;
+};
+
+inline void read_moments(const uint8_t* __restrict codes, float largest, Map map, float* __restrict x) {
+    for (int64_t i = 0; i < MOMENTS; ++i) {
+        x[i] = map.values[codes[i]] * largest;
+    }
+}
+
+inline float write_moments(const float* __restrict x, Map map, uint8_t* __restrict codes) {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < MOMENTS; ++i) {
+        largest = std::max(largest, std::fabs(x[i]));
+    }
+    const float divisor = largest > 0.0f ? largest : 1.0f;
+    for (int64_t i = 0; i < MOMENTS; ++i) {
+        const float share = x[i] / divisor;
+        // floats that begin alike differ by less than a hundredth: at most two limits lie between them
+        int code = map.below[to_bits(share) >> 16];
+        code += map.limits[code] < share;
+        code += map.limits[code] < share;
+        codes[i] = uint8_t(code);
+    }
+    return largest;
+}
+
+struct Moments {
+    uint8_t* codes;
+    float* largest;
+    Map map;
+};
+
+// Weight decay applies to sorted ranges, pairs of first and last but one, of parameters.
+template <typename G>
+void run8(
+    void* weights, const void* grad, Moments mean, Moments var, Step decaying, const int64_t* ranges, int64_t count,
+    int64_t n, int threads) {
+    auto* w = static_cast<uint16_t*>(weights);
+    auto* g = static_cast<const G*>(grad);
+    Step plain = decaying;
+    plain.kept = 1.0f;
+    pool().run(n, threads, [=](int64_t begin, int64_t end) {
+        float m[MOMENTS], v[MOMENTS];
+        int64_t next = 0;
+        for (int64_t at = begin; at < end; at += MOMENTS) {
+            const int64_t group = at / MOMENTS, stop = at + MOMENTS;
+            read_moments(mean.codes + at, mean.largest[group], mean.map, m);
+            read_moments(var.codes + at, var.largest[group], var.map, v);
+            for (int64_t from = at; from < stop;) {
+                while (next < count && ranges[2 * next + 1] <= from) {
+                    ++next;
+                }
+                const bool inside = next < count && ranges[2 * next] <= from;
+                const int64_t edge = next == count ? stop : ranges[2 * next + (inside ? 1 : 0)];
+                const int64_t to = std::min(stop, edge);
+                uint8_t nothing = 0;
+                block<Rounded, G>(
+                    w + from, &nothing, g + from, m + (from - at), v + (from - at), inside ? decaying : plain,
+                    to - from);
+                from = to;
+            }
+            mean.largest[group] = write_moments(m, mean.map, mean.codes + at);
+            var.largest[group] = write_moments(v, var.map, var.codes + at);
+        }
+    });
+}
+
+Step step_of(
+    double lr, double beta1, double beta2, double eps, double weight_decay, double step, float grad_scale) {
     Step s;
     const float lerp = float(1 - beta1);
     s.kept = float(1 - lr * weight_decay);
@@ -223,6 +293,18 @@ extern "C" void megatrain_adam(
     s.eps = float(eps);
     s.size = float(-(lr / (1 - std::pow(beta1, step))));
     s.scale = grad_scale;
+    return s;
+}
+
+}  // namespace
+
+// Updates n parameters. `precision`: 0 bf16, 1 bf16_split, 2 bf16_fp32, 3 fp32; `kept` is what it keeps beside the
+// weights (low halves, master) or null. `wide_grad`: the gradient is fp32, else bf16. `step` counts from 1.
+extern "C" void megatrain_adam(
+    int precision, int wide_grad, int64_t n, int threads, void* weights, const void* grad, float* m, float* v,
+    void* kept, double lr, double beta1, double beta2, double eps, double weight_decay, double step,
+    float grad_scale) {
+    const Step s = step_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
     const auto chosen = [&](auto precise) {
         using P = decltype(precise);
         const auto go = wide_grad ? run<P, float> : run<P, uint16_t>;
@@ -234,4 +316,18 @@ extern "C" void megatrain_adam(
     case 2: return chosen(Master{});
     default: return chosen(Plain{});
     }
+}
+
+// Updates n bf16 parameters, a multiple of 256, whose moments are codes, uint8 [n], and largest magnitudes, fp32
+// [n / 256]; each moment with its map, see Map. `ranges` are the `count` ranges that weight decay applies to.
+extern "C" void megatrain_adam8(
+    int wide_grad, int64_t n, int threads, void* weights, const void* grad, uint8_t* m_codes, float* m_largest,
+    const float* m_values, const float* m_limits, const uint8_t* m_below, uint8_t* v_codes, float* v_largest,
+    const float* v_values, const float* v_limits, const uint8_t* v_below, const int64_t* ranges, int64_t count,
+    double lr, double beta1, double beta2, double eps, double weight_decay, double step, float grad_scale) {
+    const Step s = step_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
+    const Moments mean{m_codes, m_largest, {m_values, m_limits, m_below}};
+    const Moments var{v_codes, v_largest, {v_values, v_limits, v_below}};
+    const auto go = wide_grad ? run8<float> : run8<uint16_t>;
+    go(weights, grad, mean, var, s, ranges, count, n, threads);
 }

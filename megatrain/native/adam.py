@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatrain.native import build
+from schedules.workload import STATE_BLOCK
 
 VECTOR = 16  # a multiple of torch's vector length on every processor: 16 or 8 floats
 SOURCE = Path(__file__).with_name("adam.cpp")
@@ -23,15 +26,33 @@ _GRADS = {torch.bfloat16: 0, torch.float32: 1}
 _building = threading.Lock()
 
 
+@dataclass(frozen=True)
+class Map:
+    """How moments of eight bits are stored, on the CPU.
+
+    `values`, fp32 [256]: what codes stand for, ascending. `limits`, fp32 [256]: the largest number that a code is
+    still stored for, infinity at the end. `below`, uint8 [65536]: by the upper half of a float's bits, the code of
+    the least float that begins so.
+    """
+
+    values: Tensor
+    limits: Tensor
+    below: Tensor
+
+
 class Kernel:
     """The compiled function. Its calls hold no Python lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
-        self._function = library.megatrain_adam
+        self._function, self._function8 = library.megatrain_adam, library.megatrain_adam8
         self._function.restype = None
         self._function.argtypes = [
             number, number, ctypes.c_int64, number, *[pointer] * 5, *[real] * 6, ctypes.c_float,
+        ]  # fmt: skip
+        self._function8.restype = None
+        self._function8.argtypes = [
+            number, ctypes.c_int64, number, *[pointer] * 13, ctypes.c_int64, *[real] * 6, ctypes.c_float,
         ]  # fmt: skip
 
     def update(
@@ -64,6 +85,40 @@ class Kernel:
                 weights.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(),
                 None if kept is None else kept.data_ptr(),
                 lr, *betas, eps, weight_decay, float(step_number), grad_scale,
+            )  # fmt: skip
+        return count
+
+    def update8(
+        self,
+        weights: Tensor,
+        grad: Tensor,
+        moments: Sequence[tuple[Tensor, Tensor, Map]],
+        decay: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step_number: int,
+        grad_scale: float,
+    ) -> int:
+        """As `update`, where moments have eight bits; how many were updated: all whole blocks.
+
+        `moments` are the first and the second: codes, uint8 [n], largest magnitudes, fp32 [blocks], and the map.
+        `decay`, int64 [ranges, 2], are the sorted ranges that weight decay applies to.
+        """
+        if grad.dtype not in _GRADS:
+            return 0
+        count = weights.numel() // STATE_BLOCK * STATE_BLOCK
+        if count:
+            stored = [
+                tensor.data_ptr()
+                for codes, largest, map_ in moments
+                for tensor in (codes, largest, map_.values, map_.limits, map_.below)
+            ]
+            self._function8(
+                _GRADS[grad.dtype], count, torch.get_num_threads(), weights.data_ptr(), grad.data_ptr(), *stored,
+                decay.data_ptr(), len(decay), lr, *betas, eps, weight_decay, float(step_number), grad_scale,
             )  # fmt: skip
         return count
 
