@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import compare, figure, gantt, perfetto, plots, report
-from megatrain.demo import LEARNING_RATE, POLICIES, Demo, Run
+from megatrain.demo import POLICIES, Demo, Run
 from schedules import presets
 from schedules.op import Tier
 from schedules.workload import Workload
@@ -135,7 +135,7 @@ def _sections(demo: Demo, pictures: Path, timelines: list[Path]) -> list[report.
         ),
         report.Section(
             title="Loss",
-            text=f"The standard library's source text, a token per byte, AdamW at {LEARNING_RATE:g}. The policies "
+            text=f"The standard library's source text, a token per byte, AdamW at {demo.lr:g}. The policies "
             "train the same model: the curves lie on one another.",
             pictures=[pictures / "loss.png"],
         ),

@@ -37,6 +37,7 @@ _VARIANTS = (("", "o"), ("//", "s"), ("..", "^"), ("xx", "D"), ("\\\\", "v"))
 _POLICIES = {
     "zero3_offload": Style(colour=GREY),
     "streamed": Style(colour=BLUE),
+    "lora_streamed": Style(colour=BLUE, hatch="//", marker="s"),
     "megatrain": Style(colour=GREEN),
     "megatrain_released": Style(colour=GREEN, hatch="//", marker="s"),
     "resident": Style(colour=BLACK, marker="s"),

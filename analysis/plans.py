@@ -127,7 +127,7 @@ def _named(found: Plan) -> dict[str, float]:
     workload = found.schedule.workload
     steps = list(splits(workload.seq_len, workload.tokens_per_step, None, None, workload.precision, workload.grad_clip))
     rates = {}
-    for name in policies.names():
+    for name in policies.comparable():
         tried: list[float] = []
         for step in steps:
             built = policies.build(name, model, step, memory_of(profile))

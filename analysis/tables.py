@@ -180,10 +180,14 @@ VALIDATED = (
     Column(heading="predicted", cell=number("predict_error", "+.1f", 100, " %")),
     Column(heading="streams at work", cell=number("streams_at_work", ".2f")),
     Column(heading="overlap", cell=number("overlap_error", "+.1f", 100, " %")),
+    Column(heading="buffers, MB", cell=number("buffers_bytes", ".1f", 1e-6)),
+    Column(heading="workspace, MB", cell=number("workspace_bytes", ".2f", 1e-6)),
+    Column(heading="workspace", cell=number("workspace_error", "+.1f", 100, " %")),
 )
 VALIDATED_NOTE = (
     "Errors are simulated over measured, minus one. noise: by what the medians of the rounds differ. replayed: with "
-    "the run's own op times; predicted: from the profile alone."
+    "the run's own op times; predicted: from the profile alone. overlap: of the streams at work. Device memory is "
+    "buffers and workspace, what the op that takes most allocates beside them; in workspace, too, an error."
 )
 
 
@@ -200,12 +204,14 @@ def summaries(key: str, heading: str) -> tuple[Column, ...]:
     )
 
 
-CLASSES = (
-    Column(heading="ops", cell=_text("ops"), number=False),
-    Column(heading="measured", cell=_seconds("measured_s")),
-    Column(heading="predicted", cell=_seconds("predicted_s")),
-    Column(heading="error", cell=number("error", "+.1f", 100, " %")),
-)
+def classes(heading: str) -> tuple[Column, ...]:
+    """Columns of time by class of op, or by stream."""
+    return (
+        Column(heading=heading, cell=_text("ops"), number=False),
+        Column(heading="measured", cell=_seconds("measured_s")),
+        Column(heading="predicted", cell=_seconds("predicted_s")),
+        Column(heading="error", cell=number("error", "+.1f", 100, " %")),
+    )
 
 
 def records(frame: pd.DataFrame) -> list[Record]:

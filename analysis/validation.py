@@ -7,20 +7,21 @@ meaning (order, waits, issue). Predict gives it nothing but the profile, for sha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatrain.validate import WARMUP, Point, name_of
+from schedules.op import Op, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from sim.cost import Demand, Terms, demands
 from sim.engine import play, simulate
 from sim.hardware import HardwareProfile
-from sim.prediction import predict
-from sim.whatif import op_class
+from sim.prediction import peak_bytes, predict
+from sim.whatif import op_class, op_noise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,7 @@ LADDER = (
     ("and slowdown beside copies", Terms()),
 )
 REPLAYED_STEPS = 6
+NOISY_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def replay_s(point: Point, profile: HardwareProfile) -> float:
     schedule = point.schedule
     took = np.rint(op_times_ns(schedule, point.rounds)).astype(np.int64)
     costs = [
-        Demand(duration_ns=int(ns), issue_ns=cost.issue_ns)
+        Demand(duration_ns=int(ns), issue_ns=cost.issue_ns, wake_ns=cost.wake_ns)
         for ns, cost in zip(took, demands(schedule, profile), strict=True)
     ]
     trace = play(schedule, costs, steps=REPLAYED_STEPS)
@@ -129,6 +131,11 @@ def rows(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
                 "predict_error": predicted.period_ns / 1e9 / step - 1,
                 "streams_at_work": busy,
                 "overlap_error": overlap(schedule, predicted.trace, 1) / busy - 1,
+                "buffers_bytes": schedule.allocated_bytes(Tier.DEVICE),
+                "workspace_bytes": point.workspace,
+                "workspace_error": (peak_bytes(schedule, profile)[Tier.DEVICE] - schedule.allocated_bytes(Tier.DEVICE))
+                / point.workspace
+                - 1,
                 "digest": schedule.short_digest,
             }
         )
@@ -144,7 +151,9 @@ def by(table: pd.DataFrame, key: str, error: str) -> pd.DataFrame:
     )
 
 
-def by_class(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
+def by_class(
+    points: Sequence[Point], profile: HardwareProfile, class_of: Callable[[Op], str] = op_class
+) -> pd.DataFrame:
     """Time per step and class of op, measured and predicted, summed over all points; largest first."""
     import pandas as pd
 
@@ -155,7 +164,7 @@ def by_class(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
         simulated = (trace.end_ns - trace.start_ns).reshape(trace.steps, -1)[-2]
         took = op_times_ns(point.schedule, point.rounds)
         for op, real, thought in zip(point.schedule.ops, took, simulated, strict=True):
-            name = op_class(op)
+            name = class_of(op)
             measured[name] = measured.get(name, 0.0) + float(real) / 1e9
             predicted[name] = predicted.get(name, 0.0) + float(thought) / 1e9
     table = pd.DataFrame(
@@ -173,10 +182,13 @@ def ladder(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
     import pandas as pd
 
     found = []
-    for name, terms in LADDER:
+    noise = op_noise(profile)
+    rungs = [*LADDER] if noise is None else [*LADDER, (f"and noise of {noise:.1%} in every op", Terms(noise=noise))]
+    for name, terms in rungs:
         errors = []
         for point in points:
-            step_ns = float(np.median(simulate(point.schedule, profile, steps=8, terms=terms).step_ns(3)))
+            steps = NOISY_STEPS if terms.noise else 8
+            step_ns = float(np.median(simulate(point.schedule, profile, steps=steps, terms=terms, seed=0).step_ns(3)))
             errors.append(step_ns / 1e9 / measured_s(point) - 1)
         found.append({"terms": name, **vars(summary(errors))})
     return pd.DataFrame(found)

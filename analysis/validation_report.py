@@ -32,13 +32,14 @@ def write(
     progress(0.5, "the ladder")
     steps = validation.ladder(points, profile)
     classes = validation.by_class(points, profile)
+    streams = validation.by_class(points, profile, lambda op: str(op.stream))
     progress(0.9, "drawing")
     picture = figure.figure_of(plots.validated(table))
     figure.save(picture, folder / "predicted_measured", table)
-    for name, part in (("ladder", steps), ("op_classes", classes)):
+    for name, part in (("ladder", steps), ("op_classes", classes), ("streams", streams)):
         with whole(folder / f"{name}.csv") as partial:
             part.to_csv(partial, index=False)
-    write_text(folder / "README.md", _page(grid, points, profile, table, steps, classes, command))
+    write_text(folder / "README.md", _page(grid, points, profile, table, steps, classes, streams, command))
     progress(1.0, "")
     return table
 
@@ -56,6 +57,7 @@ def _page(
     table: pd.DataFrame,
     steps: pd.DataFrame,
     classes: pd.DataFrame,
+    streams: pd.DataFrame,
     command: str,
 ) -> str:
     tau, regret = validation.ranking(table)
@@ -76,8 +78,9 @@ def _page(
         tables.markdown(headline(table), columns("level", "level")),
         f"Machine noise, the difference between rounds of one point: median {table['noise'].median():.1%}, largest "
         f"{table['noise'].max():.1%}. Choosing a policy by prediction: Kendall's tau {tau:.2f}, regret {regret:.2%}. "
-        "Peak bytes: a run allocates each buffer once at its declared size, and refuses activations that are larger "
-        "than theirs; transient workspace is not measured on a CPU.",
+        "Peak bytes: buffers are exact, since a run allocates each once at its declared size and refuses activations "
+        f"that are larger than theirs; workspace is predicted to {table['workspace_error'].abs().max():.1%} at worst, "
+        f"to {table['workspace_error'].abs().median():.1%} at the median.",
         "![predicted against measured](predicted_measured.png)",
         "## By policy",
         "A simulator that flatters one schedule invents a speed-up: errors should not depend on the policy.",
@@ -89,11 +92,13 @@ def _page(
         "## By class of op",
         "Time of all ops of a class in one step, summed over the points, sharing included. w: weights, g: gradients, "
         "s: saved activations, o: optimizer state.",
-        tables.markdown(classes, tables.CLASSES),
+        tables.markdown(classes, tables.classes("ops")),
+        "## By stream",
+        "How long streams work in a step, summed over the points.",
+        tables.markdown(streams, tables.classes("stream")),
         "## Every point",
         tables.markdown(table, tables.VALIDATED),
         tables.VALIDATED_NOTE,
-        "## On a GPU",
-        "Not measured.",
+        *(["## On a GPU", "Not measured."] if grid.backend == "cpu" else []),
     ]
     return "\n\n".join(parts) + "\n"

@@ -20,6 +20,7 @@ from megatrain.lifetime import released
 from megatrain.store import Store
 from megatrain.template import Templates, sinks, views
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.op import Access, Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import parse
@@ -74,15 +75,22 @@ class Actions:
         """Names and shapes of layer i's parameters."""
         return self.schedule.model.parameter_shapes(i)
 
+    def trained_shapes(self, i: int) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of what is trained of layer i."""
+        return trained.shapes(self.schedule.model, self.schedule.workload, i)
+
     def weights(self, op: Op, i: int) -> dict[str, Tensor]:
-        """Layer i's parameters in the buffer that `op` reads them from."""
-        access = _named(op.reads, f"{tensors.WEIGHT}.{self.schedule.model.layer_name(i)}")
-        return views(self.store.tensor(access), self.shapes(i))
+        """Layer i's parameters, adapters among them, in the buffers that `op` reads them from."""
+        name = self.schedule.model.layer_name(i)
+        found = views(self.store.tensor(_named(op.reads, f"{tensors.WEIGHT}.{name}")), self.shapes(i))
+        if adapters := [access for access in op.reads if access.tensor == f"{tensors.ADAPTER}.{name}"]:
+            found |= views(self.store.tensor(adapters[0]), self.trained_shapes(i))
+        return found
 
     def grads(self, op: Op, i: int) -> dict[str, autograd.Sink]:
-        """Where layer i's gradient goes: added if `op` also reads it."""
+        """Where the gradient of what is trained of layer i goes: added if `op` also reads it."""
         access = _named(op.writes, f"{tensors.GRAD}.{self.schedule.model.layer_name(i)}")
-        return sinks(self.store.tensor(access), self.shapes(i), accumulate=access in op.reads)
+        return sinks(self.store.tensor(access), self.trained_shapes(i), accumulate=access in op.reads)
 
     def clipping(self, op: Op) -> Callable[[torch.device], Tensor | None]:
         """The factor that clips to the workload's largest norm, fp32 []; None where `op` reads no norm."""
@@ -193,11 +201,12 @@ def _forward(a: Actions, op: Op) -> Work:
     params, x = a.weights(op, i), a.read(op, tensors.OUTPUT)
     outputs = [a.store.tensor(access) for access in _all(op.writes, tensors.OUTPUT)]
     kept = _all(op.writes, tensors.SAVED)
+    names = a.trained_shapes(i).keys()
 
     def run(step: int) -> None:
         if kept:
             a.store.vacate(kept[0])
-            y, saved = autograd.forward(layer, params, x)
+            y, saved = autograd.forward(layer, params, x, trained=names)
             a.store.put_saved(kept[0], saved)
         else:
             with torch.no_grad():
@@ -209,15 +218,24 @@ def _forward(a: Actions, op: Op) -> Work:
 
 
 def _loss(a: Actions, op: Op) -> Work:
-    model, m = a.schedule.model, _microbatch(op)
-    head, grads = a.weights(op, model.head), a.grads(op, model.head)
-    if model.tie_word_embeddings:
-        table = a.weights(op, model.embed)["embed_tokens.weight"]
-        table_sink = a.grads(op, model.embed)["embed_tokens.weight"]
-    else:
-        table, table_sink = head["lm_head.weight"], grads["lm_head.weight"]
-    hidden, d_hidden = a.read(op, tensors.OUTPUT), a.written(op, tensors.OUTPUT_GRAD)
-    total = a.schedule.workload.tokens_per_step
+    model, m, workload = a.schedule.model, _microbatch(op), a.schedule.workload
+    head = a.weights(op, model.head)
+    owner, name = (model.embed, "embed_tokens.weight") if model.tie_word_embeddings else (model.head, "lm_head.weight")
+    table = (a.weights(op, owner) if owner != model.head else head)[name]
+    hidden, total = a.read(op, tensors.OUTPUT), workload.tokens_per_step
+    if workload.task == "evaluate":
+
+        def evaluate(step: int) -> None:
+            _, targets = a.tokens[step]
+            a.losses[step][m] = a.templates.head.loss(
+                head["norm.weight"], table, hidden, targets[m], total_tokens=total
+            )
+
+        return evaluate
+    updated = trained.layers(model, workload)
+    norm_sink = a.grads(op, model.head)["norm.weight"] if model.head in updated else None
+    table_sink = a.grads(op, owner)[name] if owner in updated else None
+    d_hidden = a.written(op, tensors.OUTPUT_GRAD)
 
     def run(step: int) -> None:
         _, targets = a.tokens[step]
@@ -229,7 +247,7 @@ def _loss(a: Actions, op: Op) -> Work:
                 targets[m],
                 total_tokens=total,
                 d_hidden=d_hidden,
-                norm_sink=grads["norm.weight"],
+                norm_sink=norm_sink,
                 table_sink=table_sink,
             )
         a.losses[step][m] = loss
@@ -312,8 +330,8 @@ def _scale(a: Actions, op: Op) -> Work:
 def _adam(a: Actions, op: Op) -> Work:
     i = _layer(op)
     grad = a.store.tensor(_one(op, op.reads, *tensors.GRADIENTS))
-    weights, state = a.written(op, tensors.WEIGHT), a.written(op, tensors.STATE)
-    decay, clipping = adam.decayed(a.shapes(i)), a.clipping(op)
+    weights, state = a.written(op, trained.cls(a.schedule.workload)), a.written(op, tensors.STATE)
+    decay, clipping = adam.decayed(a.trained_shapes(i)), a.clipping(op)
     precision = a.schedule.workload.precision
 
     def run(step: int) -> None:

@@ -13,7 +13,7 @@ backward is the point, and that it holds the right layer again is for the schedu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -217,13 +217,16 @@ class Saved:
         return parts
 
 
-def forward(layer: Layer, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Saved]:
+def forward(
+    layer: Layer, params: Mapping[str, Tensor], x: Tensor, *, trained: Collection[str] | None = None
+) -> tuple[Tensor, Saved]:
     """Run `layer` and keep what its backward needs.
 
-    `params` and `x` are contiguous; returns the output, outside any graph, and the activations saved.
-    Raises SavedError for a tensor that could not be late-bound.
+    `params` and `x` are contiguous; returns the output, outside any graph, and the activations saved. Only parameters
+    in `trained` will have a gradient, all if None. Raises SavedError for a tensor that could not be late-bound.
     """
-    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    chosen = params if trained is None else trained
+    leaves = {name: p.detach().requires_grad_(name in chosen) for name, p in params.items()}
     leaf = x.detach().requires_grad_()
     bag = _Bag({**params, INPUT: x}, layer.constants, x.device)
     with torch.enable_grad(), saved_tensors_hooks(bag.pack, bag.unpack):

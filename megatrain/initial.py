@@ -12,6 +12,22 @@ from schedules.model import ModelSpec
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
 
 
+def random_adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], Tensor]:
+    """Block -> its adapters, fp32, flat: what comes first normal, what comes after zero, so that training begins
+    with the model as it is (LoRA, arXiv:2106.09685).
+    """
+
+    def adapters(i: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + i + 1)
+        parts = []
+        for name, shape in model.adapter_shapes(i, rank).items():
+            first = torch.randn(shape, generator=generator).div_(shape[1] ** 0.5)
+            parts.append((first if "lora_A" in name else torch.zeros(shape)).flatten())
+        return torch.cat(parts)
+
+    return adapters
+
+
 def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
     """Layer -> its parameters, fp32, flat: matrices normal, norms one, biases zero."""
 

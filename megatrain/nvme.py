@@ -27,7 +27,7 @@ from schedules.errors import Refused
 from schedules.op import Buffer
 
 PIECE = 4 << 20  # bytes of one read or write: enough for a drive's full bandwidth
-DEPTH = 4  # pieces under way at once; one file's pieces go in parallel
+DEPTH = 16  # pieces under way at once; one file's pieces go in parallel
 BLOCK = 4096  # what direct access aligns memory, length and place to
 POISON = 0xFF
 
@@ -39,17 +39,20 @@ class DriveError(Refused):
 class Drive:
     """A folder of slabs on a drive, and the threads that move them. Close it, or use it as a context manager.
 
+    What is read or written goes in pieces of `piece` bytes, `depth` of them under way at once.
+
     Raises:
         DriveError: the folder is not there or cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, piece: int | None = None, depth: int = DEPTH) -> None:
+        self.piece = PIECE if piece is None else piece
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="megatrain-", dir=folder))
         except OSError as error:
             raise DriveError(f"cannot keep buffers in {folder}: {error.strerror}") from None
         self.direct = _has_direct_access(self.folder)
-        self._workers = ThreadPoolExecutor(DEPTH, thread_name_prefix="drive")
+        self._workers = ThreadPoolExecutor(depth, thread_name_prefix="drive")
         self._bounce = threading.local()
         self._files: list[int] = []
 
@@ -88,7 +91,7 @@ class Drive:
 
     def each(self, work: Callable[[int, int], None], nbytes: int) -> None:
         """Call work(start, stop) for pieces that cover [0, nbytes), several at once; raises what any raised."""
-        pieces = [(start, min(start + PIECE, nbytes)) for start in range(0, nbytes, PIECE)]
+        pieces = [(start, min(start + self.piece, nbytes)) for start in range(0, nbytes, self.piece)]
         if len(pieces) == 1:
             work(*pieces[0])
             return
@@ -96,9 +99,9 @@ class Drive:
             done.result()
 
     def bounce(self) -> tuple[mmap.mmap, Tensor]:
-        """This thread's aligned memory of one piece, as memory and as a tensor, uint8 [PIECE]."""
+        """This thread's aligned memory of one piece, as memory and as a tensor, uint8 [piece]."""
         if not hasattr(self._bounce, "memory"):
-            self._bounce.memory = mmap.mmap(-1, PIECE)
+            self._bounce.memory = mmap.mmap(-1, self.piece)
             self._bounce.tensor = torch.frombuffer(self._bounce.memory, dtype=torch.uint8)
         return self._bounce.memory, self._bounce.tensor
 

@@ -6,7 +6,7 @@ and no schedule, buffers or streams. In fp32 on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain.adam import Adam
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.template import rms_norm, templates, views
+from schedules import trained
 from schedules.model import ModelSpec
 from schedules.workload import Workload
 
@@ -36,25 +37,38 @@ def train(
     hyper: Adam,
     *,
     initial: Callable[[int], Tensor],
+    adapters: Callable[[int], Tensor] | None = None,
     steps: int,
     staleness: int = 0,
 ) -> Reference:
-    """Train from the same start on the same data as a Trainer.
+    """Train from the same start on the same data as a Trainer, or evaluate.
 
     With staleness 1 each step computes with the weights that its predecessor did not yet have updated.
-    Raises ValueError unless the precision is fp32, or for another staleness.
+    Raises ValueError unless the precision is fp32, or for another staleness, or where adapters are trained and none
+    are given.
     """
     if workload.precision != "fp32":
         raise ValueError(f"the reference trains in fp32, not {workload.precision}")
     if staleness not in (0, 1):
         raise ValueError(f"the reference is 0 or 1 updates behind, not {staleness}")
-    updated = {i: _parameters(model, i, initial(i)) for i in model.layers}
-    layers = {i: _parameters(model, i, initial(i)) for i in model.layers} if staleness else updated
+    base = {i: _parameters(initial(i), model.parameter_shapes(i)) for i in model.layers}
+    chosen = trained.layers(model, workload)
+    if workload.lora_rank is not None:
+        if adapters is None:
+            raise ValueError("adapters are trained: say how they begin")
+        updated = {i: _parameters(adapters(i), trained.shapes(model, workload, i)) for i in chosen}
+        layers = {i: base[i] | updated.get(i, {}) for i in model.layers}
+    else:
+        updated = {i: base[i] for i in chosen}
+        layers = {i: _parameters(initial(i), model.parameter_shapes(i)) for i in model.layers} if staleness else base
+    for i, parameters in base.items():
+        for parameter in parameters.values():
+            parameter.requires_grad_(i in chosen and workload.lora_rank is None)
     own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
-    pairs = [(updated[i][name], layers[i][name]) for i in model.layers for name in layers[i]]
+    pairs = [(updated[i][name], layers[i][name]) for i in chosen for name in updated[i]]
     matrices = [p for p, _ in pairs if p.dim() > 1]
     others = [p for p, _ in pairs if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
+    optimizer = chosen and torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": hyper.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -81,9 +95,12 @@ def train(
         parts = []
         for m in workload.microbatches:
             loss = loss_of(inputs[m], targets[m])
-            loss.backward()  # type: ignore[no-untyped-call]
+            if optimizer:
+                loss.backward()  # type: ignore[no-untyped-call]
             parts.append(loss.item())
         losses.append(sum(parts))
+        if not optimizer:
+            continue
         if staleness:  # the gradient is for the parameters of now, the next step computes with those
             for p, used in pairs:
                 p.grad, used.grad = used.grad, None
@@ -93,12 +110,12 @@ def train(
         gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in updated.items()})
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in updated.items()}
-    return Reference(losses=losses, gradients=gradients, parameters=parameters)
+    final = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in updated.items()}
+    return Reference(losses=losses, gradients=gradients, parameters=final)
 
 
-def _parameters(model: ModelSpec, i: int, flat: Tensor) -> dict[str, Tensor]:
-    return {name: part.clone().requires_grad_() for name, part in views(flat, model.parameter_shapes(i)).items()}
+def _parameters(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: part.clone().requires_grad_() for name, part in views(flat, shapes).items()}
 
 
 def _grad(parameter: Tensor) -> Tensor:

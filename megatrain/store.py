@@ -17,6 +17,7 @@ from megatrain import adam
 from megatrain.autograd import Saved
 from megatrain.nvme import Drive, DriveSlab
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.errors import Refused
 from schedules.op import Access, Buffer, Phase, Tier
 from schedules.schedule import Schedule
@@ -107,10 +108,10 @@ class Store:
         if name.cls in tensors.MICROBATCH_CLASSES:
             hidden = slab[: model.hidden_bytes(workload)].view(float_type(precision.activation))
             return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
-        params = model.params(layer)
+        params = model.params(layer) if name.cls == tensors.WEIGHT else trained.params(model, workload, layer)
         if name.cls == tensors.STATE:
             return slab[: precision.state_bytes(params)]
-        itemsize = {tensors.WEIGHT: precision.weight, tensors.GRAD: precision.grad, tensors.GRAD32: 4}[name.cls]
+        itemsize = {tensors.GRAD32: 4, tensors.GRAD: precision.grad}.get(name.cls, precision.weight)
         return slab[: params * itemsize].view(float_type(itemsize))
 
     def on_drive(self, access: Access) -> DriveSlab | None:
@@ -166,30 +167,42 @@ class Store:
 
     # ---- before the first step, and after the last
 
-    def fill(self, verified: Verified, source: Callable[[int], Tensor]) -> None:
-        """Put weights and optimizer state where the first step expects them.
+    def fill(
+        self, verified: Verified, source: Callable[[int], Tensor], adapters: Callable[[int], Tensor] | None = None
+    ) -> None:
+        """Put weights, adapters and optimizer state where the first step expects them.
 
-        `source(i)` is layer i's parameters, fp32, flat, on the CPU.
+        `source(i)` is layer i's parameters, fp32, flat, on the CPU, and so is `adapters(i)`, of blocks.
         """
-        workload = self._schedule.workload
-        for i in self._schedule.model.layers:
-            values = source(i)
-            weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
-            state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
-            adam.initialise(weights, state, workload.precision, values)
-            for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
-                for home in self._homes(verified, cls, i):
-                    if slab := self.on_drive(home):
-                        slab.write(contents)
-                    else:
-                        self.tensor(home).copy_(contents)
+        model, workload = self._schedule.model, self._schedule.workload
+        updated = trained.layers(model, workload)
+        for i in model.layers:
+            parts = [(tensors.WEIGHT, source(i))]
+            if adapters is not None and i in updated:
+                parts.append((tensors.ADAPTER, adapters(i)))
+            for cls, values in parts:
+                weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
+                if i in updated and cls == trained.cls(workload):
+                    state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
+                    adam.initialise(weights, state, workload.precision, values)
+                    self._fill_homes(verified, tensors.STATE, i, state)
+                else:
+                    weights.copy_(values)
+                self._fill_homes(verified, cls, i, weights)
+
+    def _fill_homes(self, verified: Verified, cls: str, i: int, contents: Tensor) -> None:
+        for home in self._homes(verified, cls, i):
+            if slab := self.on_drive(home):
+                slab.write(contents)
+            else:
+                self.tensor(home).copy_(contents)
 
     def master(self, verified: Verified, i: int) -> Tensor:
-        """Layer i's parameters at their most exact, new fp32, flat. Only between steps."""
-        workload, params = self._schedule.workload, self._schedule.model.params(i)
+        """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
+        workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
         weights = torch.empty(params, dtype=float_type(workload.bytes.weight))
         state = torch.empty(workload.bytes.state_bytes(params), dtype=torch.uint8)
-        for cls, contents in ((tensors.WEIGHT, weights), (tensors.STATE, state)):
+        for cls, contents in ((trained.cls(workload), weights), (tensors.STATE, state)):
             home = self._homes(verified, cls, i)[0]
             if slab := self.on_drive(home):
                 slab.read(contents)

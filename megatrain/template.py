@@ -24,6 +24,8 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.traffic import LOSS_CHUNK_TOKENS
 
+LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
+
 
 class TemplateError(InputError):
     """A model that has no template, or a slab that does not have a layer's shapes."""
@@ -243,7 +245,10 @@ class Block:
 
 
 def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+    y = F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+    if (down := params.get(f"{name}.lora_A.weight")) is None:
+        return y
+    return y + LORA_SCALE * F.linear(F.linear(x, down), params[f"{name}.lora_B.weight"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +268,8 @@ class Head:
         *,
         total_tokens: int,
         d_hidden: Tensor,
-        norm_sink: Sink,
-        table_sink: Sink,
+        norm_sink: Sink | None,
+        table_sink: Sink | None,
         chunk: int = LOSS_CHUNK_TOKENS,
     ) -> Tensor:
         """The summed loss of these tokens over `total_tokens`, fp32 [] on the device (nothing waits for it).
@@ -272,7 +277,7 @@ class Head:
         norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden
         [batch, seq, hidden], targets int64 [batch, seq]. Overwrites `d_hidden`, of hidden's shape and
         contiguous. Logits exist for `chunk` tokens at a time, so a bf16 table gradient is rounded once per
-        chunk.
+        chunk. Without sinks, for frozen weights, theirs are not computed.
         """
         rows, d_rows, labels = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1]), targets.flatten()
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -283,11 +288,34 @@ class Head:
             normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps)
             part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part, None], total_tokens)
             loss += part_loss
-            table_sink.put_product(d_logits.t(), normed)
-            table_sink = table_sink.adding()
+            if table_sink is not None:
+                table_sink.put_product(d_logits.t(), normed)
+                table_sink = table_sink.adding()
             d_rows[part], d_weight = self.pointwise.rms_backward(d_logits @ table, rows[part], rstd, norm)
             d_norm += d_weight
-        norm_sink.put(d_norm)
+        if norm_sink is not None:
+            norm_sink.put(d_norm)
+        return loss / total_tokens
+
+    @torch.no_grad()
+    def loss(
+        self,
+        norm: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        total_tokens: int,
+        chunk: int = LOSS_CHUNK_TOKENS,
+    ) -> Tensor:
+        """As `loss_and_grads`, the loss alone."""
+        rows, labels = hidden.flatten(0, -2), targets.flatten()
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            normed, _ = self.pointwise.rms_forward(rows[part], norm, self.eps)
+            loss += F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="sum")
         return loss / total_tokens
 
 

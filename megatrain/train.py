@@ -17,6 +17,7 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend, E, Work
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
+from megatrain.initial import random_adapters
 from megatrain.nvme import Drive
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.store import Store, float_type
@@ -46,6 +47,7 @@ class Trainer(Generic[E]):
     Args:
         hyper: the optimizer's settings, or a function from the step to them.
         initial: layer -> its parameters before step 0, fp32, flat.
+        adapters: block -> its adapters before step 0, fp32, flat, where adapters are trained; random if left out.
         on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped.
         record: keep every op's times, for `trace`.
         nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
@@ -67,6 +69,7 @@ class Trainer(Generic[E]):
         hyper: Adam | Callable[[int], Adam],
         *,
         initial: Callable[[int], Tensor],
+        adapters: Callable[[int], Tensor] | None = None,
         on_gradient: OnGradient | None = None,
         debug: Debug = Debug(poison=False),
         record: bool = False,
@@ -90,7 +93,9 @@ class Trainer(Generic[E]):
             needed = schedule.allocated_bytes(Tier.NVME)
             self._drive = opened.enter_context(Drive(nvme)) if nvme is not None and needed else None
             self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
-            self._store.fill(verified, initial)
+            if adapters is None and workload.lora_rank is not None:
+                adapters = random_adapters(model, workload.lora_rank, 0)
+            self._store.fill(verified, initial, adapters)
             opened.pop_all()
         self._actions = Actions(
             schedule=schedule,
@@ -171,5 +176,5 @@ class Trainer(Generic[E]):
         return self._executor.trace()
 
     def parameters(self, i: int) -> Tensor:
-        """Layer i's parameters as they are now, at their most exact: new fp32, flat."""
+        """What is trained of layer i, parameters or adapters, as it is now, at its most exact: new fp32, flat."""
         return self._store.master(self._verified, i)

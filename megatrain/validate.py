@@ -7,12 +7,16 @@ rounds is the machine's own noise.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from megatrain.profile import measure
-from megatrain.session import train
+import torch
+
+from megatrain.profile import covering, measure, shapes_between, workspaces
+from megatrain.session import available_memory, backend_of, train
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
@@ -33,6 +37,12 @@ ROUNDS = 2
 STEPS = 10
 WARMUP = 3  # steps of every run left out: threads and caches settle
 ROOM = MemoryBudget(device_bytes=1 << 33, host_bytes=1 << 33)
+
+
+GPU_MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b")
+GPU_CALIBRATED: tuple[Shape, ...] = ((1, 1024), (8, 1024), (4, 2048), (1, 4096), (4, 4096))
+GPU_HELD_OUT: tuple[Shape, ...] = ((4, 1024), (2, 2048), (1, 3072), (3, 2560))
+GPU_RESERVE = 2 << 30  # bytes for libraries
 
 
 def models() -> list[ModelSpec]:
@@ -58,6 +68,8 @@ class Grid:
     precision: str = "fp32"
     rounds: int = ROUNDS
     steps: int = STEPS
+    backend: str = "cpu"
+    room: MemoryBudget = ROOM
 
     def __post_init__(self) -> None:
         if shared := set(self.calibrated) & set(self.held_out):
@@ -67,7 +79,9 @@ class Grid:
 
     def schedules(self, model: ModelSpec, shapes: Sequence[Shape]) -> list[Schedule]:
         """Every policy on a model, shape by shape."""
-        return [policies.build(name, model, self._workload(shape), ROOM) for shape in shapes for name in self.policies]
+        return [
+            policies.build(name, model, self._workload(shape), self.room) for shape in shapes for name in self.policies
+        ]
 
     def points(self) -> list[Schedule]:
         """What is run, all of it."""
@@ -77,12 +91,34 @@ class Grid:
         return Workload(micro_batch_size=shape[0], seq_len=shape[1], precision=self.precision)
 
 
+def usual(backend: str | None = None) -> Grid:
+    """What is worth validating: on a CPU models that train in a blink, on a GPU, where there is one, real ones.
+
+    Raises:
+        Refused: the backend is not on this machine.
+    """
+    machine = backend_of(backend)
+    machine.close()
+    if machine.device.type == "cpu":
+        return Grid(models=tuple(models()))
+    total = torch.cuda.get_device_properties(machine.device).total_memory
+    return Grid(
+        models=tuple(presets.load(name) for name in GPU_MODELS),
+        calibrated=GPU_CALIBRATED,
+        held_out=GPU_HELD_OUT,
+        precision="bf16",
+        backend="cuda",
+        room=MemoryBudget(device_bytes=total - GPU_RESERVE, host_bytes=available_memory()),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A schedule and its measured runs, a trace per round."""
+    """A schedule and its measured runs, a trace per round; the largest workspace of its ops, bytes."""
 
     schedule: Schedule
     rounds: tuple[Trace, ...]
+    workspace: int
 
 
 def calibrate(grid: Grid, folder: Path, progress: Progress) -> HardwareProfile:
@@ -92,7 +128,16 @@ def calibrate(grid: Grid, folder: Path, progress: Progress) -> HardwareProfile:
         return hardware.load(path)
     folder.mkdir(parents=True, exist_ok=True)
     schedules = [schedule for model in grid.models for schedule in grid.schedules(model, grid.calibrated)]
-    profile = measure(grid.models[0], schedules, progress=progress)
+    held = {batch * seq for batch, seq in grid.held_out}
+    between = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
+    profile = measure(
+        grid.models[0],
+        schedules,
+        progress=progress,
+        machine=partial(backend_of, grid.backend),
+        parts=folder / "parts",
+        memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, between)]),
+    )
     hardware.save(profile, path)
     return profile
 
@@ -108,12 +153,27 @@ def run(grid: Grid, folder: Path, progress: Progress) -> list[Point]:
             progress((number * len(schedules) + index) / total, f"round {number + 1}, {name_of(schedule)}")
             path = folder / "traces" / f"{name_of(schedule)}.{number + 1}.json"
             if not path.is_file():
-                train(verify(schedule), steps=grid.steps, lr=1e-4, seed=number).trace.save(path)
+                train(verify(schedule), steps=grid.steps, lr=1e-4, seed=number, backend=grid.backend).trace.save(path)
             trace = Trace.read(path)
             trace.check(schedule)
             found[index].append(trace)
+    workspaces = _workspaces(grid, schedules, folder / "workspace.json", progress)
     progress(1.0, "")
-    return [Point(schedule=s, rounds=tuple(traces)) for s, traces in zip(schedules, found, strict=True)]
+    return [
+        Point(schedule=schedule, rounds=tuple(traces), workspace=workspaces[name_of(schedule)])
+        for schedule, traces in zip(schedules, found, strict=True)
+    ]
+
+
+def _workspaces(grid: Grid, schedules: Sequence[Schedule], path: Path, progress: Progress) -> dict[str, int]:
+    """By point, from a step apart: to watch memory takes time."""
+    found: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    for schedule in schedules:
+        if (name := name_of(schedule)) not in found:
+            progress(1.0, f"memory of {name}")
+            found[name] = max(workspaces(schedule, partial(backend_of, grid.backend)).values())
+            path.write_text(json.dumps(found))
+    return found
 
 
 def name_of(schedule: Schedule) -> str:

@@ -7,10 +7,12 @@ needs and what it leaves behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.schedule import Schedule
 from schedules.tensor import Tensor, parse
@@ -48,12 +50,16 @@ class Contents:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._model = schedule.model
+        self._trained = trained.cls(schedule.workload)
+        self._layers = trained.layers(schedule.model, schedule.workload)
         self._held: dict[str, Content] = {}
         self._step = 0
         self._updated: dict[str, str] = {}  # layer -> the op that updated it in this step
         self._forward_version: dict[tuple[str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
-        self._training = any(op.phase in (Phase.ADAM, Phase.BACKWARD, Phase.LOSS) for op in schedule.ops)
+        self._training = bool(self._layers) and any(
+            op.phase in (Phase.ADAM, Phase.BACKWARD, Phase.LOSS) for op in schedule.ops
+        )
 
     def check(self, steps: int = 3) -> Iterator[Violation]:
         """Violations in program order; each op's first of a kind only, since later steps repeat it."""
@@ -74,6 +80,8 @@ class Contents:
             yield from _RULES[op.phase](self, op, found)
         if self._training:
             yield from self._all_updated()
+        if self._schedule.workload.task == "evaluate":
+            yield from self._all_evaluated()
 
     # ---- reading
 
@@ -107,13 +115,15 @@ class Contents:
         """Weights must be of the version this step trains (or as stale as declared); the rest of this step."""
         cls = parse(held.tensor).cls
         stale = self._schedule.staleness
-        if cls == tensors.STATE or (cls == tensors.WEIGHT and op.phase not in _COMPUTE):
+        if cls == tensors.STATE or (cls in tensors.PARAMETERS and op.phase not in _COMPUTE):
             return None  # carried along; checked where it is computed with or updated
-        oldest = self._step - (stale if cls in (tensors.WEIGHT, *tensors.GRADIENTS, tensors.NORM) else 0)
+        if cls in tensors.PARAMETERS and (cls != self._trained or not self._layers):
+            return None  # frozen: there is one version
+        oldest = self._step - (stale if cls in {*tensors.PARAMETERS, *tensors.GRADIENTS, tensors.NORM} else 0)
         if oldest <= held.version <= self._step:
             return None
         age = f"version {held.version} where version {self._step} is due"
-        unit = "updates" if cls == tensors.WEIGHT else "steps"
+        unit = "updates" if cls in tensors.PARAMETERS else "steps"
         return Violation(
             rule="stale read",
             op=op.name,
@@ -143,7 +153,7 @@ class Contents:
         return tuple(sorted(f"{name}.{m}" for name in passes for m in self._schedule.workload.microbatches))
 
     def _all_layers(self) -> tuple[str, ...]:
-        return tuple(sorted(self._model.layer_name(i) for i in self._model.layers))
+        return tuple(sorted(self._model.layer_name(i) for i in self._layers))
 
     def _all_updated(self) -> Iterator[Violation]:
         for layer in self._all_layers():
@@ -155,6 +165,18 @@ class Contents:
                     message=f"the gradient of layer {layer} is never applied: the step has no update of it",
                     fix=f"add an update of layer {layer}",
                     buffer=f"w.{layer}",
+                )
+
+    def _all_evaluated(self) -> Iterator[Violation]:
+        losses = Counter(op.microbatch for op in self._schedule.ops if op.phase == Phase.LOSS)
+        for m in self._schedule.workload.microbatches:
+            if losses[m] != 1:
+                yield Violation(
+                    rule="loss coverage",
+                    op=self._schedule.ops[-1].name,
+                    message=f"the loss of micro-batch {m} is computed {losses[m]} times in a step",
+                    fix="compute the loss of every micro-batch once",
+                    buffer=f"micro-batch {m}",
                 )
 
     # ---- writing
@@ -199,7 +221,7 @@ class Contents:
         """A micro-batch must meet the same weights in forward, recompute and backward."""
         assert op.microbatch is not None
         for access, content in found.items():
-            if parse(access.tensor).cls != tensors.WEIGHT:
+            if parse(access.tensor).cls not in tensors.PARAMETERS:
                 continue
             key = (f"{self._step}.{access.tensor}", op.microbatch)
             first = self._forward_version.setdefault(key, content.version)
@@ -244,15 +266,15 @@ class Contents:
         yield from ()
 
     def _adam(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
-        weights = next((a for a in op.writes if parse(a.tensor).cls == tensors.WEIGHT), None)
+        weights = next((a for a in op.writes if parse(a.tensor).cls == self._trained), None)
         state = next((a for a in op.writes if parse(a.tensor).cls == tensors.STATE), None)
         gradient = next((a for a in op.reads if parse(a.tensor).cls in tensors.GRADIENTS), None)
         if weights is None or state is None or gradient is None or weights not in found or state not in found:
             yield Violation(
                 rule="incomplete op",
                 op=op.name,
-                message=f"{op.name} must read a gradient, and read and write weights and optimizer state",
-                fix="name the buffers of g, o and w of one layer",
+                message=f"{op.name} must read a gradient, and read and write what is trained and its optimizer state",
+                fix=f"name the buffers of g, o and {self._trained} of one layer",
             )
             return
         layer = parse(weights.tensor).layer
@@ -345,30 +367,36 @@ def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
     def at(cls: str, layer: int, microbatch: int | None = None) -> str:
         return str(Tensor(cls, name(layer), microbatch))
 
-    weights = at(tensors.WEIGHT, i)
+    workload = schedule.workload
+    updated = trained.layers(model, workload)
+    weights = [at(tensors.WEIGHT, i)]
+    if workload.lora_rank is not None and model.is_block(i):
+        weights.append(at(tensors.ADAPTER, i))
     if op.phase == Phase.EMBED:
-        return [weights], [at(tensors.OUTPUT, i, m)]
+        return weights, [at(tensors.OUTPUT, i, m)]
     if op.phase == Phase.BACKWARD and i == model.embed:
         return [at(tensors.OUTPUT_GRAD, i, m)], [at(tensors.GRAD, i)]
     source = at(tensors.OUTPUT, i - 1, m)
     if op.phase == Phase.FORWARD:
-        return [weights, source], [at(tensors.OUTPUT, i, m)]
+        return [*weights, source], [at(tensors.OUTPUT, i, m)]
     if op.phase == Phase.RECOMPUTE:
-        return [weights, source], []
+        return [*weights, source], []
     if op.phase == Phase.LOSS:
-        tied = [model.embed] if model.tie_word_embeddings else []
+        tables = [model.embed] if model.tie_word_embeddings else []
+        back = [at(tensors.OUTPUT_GRAD, i - 1, m)] if workload.task == "train" else []
         return (
-            [weights, source, *(at(tensors.WEIGHT, t) for t in tied)],
-            [at(tensors.OUTPUT_GRAD, i - 1, m), at(tensors.GRAD, i), *(at(tensors.GRAD, t) for t in tied)],
+            [*weights, source, *(at(tensors.WEIGHT, t) for t in tables)],
+            [*back, *(at(tensors.GRAD, layer) for layer in (i, *tables) if layer in updated)],
         )
     return (
-        [weights, source, at(tensors.SAVED, i, m), at(tensors.OUTPUT_GRAD, i, m)],
+        [*weights, source, at(tensors.SAVED, i, m), at(tensors.OUTPUT_GRAD, i, m)],
         [at(tensors.OUTPUT_GRAD, i - 1, m), at(tensors.GRAD, i)],
     )
 
 
 _WORDS = {
     tensors.WEIGHT: "the weights of layer {}",
+    tensors.ADAPTER: "the adapters of layer {}",
     tensors.GRAD: "the gradient of layer {}",
     tensors.GRAD32: "the fp32 gradient of layer {}",
     tensors.STATE: "the optimizer state of layer {}",

@@ -263,6 +263,20 @@ class ModelSpec:
             shapes["mlp.experts.down_proj_bias"] = (n, h)
         return shapes
 
+    def adapter_shapes(self, i: int, rank: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of LoRA's adapters of that rank in layer i.
+
+        Beside a projection (out, in) stand a matrix (rank, in) and one (out, rank), named as in Hugging Face's peft.
+        Experts, which are stacked, the router, the embedding and the head have none.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.parameter_shapes(i).items() if self.is_block(i) else ():
+            if name.endswith("_proj.weight") and len(shape) == 2:
+                projection = name.removesuffix("weight")
+                found[f"{projection}lora_A.weight"] = (rank, shape[1])
+                found[f"{projection}lora_B.weight"] = (shape[0], rank)
+        return found
+
     def params(self, i: int) -> int:
         """Parameters of layer i."""
         if i not in self._params:
@@ -318,6 +332,7 @@ class ModelSpec:
         head_dim for QK^T and PV over the pairs the causal mask leaves. Norms, rotary, softmax and biases are
         not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The
         embedding is a lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied.
+        Adapters are matrices like others.
         """
         tokens, h = workload.tokens_per_microbatch, self.hidden_size
         if i == self.embed:
@@ -326,16 +341,41 @@ class ModelSpec:
             return 2 * tokens * h * self.vocab_size
         projections = 2 * h * self.q_width + 2 * h * self.kv_width
         mlp = 3 * h * self.mlp_width + h * self.num_experts  # the router is a matrix of h x experts
-        pairs = workload.micro_batch_size * self.attended_pairs(i, workload.seq_len)
-        return 2 * tokens * (projections + mlp) + 4 * pairs * self.q_width
+        matrices = projections + mlp + self._adapter_params(i, workload)
+        return 2 * tokens * matrices + self.attention_flops(i, workload)
+
+    def attention_flops(self, i: int, workload: Workload) -> int:
+        """The part of a block's forward FLOPs that attention has, QK^T and PV."""
+        return 4 * workload.micro_batch_size * self.attended_pairs(i, workload.seq_len) * self.q_width
 
     def backward_flops(self, i: int, workload: Workload) -> int:
-        """Twice the forward: one product for the input's gradient and one for the weight's. No recompute."""
-        return 2 * self.forward_flops(i, workload)
+        """Twice the forward: one product for the input's gradient and one for the weight's. No recompute.
+
+        A frozen matrix needs the first only.
+        """
+        forward = self.forward_flops(i, workload)
+        if workload.lora_rank is None:
+            return 2 * forward
+        trained = 2 * workload.tokens_per_microbatch * self._adapter_params(i, workload)
+        return forward + trained + (self.attention_flops(i, workload) if self.is_block(i) else 0)
+
+    def loss_flops(self, workload: Workload) -> int:
+        """FLOPs of the loss op: the head forward, and backward unless the task is to evaluate."""
+        forward = self.forward_flops(self.head, workload)
+        return forward if workload.task == "evaluate" else forward + self.backward_flops(self.head, workload)
 
     def model_flops_per_step(self, workload: Workload) -> int:
-        """FLOPs of one step as MFU counts them: forward and backward of every micro-batch."""
-        return 3 * workload.accumulation * sum(self.forward_flops(i, workload) for i in self.layers)
+        """FLOPs of one step as MFU counts them: forward and backward of every micro-batch, or forward alone."""
+        inner = [i for i in self.layers if i != self.head]
+        once = sum(self.forward_flops(i, workload) for i in inner) + self.loss_flops(workload)
+        if workload.task == "train":
+            once += sum(self.backward_flops(i, workload) for i in inner)
+        return workload.accumulation * once
+
+    def _adapter_params(self, i: int, workload: Workload) -> int:
+        if workload.lora_rank is None:
+            return 0
+        return sum(math.prod(shape) for shape in self.adapter_shapes(i, workload.lora_rank).values())
 
     # ---- bytes of one micro-batch
 
@@ -355,6 +395,7 @@ class ModelSpec:
           h        its normalised value, read by gate and up; with experts k copies more, one per choice
           3f       gate, up, and their product
           k h      the experts' outputs, weighted by the router, with experts only
+          rank     per adapter, what lies between its two matrices
         and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
         and with experts their probabilities and, per choice, a weight and an int64 index (3 words).
         Rotary needs only its shared cos and sin table. Embedding and head keep nothing: the head's backward
@@ -372,6 +413,8 @@ class ModelSpec:
         if self.num_experts:
             elements += 2 * k * h
             words += self.num_experts + 3 * k
+        if workload.lora_rank is not None:
+            elements += workload.lora_rank * (len(self.adapter_shapes(i, workload.lora_rank)) // 2)
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
 
 

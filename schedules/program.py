@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.activations import Activations
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
@@ -54,8 +55,12 @@ class Program:
         """The weights of layer i."""
         return str(Tensor(tensors.WEIGHT, self.model.layer_name(i)))
 
+    def adapter(self, i: int) -> str:
+        """The adapters of block i, which are trained in place of its weights where the workload says so."""
+        return str(Tensor(tensors.ADAPTER, self.model.layer_name(i)))
+
     def grad(self, i: int, *, wide: bool = False) -> str:
-        """The gradient of layer i's weights, in fp32 if `wide`."""
+        """The gradient of what is trained of layer i, in fp32 if `wide`."""
         return str(Tensor(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i)))
 
     def state(self, i: int) -> str:
@@ -235,16 +240,21 @@ class Program:
     ) -> None:
         """Final norm, head and cross-entropy of micro-batch m, forward and backward at once.
 
-        With tied embeddings the table is read too, and its gradient added to.
+        With tied embeddings the table is read too, and its gradient added to. Frozen weights have no gradient, and
+        where the task is to evaluate there is no backward.
         """
         head, source = self.model.head, self.output(self.model.head - 1, m)
+        updated = trained.layers(self.model, self.workload)
         reads = [(self._activations.where(source), source)]
         writes: list[tuple[str, str]] = []
         if self.model.tie_word_embeddings:
             reads.append((embed_weights or self.home(self.weight(self.model.embed)), self.weight(self.model.embed)))
-            self._add_to(self.grad(self.model.embed), embed_grad, reads, writes)
-        self._add_to(self.grad(head), grad, reads, writes)
-        writes.append(self._new(self.output_grad(head - 1, m)))
+            if self.model.embed in updated:
+                self._add_to(self.grad(self.model.embed), embed_grad, reads, writes)
+        if head in updated:
+            self._add_to(self.grad(head), grad, reads, writes)
+        if self.workload.task == "train":
+            writes.append(self._new(self.output_grad(head - 1, m)))
         self._compute(Phase.LOSS, head, m, weights, reads=reads, writes=writes, blocking=blocking)
         self.free(source)
 
@@ -294,9 +304,12 @@ class Program:
     ) -> None:
         model, workload = self.model, self.workload
         if bound:
-            reads = [(weights or self.home(self.weight(i)), self.weight(i)), *reads]
-        forward = model.forward_flops(i, workload)
-        flops = {Phase.BACKWARD: model.backward_flops(i, workload), Phase.LOSS: 3 * forward}.get(phase, forward)
+            adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
+            reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
+        flops = {
+            Phase.BACKWARD: model.backward_flops(i, workload),
+            Phase.LOSS: model.loss_flops(workload),
+        }.get(phase, model.forward_flops(i, workload))
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(
             f"{letter}.{model.layer_name(i)}.{m}",
@@ -312,6 +325,9 @@ class Program:
             params=model.params(i),
             blocking=blocking,
         )
+
+    def _has_adapters(self, i: int) -> bool:
+        return self.workload.lora_rank is not None and self.model.is_block(i)
 
     def _add_to(
         self,
@@ -372,15 +388,16 @@ class Program:
         scaled: bool = False,
         stream: Stream = Stream.CPU,
     ) -> None:
-        """The optimizer's step on layer i, in the buffers named, or at home.
+        """The optimizer's step on layer i, or on its adapters, in the buffers named, or at home.
 
         With gradient clipping it reads the global norm, unless the gradient was `scaled` before.
         Copies of the weights elsewhere are out of date afterwards.
         """
         grad = grad or (self.home(self.grad(i)), self.grad(i))
+        updated = self.adapter(i) if self._has_adapters(i) else self.weight(i)
         own = [
             (state or self.home(self.state(i)), self.state(i)),
-            (weights or self.home(self.weight(i)), self.weight(i)),
+            (weights or self.home(updated), updated),
         ]
         reads = [grad, *own, *([] if scaled else self._clip())]
         self._update(f"U.{self.model.layer_name(i)}", Phase.ADAM, i, stream, reads, own)
@@ -411,7 +428,7 @@ class Program:
             reads=reads,
             writes=writes,
             nbytes=sum(self.nbytes(tensor) for _, tensor in [*reads, *writes]),
-            params=0 if i is None else self.model.params(i),
+            params=0 if i is None else trained.params(self.model, self.workload, i),
             fresh=fresh,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.model import ModelSpec
 from schedules.tensor import parse
 from schedules.workload import Workload
@@ -27,10 +28,14 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
     if name.cls in tensors.MICROBATCH_CLASSES:
         return model.hidden_bytes(workload)
     if name.cls == tensors.STATE:
-        return precision.state_bytes(model.params(layer))
+        return precision.state_bytes(trained.params(model, workload, layer))
+    if name.cls == tensors.WEIGHT:
+        return model.params(layer) * precision.weight
+    if name.cls == tensors.ADAPTER and workload.lora_rank is None:
+        return 0
     per_param = {
-        tensors.WEIGHT: precision.weight,
+        tensors.ADAPTER: precision.weight,
         tensors.GRAD: precision.grad,
         tensors.GRAD32: WIDE,
     }[name.cls]
-    return model.params(layer) * per_param
+    return trained.params(model, workload, layer) * per_param

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from schedules import trained
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.ring import Ring
@@ -80,9 +81,10 @@ def sweep(
 
     `weights(i)` and `grad(i)` are asked when layer i is about to run, for each direction again; with tied
     embeddings the embedding's are asked before the loss too, and that gradient stays where it is until the
-    embedding's backward. `done(i, buffer)` is called when the group's gradient of layer i is in `buffer`.
+    embedding's backward. `done(i, buffer)` is called when the group's gradient of layer i is in `buffer`. Layers that
+    are not trained have no gradient: neither `grad` nor `done` is called for them.
     """
-    model = p.model
+    model, updated = p.model, trained.layers(p.model, p.workload)
     visits = [(i, m) for i in reversed(model.blocks) for m in group]
     travel = Travel(p, [kept.travels(p, i, m) for i, m in visits], slack=kept.slack)
     table = weights(model.embed)
@@ -95,11 +97,14 @@ def sweep(
             travel.leave(kept.travels(p, i, m))
     travel.turn()
     tied = model.tie_word_embeddings
-    table, sums = (weights(model.embed), grad(model.embed)) if tied else (None, None)
-    slot, buffer = weights(model.head), grad(model.head)
+    table = weights(model.embed) if tied else None
+    sums = grad(model.embed) if tied and model.embed in updated else None
+    slot = weights(model.head)
+    buffer = grad(model.head) if model.head in updated else None
     for m in group:
         p.loss(m, weights=slot, grad=buffer, embed_weights=table, embed_grad=sums)
-    done(model.head, buffer or p.home(p.grad(model.head)))
+    if model.head in updated:
+        done(model.head, buffer or p.home(p.grad(model.head)))
     for i in reversed(model.blocks):
         slot, buffer = weights(i), grad(i)
         for m in group:
@@ -108,6 +113,9 @@ def sweep(
                 p.recompute(i, m, weights=slot)
             p.backward(i, m, weights=slot, grad=buffer)
         done(i, buffer or p.home(p.grad(i)))
+    if model.embed not in updated:
+        p.free(*(p.output_grad(model.embed, m) for m in group))
+        return
     buffer = sums if tied else grad(model.embed)
     for m in group:
         p.backward(model.embed, m, grad=buffer)

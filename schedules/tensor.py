@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from schedules.errors import InputError
 
 WEIGHT = "w"  # weights in the type they are computed with
+ADAPTER = "a"  # LoRA's adapters of a block, which are trained in place of its weights
 GRAD = "g"  # gradient in the type backward produces
 GRAD32 = "g32"  # gradient widened to fp32
 STATE = "o"  # optimizer state: moments, and the master copy where the precision keeps one
@@ -15,9 +16,10 @@ SAVED = "s"  # activations kept inside a layer for its backward
 OUTPUT_GRAD = "d"  # gradient of a layer's output
 NORM = "norm"  # the global gradient norm
 
-LAYER_CLASSES = frozenset({WEIGHT, GRAD, GRAD32, STATE})
+LAYER_CLASSES = frozenset({WEIGHT, ADAPTER, GRAD, GRAD32, STATE})
 MICROBATCH_CLASSES = frozenset({OUTPUT, SAVED, OUTPUT_GRAD})
-PERSISTENT = frozenset({WEIGHT, STATE})  # carried from one step to the next
+PARAMETERS = frozenset({WEIGHT, ADAPTER})
+PERSISTENT = PARAMETERS | {STATE}  # carried from one step to the next
 GRADIENTS = frozenset({GRAD, GRAD32})
 
 
@@ -52,7 +54,7 @@ def parse(name: str) -> Tensor:
     if cls in MICROBATCH_CLASSES and len(rest) == 2 and _is_layer(rest[0]) and rest[1].isdecimal():
         return Tensor(cls, rest[0], int(rest[1]))
     raise TensorError(
-        f"unknown tensor {name!r}: expected w|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH or norm, "
+        f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH or norm, "
         "with LAYER a block number, embed or head"
     )
 

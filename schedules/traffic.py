@@ -6,6 +6,7 @@ import math
 
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
+from schedules.trained import params, shapes
 from schedules.workload import Workload
 
 # The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
@@ -23,7 +24,8 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
     Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
     token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
     and norm input, output and both gradients.
-    Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too.
+    Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too. Frozen weights have no gradient;
+    adapters beside them move, per token, their input and output and what lies between.
     Raises ModelError for a phase that layer i does not compute.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
@@ -32,8 +34,13 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
         if not fused:
             activations += tokens * _unfused_block_bytes(model, b.activation)
         weights = model.params(i) * b.weight
+        trained = params(model, workload, i)
+        if workload.lora_rank is not None:
+            shapes = model.adapter_shapes(i, workload.lora_rank).values()
+            activations += tokens * sum(sum(shape) for shape in shapes) * b.activation
+            weights += trained * b.weight
         if phase == Phase.BACKWARD:
-            return 2 * activations + weights + model.params(i) * b.grad
+            return 2 * activations + weights + trained * b.grad
         return activations + weights
     if i == model.embed and phase == Phase.EMBED:
         return tokens * model.hidden_size * (b.weight + b.activation)
@@ -43,7 +50,10 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
         chunks = -(-tokens // LOSS_CHUNK_TOKENS)
         matrix = model.vocab_size * model.hidden_size
         logits = tokens * model.vocab_size * FP32
-        return chunks * matrix * 2 * (b.weight + b.grad) + 5 * logits + 8 * model.hidden_bytes(workload)
+        if workload.task == "evaluate":  # the projection read once, logits written and read, norm input and output
+            return chunks * matrix * b.weight + 2 * logits + 2 * model.hidden_bytes(workload)
+        moved = 2 * (b.weight + (b.grad if workload.lora_rank is None else 0))
+        return chunks * matrix * moved + 5 * logits + 8 * model.hidden_bytes(workload)
     raise ModelError(f"{model.name}: layer {model.layer_name(i)} has no compute op of phase {phase}")
 
 
@@ -110,7 +120,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     copies = 2 * model.num_experts_per_tok * h
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     if phase == Phase.BACKWARD:
-        largest = max(math.prod(shape) for shape in model.parameter_shapes(i).values())
+        largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest * workload.bytes.grad + tokens * per_token
     if phase == Phase.RECOMPUTE:

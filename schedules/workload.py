@@ -52,6 +52,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 OPTIMIZERS = ("adamw",)
+TASKS = ("train", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,9 @@ class Workload:
     """One optimizer step: `accumulation` micro-batches of `micro_batch_size` sequences of `seq_len` tokens.
 
     `precision` names a row of PRECISIONS. `grad_clip` is the largest global gradient norm; None does not
-    clip. Raises ValueError when a value has no meaning.
+    clip. The task is to train the model, or to evaluate its loss and nothing else. With `lora_rank` the model's own
+    weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks (LoRA, Hu
+    et al., arXiv:2106.09685). Raises ValueError when a value has no meaning.
     """
 
     micro_batch_size: int
@@ -68,6 +71,8 @@ class Workload:
     precision: str = "bf16"
     optimizer: str = "adamw"
     grad_clip: float | None = None
+    task: str = "train"
+    lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation", "seq_len"):
@@ -76,6 +81,12 @@ class Workload:
             raise ValueError(f"precision {self.precision!r} is unknown; known are {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown; known are {', '.join(OPTIMIZERS)}")
+        if self.task not in TASKS:
+            raise ValueError(f"task {self.task!r} is unknown; known are {', '.join(TASKS)}")
+        if self.lora_rank is not None:
+            _whole_number("lora_rank", self.lora_rank, least=1)
+            if self.task == "evaluate":
+                raise ValueError("adapters are there to be trained: with lora_rank the task must be train")
         clip = self.grad_clip
         if clip is None:
             return
@@ -100,7 +111,9 @@ class Workload:
         return PRECISIONS[self.precision]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All fields; those added to the language later only where they are not at their defaults."""
+        usual = {field.name: field.default for field in fields(self) if field.name in ("task", "lora_rank")}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Workload:

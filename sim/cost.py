@@ -6,7 +6,7 @@ The ladder of terms is here too: each can be switched off, to show how much accu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from schedules import tensor as tensors
@@ -15,8 +15,8 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import Workload
-from sim.hardware import SHAPE, HardwareProfile
-from sim.shapes import time_between
+from sim.hardware import SHAPE, HardwareProfile, Table
+from sim.shapes import between
 
 # Resources, each of capacity 1. Ops that use one together share it.
 H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
@@ -25,6 +25,9 @@ GPU, HBM = "gpu", "hbm"
 NVME_READ, NVME_WRITE = "nvme.read", "nvme.write"
 
 _HOST_STREAMS = frozenset({Stream.CPU, Stream.HOST, Stream.NVME_READ, Stream.NVME_WRITE})
+
+
+Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.shapes
 
 
 class MissingCost(InputError):
@@ -99,12 +102,25 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     """
     layer = "all" if op.layer is None else model.layer_kind(op.layer)
     if op.kind == Kind.UPDATE:
-        return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}"
+        of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
+        return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}{of}"
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
     add = "+add" if any(tensors.parse(a.tensor).cls in tensors.GRADIENTS for a in op.reads) else ""
     shape = f"{workload.micro_batch_size}x{workload.seq_len}"
     element = "fp32" if workload.bytes.activation == 4 else "bf16"
+    if workload.lora_rank is not None:
+        element += f"/lora{workload.lora_rank}"
+    if workload.task == "evaluate":
+        element += "/evaluate"
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
+
+
+def tabulated(table: Table, key: str, workload: Workload, law: Law) -> float | None:
+    """A table's value for a signature: as measured, or by a law between measured shapes; None where neither can be."""
+    if key in table.values:
+        return table.values[key]
+    points = table.shapes.get(SHAPE.sub("/", key), {})
+    return law(points, (workload.micro_batch_size, workload.seq_len))
 
 
 def peak_flops(profile: HardwareProfile, workload: Workload) -> float:
@@ -199,13 +215,8 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
     if profile.mode == "datasheet":
         return None
     key = signature(op, schedule.model, schedule.workload)
-    table = profile.measured.op_times if profile.measured else None
-    if table is not None:
-        if key in table.values:
-            return table.values[key]
-        workload = schedule.workload
-        points = table.shapes.get(SHAPE.sub("/", key), {})
-        time_ns = time_between(points, (workload.micro_batch_size, workload.seq_len))
+    if profile.measured is not None and profile.measured.op_times is not None:
+        time_ns = tabulated(profile.measured.op_times, key, schedule.workload, between)
         if time_ns is not None:
             return time_ns
     raise MissingCost(key, profile.name)
@@ -221,7 +232,8 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
     attention = op.flops * _attention_share(op, model, workload)
     products_s = (op.flops - attention) / (peak * gpu.matmul_efficiency.value)
     bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
-    per_param = workload.bytes.weight + (workload.bytes.grad if op.phase == Phase.BACKWARD else 0)
+    writes_gradient = op.phase == Phase.BACKWARD and workload.lora_rank is None
+    per_param = workload.bytes.weight + (workload.bytes.grad if writes_gradient else 0)
     of_weights = min(op.nbytes, op.params * per_param)
     return 1e9 * (
         max(products_s, of_weights / bandwidth)
@@ -231,11 +243,13 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
-    """Which part of a block's FLOPs is attention's, the same forward and backward."""
+    """Which part of a block's FLOPs is attention's: two products forward, four backward."""
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
-    pairs = workload.micro_batch_size * model.attended_pairs(op.layer, workload.seq_len)
-    return 4 * pairs * model.num_attention_heads * model.head_dim / model.forward_flops(op.layer, workload)
+    attention = model.attention_flops(op.layer, workload)
+    if op.phase == Phase.BACKWARD:
+        return 2 * attention / model.backward_flops(op.layer, workload)
+    return attention / model.forward_flops(op.layer, workload)
 
 
 # ---- updates

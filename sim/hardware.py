@@ -9,6 +9,7 @@ fraction, cores, params/s); files and the command line may use any unit of the s
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from schedules.errors import InputError
 from sim.units import UNITS, readable, to_base
 
 PROFILES = Path(__file__).parent / "profiles"
+DIGEST = "sha256"  # the field of a measured profile's file that tells whether it was edited
 
 
 class HardwareError(InputError):
@@ -63,6 +65,15 @@ class Table:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """What was read several times: the least, the median and the most of each, in one unit."""
+
+    values: dict[str, tuple[int, int, int]]
+    unit: str
+    source: str
+
+
 SHAPE = re.compile(r"/(?P<batch>\d+)x(?P<seq>\d+)/")  # in a signature
 
 
@@ -71,7 +82,7 @@ class Rule:
     """What a field of a profile may hold; stands in the annotation of the dataclass field."""
 
     meaning: str
-    holds: Literal["number", "text", "section", "table"]
+    holds: Literal["number", "text", "section", "table", "readings"]
     unit: str = ""
     zero: bool = False
     at_most: float = math.inf
@@ -93,6 +104,10 @@ def _text(meaning: str, *choices: str) -> Rule:
 
 def _table(unit: str, meaning: str) -> Rule:
     return Rule(holds="table", meaning=meaning, unit=unit)
+
+
+def _readings(unit: str, meaning: str) -> Rule:
+    return Rule(holds="readings", meaning=meaning, unit=unit)
 
 
 def _section(section: type, meaning: str) -> Rule:
@@ -182,7 +197,24 @@ class Issue:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     op_times: Annotated[Table | None, _table("ns", "duration of a compute op running alone, by signature")] = None
+    op_noise: Annotated[
+        Table | None, _table("ns", "half of what the middle two thirds of an op's durations span, by signature")
+    ] = None
     workspace: Annotated[Table | None, _table("bytes", "transient device memory of a compute op, by signature")] = None
+    links: Annotated[Readings | None, _readings("B/s", "copies by direction/bytes/what runs beside")] = None
+    dram: Annotated[
+        Readings | None, _readings("B/s", "host memory, read and written, by what/threads/what runs beside")
+    ] = None
+    adam: Annotated[
+        Readings | None, _readings("params/s", "the host's optimizer by precision/threads/what runs beside")
+    ] = None
+    products: Annotated[
+        Readings | None, _readings("FLOP/s", "square matrix products on the device, by element type")
+    ] = None
+    nvme: Annotated[Readings | None, _readings("B/s", "the drive by direction/bytes of a piece/pieces under way")] = (
+        None
+    )
+    host: Annotated[Readings | None, _readings("ns", "the issuing thread and idle streams, by what they do")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +229,7 @@ class HardwareProfile:
     issue: Annotated[Issue, _section(Issue, "the issuing thread")]
     nvme: Annotated[Nvme | None, _section(Nvme, "local solid-state storage")] = None
     measured: Annotated[Measured | None, _section(Measured, "times measured on this machine")] = None
+    versions: Annotated[str | None, _text("the software that it was measured with")] = None
 
 
 # ---------------------------------------------------------------------------------------- the table, walked
@@ -303,6 +336,8 @@ def _parse_section(section: type, document: object, file: str, prefix: str) -> o
             parsed[key] = _parse_value(data[key], rule, where)
         elif rule.holds == "table":
             parsed[key] = _parse_table(data[key], rule, where)
+        elif rule.holds == "readings":
+            parsed[key] = _parse_readings(data[key], rule, where)
         else:
             parsed[key] = _parse_text(data[key], rule, where)
     return section(**parsed)
@@ -338,6 +373,22 @@ def _parse_table(document: object, rule: Rule, where: str) -> Table:
     return Table(values=dict(values), unit=rule.unit, source=_parse_source(data, where))
 
 
+def _parse_readings(document: object, rule: Rule, where: str) -> Readings:
+    data = _mapping(document, where, ("values", "unit", "source"))
+    if data.get("unit") != rule.unit:
+        raise HardwareError(f"{where}: unit must be {rule.unit}; got {data.get('unit')!r}")
+    values = data.get("values")
+    if not isinstance(values, dict):
+        raise HardwareError(f"{where}: values must be an object of name to three numbers; got {values!r}")
+    for name, three in values.items():
+        if not (isinstance(three, list) and len(three) == 3 and all(type(n) is int and n >= 0 for n in three)):
+            raise HardwareError(f"{where}: {name!r} must be least, median and most in {rule.unit}; got {three!r}")
+        if sorted(three) != three:
+            raise HardwareError(f"{where}: {name!r}: least, median and most are not in order: {three}")
+    found = {name: (three[0], three[1], three[2]) for name, three in values.items()}
+    return Readings(values=found, unit=rule.unit, source=_parse_source(data, where))
+
+
 def _parse_source(data: Mapping[str, object], where: str) -> str:
     source = data.get("source")
     if not isinstance(source, str) or not source.strip():
@@ -371,7 +422,21 @@ def load(name_or_path: str | Path) -> HardwareProfile:
         raise HardwareError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise HardwareError(f"{path.name}: {error}") from error
+    if isinstance(document, dict):
+        _require_untouched(document, path.name)
     return from_json(document, path.name)
+
+
+def _require_untouched(document: dict[str, object], file: str) -> None:
+    """A measured profile says what was measured: raises HardwareError if it was edited since. Takes the digest off."""
+    written = document.pop(DIGEST, None)
+    if written is None and document.get("mode") != "measured":
+        return
+    if written != digest_of(document):
+        raise HardwareError(
+            f"{file}: {'has no digest' if written is None else 'was changed after it was measured'}; measure again, "
+            'change numbers where they are used (--set links.h2d.bandwidth=40GB/s), or make it a "datasheet" profile'
+        )
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -406,15 +471,26 @@ def _write_section(section: object) -> dict[str, Any]:
             document[key] = {"value": whole, "unit": unit, "source": item.source}
         elif rule.holds == "table":
             document[key] = {"values": dict(item.values), "unit": item.unit, "source": item.source}
+        elif rule.holds == "readings":
+            values = {name: list(three) for name, three in item.values.items()}
+            document[key] = {"values": values, "unit": item.unit, "source": item.source}
         else:
             document[key] = item
     return document
 
 
+def digest_of(document: Mapping[str, object]) -> str:
+    """SHA-256 of a profile's content, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def save(profile: HardwareProfile, path: Path) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file, whole or not at all; a measured one carries the digest of what was measured."""
+    document = to_json(profile)
+    if profile.mode == "measured":
+        document[DIGEST] = digest_of(document)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(to_json(profile), indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -284,7 +284,7 @@ class Search:
 
     def named(self, workload: Workload) -> None:
         """Every exact policy with the knobs it comes with."""
-        for name in policies.names():
+        for name in policies.comparable():
             self.evaluate(Candidate(policy=name, workload=workload))
 
     def evaluate(self, candidate: Candidate) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,10 @@ from schedules.trace import Ints, Trace
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
-from sim.cost import Terms, peak_flops, signature
+from sim.cost import Terms, peak_flops, signature, tabulated
 from sim.engine import simulate
 from sim.hardware import HardwareProfile
+from sim.shapes import largest_of_lines
 
 DAY_NS = 86_400 * 10**9
 STEPS = (4, 8, 16)  # simulated until the period repeats
@@ -25,6 +27,7 @@ HOLDERS = 5  # how many of the largest holders of memory an error names
 
 _CLASS_NAMES: Mapping[str, str] = {
     tensors.WEIGHT: "weights",
+    tensors.ADAPTER: "adapters",
     tensors.GRAD: "gradients",
     tensors.GRAD32: "fp32 gradients",
     tensors.STATE: "optimizer state",
@@ -259,9 +262,11 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
     if op.layer is None:
         return 0
     table = profile.measured.workspace if profile.measured else None
-    key = signature(op, schedule.model, schedule.workload)
-    if table is not None and key in table.values:
-        return table.values[key]
+    if table is not None:
+        key = signature(op, schedule.model, schedule.workload)
+        measured = tabulated(table, key, schedule.workload, largest_of_lines)
+        if measured is not None:
+            return math.ceil(measured)
     return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload)
 
 

@@ -26,6 +26,7 @@ from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predic
 MORE = 1.25  # what a resource is multiplied with to see what more of it would bring
 FASTER = 0.9  # what the ops of a class are multiplied with to see what they hold up
 SAMPLES = 200  # of a noisy step
+USUAL_NOISE = 0.02  # of an op on a quiet machine, for `spread` where it was not measured
 RATES = (
     ("GPU, matrix products", ("gpu.matmul_flops", "gpu.fp32_flops")),
     ("GPU, memory bandwidth", ("gpu.memory_bandwidth",)),
@@ -58,6 +59,15 @@ def spread(prediction: Prediction, noise: float, *, seed: int = 0) -> Spread:
     tokens = prediction.schedule.workload.tokens_per_step / (found * scale / 1e9)
     p5, p50, p95 = (float(value) for value in np.percentile(tokens, (5, 50, 95)))
     return Spread(p5=p5, p50=p50, p95=p95, noise=noise)
+
+
+def op_noise(profile: HardwareProfile) -> float | None:
+    """The noise of a measured machine's ops, for `spread`: the median over its ops; None where it was not measured."""
+    measured = profile.measured
+    if measured is None or measured.op_noise is None or measured.op_times is None:
+        return None
+    times = measured.op_times.values
+    return float(np.median([noise / times[key] for key, noise in measured.op_noise.values.items() if times[key]]))
 
 
 def criticality(prediction: Prediction) -> dict[str, float]:

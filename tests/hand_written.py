@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from schedules import trained
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
@@ -33,18 +34,21 @@ def small(*, tied: bool = False, blocks: int = 2) -> ModelSpec:
 
 def on_device(model: ModelSpec, workload: Workload) -> Schedule:
     """Everything on the device all the time; the optimizer runs there."""
-    p = Program(model, workload)
+    p, updated = Program(model, workload), trained.layers(model, workload)
     for i in model.layers:
-        p.keep_on_device(p.weight(i), p.state(i), p.grad(i))
+        p.keep_on_device(p.weight(i), *([p.adapter(i)] if workload.lora_rank else []), p.state(i), p.grad(i))
     for m in workload.microbatches:
         for i in model.layers[:-1]:
-            p.forward(i, m)
+            p.forward(i, m, keep="all" if updated else "nothing")
         p.loss(m)
         for i in reversed(model.layers[:-1]):
-            p.backward(i, m)
-    if workload.grad_clip is not None:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
-    for i in model.layers:
+            if i in updated:
+                p.backward(i, m)
+        if updated and model.embed not in updated:
+            p.free(p.output_grad(model.embed, m))
+    if updated and workload.grad_clip is not None:
+        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in updated], stream=Stream.COMPUTE)
+    for i in updated:
         p.update(i, stream=Stream.COMPUTE)
     return p.build(policy="on_device")
 

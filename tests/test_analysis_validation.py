@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from quick_readings import hurry
 
 from analysis import validation, validation_report
 from megatrain import validate
@@ -47,7 +48,7 @@ def points(slower: float = 1.0, planted: str = "", terms: Terms = Terms()) -> li
         for batch in (1, 4):
             of = schedule(policy, batch)
             trace = run(of, terms, slower if policy == planted or not planted else 1.0)
-            found.append(Point(schedule=of, rounds=(trace, trace)))
+            found.append(Point(schedule=of, rounds=(trace, trace), workspace=1 << 20))
     return found
 
 
@@ -86,7 +87,9 @@ def test_a_slow_class_of_ops_is_told() -> None:
     trace = run(of)
     loads = np.array([of.ops[i].name.startswith("P.w") for i in trace.op])
     slow = replace(trace, start_ns=trace.start_ns - np.where(loads, trace.end_ns - trace.start_ns, 0))
-    classes = validation.by_class([Point(schedule=of, rounds=(slow,))], PROFILE).set_index("ops")["error"]
+    classes = validation.by_class([Point(schedule=of, rounds=(slow,), workspace=1 << 20)], PROFILE).set_index("ops")[
+        "error"
+    ]
     assert classes["h2d w"] == pytest.approx(-0.5, abs=0.01)
     assert abs(classes["compute backward"]) < 0.01
 
@@ -126,8 +129,7 @@ def small(**changes: object) -> Grid:
 
 
 def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.profile.PAIR_SECONDS", 0.02)
-    monkeypatch.setattr("megatrain.profile.SLAB", 1 << 12)
+    hurry(monkeypatch)
     grid, told = small(), list[str]()
     profile = validate.calibrate(grid, tmp_path, lambda done, note: None)
     train, runs = validate.train, list[str]()

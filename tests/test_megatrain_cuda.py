@@ -34,7 +34,7 @@ from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
 from megatrain.pointwise import compiled
 from megatrain.session import backend_of
 from megatrain.train import Debug, Trainer
-from schedules import policies
+from schedules import policies, trained
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
@@ -173,7 +173,7 @@ def trainer(schedule: Schedule, backend: CpuBackend, **options: Any) -> Trainer[
 def result(schedule: Schedule, backend: CpuBackend, **options: Any) -> tuple[list[float], list[Tensor]]:
     with trainer(schedule, backend, **options) as run:
         losses = run.run(STEPS)
-        return losses, [run.parameters(i).cpu() for i in schedule.model.layers]
+        return losses, [run.parameters(i).cpu() for i in trained.layers(schedule.model, schedule.workload)]
 
 
 def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from quick_readings import hurry
 
 from analysis import demo_report
-from megatrain import demo, profile
+from megatrain import demo
 from schedules.trace import Trace
 from schedules.workload import Workload
 
@@ -21,10 +22,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MODEL", "tiny")
-    monkeypatch.setattr(demo, "WORKLOAD", Workload(micro_batch_size=1, seq_len=16, precision="fp32"))
+    small = demo.Setting(model="tiny", workload=Workload(micro_batch_size=1, seq_len=16, precision="fp32"), lr=1e-3)
+    monkeypatch.setitem(demo.SETTINGS, "cpu", small)
+    hurry(monkeypatch)
     monkeypatch.setattr(demo_report, "SIMULATED_MODELS", ("qwen2.5-0.5b",))
-    monkeypatch.setattr(profile, "PAIR_SECONDS", 0.02)
     measured = demo.measure_machine(tmp_path, lambda done, note: None)
     results = demo.run_all(tmp_path, measured, 6, lambda done, note: None)
     index = demo_report.write(tmp_path, results, "the command", lambda done, note: None)

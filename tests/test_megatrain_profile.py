@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from quick_readings import hurry
 
-from megatrain import profile
+from megatrain import profile, rates, readings
+from megatrain.cpu import CpuBackend
 from megatrain.demo import POLICIES
+from megatrain.workspace import peak_bytes
 from schedules import policies
 from schedules.errors import Refused
-from schedules.op import Kind, Phase
+from schedules.op import Kind, Phase, Stream, Tier
 from schedules.presets import load
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import MissingCost, signature
 from sim.hardware import HardwareProfile
+from sim.prediction import peak_bytes as peak_bytes_of
 from sim.prediction import predict
 
 MODEL = replace(load("tiny"), num_hidden_layers=2)
@@ -34,8 +41,7 @@ def schedules(seq_len: int = 16) -> list[Schedule]:
 
 def measured_quickly(chosen: list[Schedule], told: list[float]) -> HardwareProfile:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "PAIR_SECONDS", 0.02)
-        patch.setattr(profile, "SLAB", 1 << 12)
+        hurry(patch)
         return profile.measure(MODEL, chosen, progress=lambda done, note: told.append(done))
 
 
@@ -106,10 +112,108 @@ def test_progress_moves_forward(measured: tuple[HardwareProfile, list[float]]) -
 def test_ops_are_timed_alone() -> None:
     """In a serialised step no op starts before the one issued before it has ended."""
     schedule = schedules()[1]
-    times = profile.alone(schedule)
-    assert [op for op, _, _ in times] == list(schedule.ops)
-    assert all(duration > 0 for op, duration, _ in times if op.phase != Phase.SYNC)
-    assert all(gap >= 0 for _, _, gap in times)
+    found = profile.alone(schedule)
+    durations, gaps = np.array(found["durations_ns"]), np.array(found["gaps_ns"])
+    assert durations.shape == (profile.ALONE_STEPS - 1, len(schedule.ops))
+    working = [op.phase != Phase.SYNC for op in schedule.ops]
+    assert (durations[:, working] > 0).all() and (gaps >= 0).all()
+
+
+def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path) -> None:
+    """What was measured stays; another machine's parts are refused; nothing is left behind at the end."""
+    parts, chosen = tmp_path / "parts", schedules()[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        patch.setattr(readings, "dram", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
+    kept = sorted(path.name for path in parts.iterdir())
+    assert f"ops {chosen[0].digest}.json" in kept and "links.json" in kept and "dram.json" not in kept
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        patch.setattr(profile, "alone", lambda *a: pytest.fail("measured again"))
+        patch.setattr(readings, "links", lambda *a: pytest.fail("measured again"))
+        found = profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
+    assert predict(chosen[0], found).period_ns > 0 and not parts.exists()
+    parts.mkdir()
+    (parts / "machine.txt").write_text("another one")
+    with pytest.raises(Refused, match="another machine"):
+        profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
+
+
+def test_a_drive_is_measured_and_its_schedules_with_it(tmp_path: Path) -> None:
+    room = replace(ROOM, nvme_bytes=1 << 30)
+    on_nvme = policies.build("zero_infinity", MODEL, workload(), room)
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        found = profile.measure(MODEL, [on_nvme], progress=lambda done, note: None, nvme=tmp_path)
+    assert found.nvme is not None and found.nvme.read.value > 0 and found.nvme.capacity.value > 1e6
+    assert found.measured is not None and found.measured.nvme is not None
+    assert {name.split("/")[0] for name in found.measured.nvme.values} == {"read", "write"}
+    assert predict(on_nvme, found).period_ns > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readings_hold_every_case_in_order(measured: tuple[HardwareProfile, list[float]]) -> None:
+    found = measured[0].measured
+    assert found is not None
+    for part, some in {
+        "links": "h2d/65536/both",
+        "dram": "fresh/1/alone",
+        "adam": "bf16_8bit/",
+        "products": "fp32",
+        "host": "issue/copy",
+    }.items():
+        values = getattr(found, part).values
+        assert any(name.startswith(some) for name in values), part
+        assert all(0 <= least <= median <= most for least, median, most in values.values()), part
+    assert found.op_times is not None and found.op_noise is not None
+    assert set(found.op_noise.values) == set(found.op_times.values)
+
+
+def test_workspace_is_what_an_op_allocates_and_does_not_keep() -> None:
+    kept: list[torch.Tensor] = []
+    cpu = torch.device("cpu")
+    few = 64  # bytes of scalars
+    assert 0 <= peak_bytes(lambda: kept.append(torch.ones(1000) + 1), cpu) - 4000 <= few  # the operand; the sum stays
+    assert 0 <= peak_bytes(lambda: torch.ones(1000).add_(1).add_(1), cpu) - 4000 <= few
+    assert peak_bytes(lambda: kept.clear(), cpu) == 0
+
+
+def test_the_largest_workspace_of_a_step_is_the_profiles(measured: tuple[HardwareProfile, list[float]]) -> None:
+    schedule = schedules()[0]
+    predicted = peak_bytes_of(schedule, measured[0])[Tier.DEVICE] - schedule.allocated_bytes(Tier.DEVICE)
+    assert max(profile.workspaces(schedule).values()) == pytest.approx(predicted, rel=0.03)
+
+
+def test_only_schedules_with_new_ops_are_run() -> None:
+    chosen = [*schedules(), *schedules()]
+    found = profile.covering(chosen)
+    assert 0 < len(found) < len(POLICIES) and found[0] is chosen[0]
+    timed = [
+        {signature(op, s.model, s.workload) for s in some for op in s.ops if op.kind == Kind.COMPUTE}
+        for some in (chosen, found)
+    ]
+    assert timed[0] == timed[1]
+
+
+def test_shapes_lie_around_those_that_are_asked_for() -> None:
+    assert profile.shapes_up_to(4, 256) == [(4, 256), (1, 256), (2, 128), (4, 64), (1, 64)]
+    assert profile.shapes_between([(1, 64), (2, 128), (4, 256)], 3) == [(1, 128), (1, 512)]  # 256 is there
+    assert profile.shapes_up_to(1, 16) == [(1, 16), (1, 8), (1, 4)]
+
+
+def test_rates_of_two_streams_count_only_what_ran_together() -> None:
+    """A sleep of 2 ms takes as long beside another one: both streams keep their own pace."""
+    backend = CpuBackend()
+    try:
+        load = [rates.Load(stream=s, work=lambda: time.sleep(0.002), amount=7) for s in (Stream.H2D, Stream.CPU)]
+        alone, both = rates.rates(backend, load[:1])[0], rates.rates(backend, load)
+        assert all(0 < rate.median < 7 / 0.002 for rate in (alone, *both))
+        with pytest.raises(ValueError, match="a stream each"):
+            rates.rates(backend, [load[0], load[0]])
+    finally:
+        backend.close()
 
 
 def test_signatures_of_all_policies_are_covered_by_them() -> None:

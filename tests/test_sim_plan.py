@@ -53,7 +53,7 @@ def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload)
     held = state_bytes(model) / 1e9
     simulated = 0
     for profile in (hardware.load(name), machine(name, device_gb=0.7 * held, host_gb=3 * held)):
-        for policy in policies.names():
+        for policy in policies.comparable():
             schedule = policies.build(policy, model, workload, memory_of(profile))
             if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
                 continue
@@ -130,7 +130,7 @@ def test_plan_is_never_slower_than_a_named_policy(
         period = found.prediction.period_ns
         assert found.prediction.fits
         assert period >= found.lower_bound_ns
-    for policy in policies.names():
+    for policy in policies.comparable():
         schedule = policies.build(policy, model, workload, memory_of(profile))
         if schedule.staleness or (schedule.allocated_bytes(Tier.NVME) and profile.nvme is None):
             continue

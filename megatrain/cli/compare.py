@@ -43,7 +43,7 @@ def compare(
 
     profile = machine_of(hardware, change)
     workload = workload_of(batch, accumulation, seq, precision, clip)
-    chosen = policy or policies.names()
+    chosen = policy or policies.comparable()
     found = []
     with progress_bar() as progress:
         task = progress.add_task("simulating", total=len(models) * len(chosen), note="")

@@ -14,6 +14,7 @@ from megatrain.cli.options import progress_bar
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the results.")] = Path("results/demo"),
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps to train with each policy.")] = 40,
+    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
 ) -> None:
     """Measure this machine, simulate five policies, train with each, and lay both side by side."""
     from analysis import demo_report, tables
@@ -25,8 +26,8 @@ def demo(
             task = progress.add_task(name, total=1.0, note="")
             return lambda done, note: progress.update(task, completed=done, note=note)
 
-        profile = demonstration.measure_machine(out, stage("measuring this machine"))
-        results = demonstration.run_all(out, profile, steps, stage("training with every policy"))
+        profile = demonstration.measure_machine(out, stage("measuring this machine"), backend)
+        results = demonstration.run_all(out, profile, steps, stage("training with every policy"), backend)
         finish = stage("writing results")
         index = demo_report.write(out, results, f"megatrain demo --out {out} --steps {steps}", finish)
         finish(1.0, "")

@@ -81,3 +81,13 @@ def progress_bar() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield progress
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """(micro-batch, sequence) of "2x128". Raises InputError."""
+    from schedules.errors import InputError
+
+    batch, times, seq = text.partition("x")
+    if not (times and batch.isdecimal() and seq.isdecimal() and int(batch) and int(seq)):
+        raise InputError(f"{text!r} is no shape; write micro-batch x sequence, as in 2x128")
+    return int(batch), int(seq)

@@ -27,7 +27,10 @@ def plan(
     precision: Precision = "bf16",
     clip: Clip = None,
     change: Set = None,
-    noise: Annotated[float, typer.Option(min=0.0, help="Spread of op times that the interval assumes.")] = 0.02,
+    noise: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Spread of op times for the interval; the profile's own or 0.02 if left out."),
+    ] = None,
     what_if: Annotated[bool, typer.Option("--what-if", help="Tell what more or less of everything would do.")] = False,
     prove: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds to prove how much another order could gain; few layers.")
@@ -65,6 +68,8 @@ def plan(
             progress=progress,
         )
         bar.update(task, completed=1.0)
+        if noise is None:
+            noise = whatif.op_noise(profile) or whatif.USUAL_NOISE
         spread = whatif.spread(found.prediction, noise)
         proof = None
         if prove is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Accumulation, Batch, Clip, Precision, Seq, progress_bar, workload_of
+from megatrain.cli.options import Accumulation, Batch, Clip, Precision, Seq, progress_bar, shape_of, workload_of
 
 
 def profile(
@@ -18,23 +18,50 @@ def profile(
     seq: Seq = 256,
     precision: Precision = "fp32",
     clip: Clip = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shape to time, micro-batch x sequence: 2x128. Repeatable; five up to BATCH x SEQ if left out."
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help="Whose ops are timed. Repeatable; all if left out.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, to measure that too.")] = None,
 ) -> None:
-    """Measure this machine: copies, layers, optimizer, issue cost. The file serves --hardware anywhere."""
-    from megatrain.profile import measure
+    """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. The file serves --hardware anywhere.
+
+    Other shapes between the timed ones are predicted from them. An interrupted measurement goes on where it was.
+    """
+    from functools import partial
+
+    from megatrain.profile import covering, measure, shapes_between, shapes_up_to
+    from megatrain.session import backend_of
     from schedules import policies as known
     from schedules import presets
+    from schedules.schedule import Schedule
     from schedules.workload import MemoryBudget
     from sim.hardware import save
 
-    workload = workload_of(batch, accumulation, seq, precision, clip)
     spec = presets.load(model)
+    everything = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40 if nvme else 0)
+    shapes = [shape_of(text) for text in shape] if shape else shapes_up_to(batch, seq)
+
+    def built(shapes: list[tuple[int, int]]) -> list[Schedule]:
+        workloads = [workload_of(b, accumulation, s, precision, clip) for b, s in shapes]
+        return [known.build(name, spec, w, everything) for w in workloads for name in policy or known.comparable()]
+
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=1.0, note="")
-        everything = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
         measured = measure(
             spec,
-            [known.build(policy, spec, workload, everything) for policy in known.names()],
+            covering(built(shapes)),
             progress=lambda done, note: progress.update(task, completed=done, note=note),
+            machine=partial(backend_of, backend),
+            nvme=nvme,
+            memory=covering(built(shapes_between(shapes))) if len(shapes) > 1 else (),
+            parts=out.with_name(out.name + ".parts"),
         )
     save(measured, out)
     print(f"written to {out}; use it with --hardware {out}")

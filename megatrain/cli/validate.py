@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Json, Precision, print_json, progress_bar
+from megatrain.cli.options import Json, print_json, progress_bar, shape_of
 
 Shapes = list[str] | None
 
@@ -22,25 +23,28 @@ def validate(
     policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Repeatable; five if left out.")] = None,
     calibrate: Annotated[Shapes, typer.Option(help="A profiled shape, micro-batch x sequence: 2x128.")] = None,
     hold_out: Annotated[Shapes, typer.Option(help="A shape that is run, and not profiled.")] = None,
-    precision: Precision = "fp32",
+    precision: Annotated[str | None, typer.Option(help="fp32 on a CPU and bf16 on a GPU, if left out.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each point is run.")] = 2,
     steps: Annotated[int, typer.Option(min=5, help="Optimizer steps of each run.")] = 10,
+    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one, if left out.")] = None,
     as_json: Json = False,
 ) -> None:
     """Profile this machine, run what was not profiled, and tell how far predictions are from runs.
 
-    On the CPU. The shapes that are profiled must surround those that are run.
+    The shapes that are profiled must surround those that are run.
     """
     from analysis import tables, validation, validation_report
     from megatrain import validate as grids
     from schedules import presets
 
-    grid = grids.Grid(
-        models=tuple(presets.load(name) for name in model) if model else tuple(grids.models()),
-        policies=tuple(policy or grids.POLICIES),
-        calibrated=tuple(map(_shape, calibrate)) if calibrate else grids.CALIBRATED,
-        held_out=tuple(map(_shape, hold_out)) if hold_out else grids.HELD_OUT,
-        precision=precision,
+    usual = grids.usual(backend)
+    grid = replace(
+        usual,
+        models=tuple(presets.load(name) for name in model) if model else usual.models,
+        policies=tuple(policy) if policy else usual.policies,
+        calibrated=tuple(map(shape_of, calibrate)) if calibrate else usual.calibrated,
+        held_out=tuple(map(shape_of, hold_out)) if hold_out else usual.held_out,
+        precision=precision or usual.precision,
         rounds=rounds,
         steps=steps,
     )
@@ -65,12 +69,3 @@ def validate(
     tables.show(validation_report.headline(table), tables.summaries("level", "level"))
     tables.show(validation.by(table, "policy", "predict_error"), tables.summaries("policy", "policy, predicted"))
     print(f"every point, the ladder and the picture: {out / 'README.md'}")
-
-
-def _shape(text: str) -> tuple[int, int]:
-    from schedules.errors import InputError
-
-    batch, times, seq = text.partition("x")
-    if not (times and batch.isdecimal() and seq.isdecimal() and int(batch) and int(seq)):
-        raise InputError(f"{text!r} is no shape; write micro-batch x sequence, as in 2x128")
-    return int(batch), int(seq)

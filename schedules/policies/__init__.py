@@ -42,6 +42,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
+def comparable() -> list[str]:
+    """Those that train all weights, sorted: what they do in a step can be compared."""
+    return [name for name in names() if trains(name) == "weights"]
+
+
+def trains(name_or_path: str | Path) -> str:
+    """What a policy trains: "weights", "adapters" or "nothing", as its file's TRAINS says. Raises PolicyError."""
+    return str(getattr(_module(name_or_path), "TRAINS", "weights"))
+
+
 def load(name_or_path: str | Path) -> Policy:
     """The policy of that name, or of a Python file. Raises PolicyError."""
     return _policy(_module(name_or_path))

@@ -1,0 +1,328 @@
+"""From what was measured to the numbers of a hardware profile: medians, fitted lines, and where each came from."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain import readings
+from megatrain.backend import Backend
+from megatrain.rates import Rate
+from megatrain.session import available_memory, machine_name
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from sim.cost import signature
+from sim.hardware import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
+
+PACKAGES = ("torch", "numpy")
+
+Tell = Callable[..., Value]  # number, unit, and a note on where it came from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The machine at hand, before anything was measured."""
+
+    device: str
+    on_gpu: bool
+    device_bytes: int
+    host_bytes: int
+    drive_bytes: int
+
+
+def here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
+    """What memory there is. On a CPU each of the two tiers may have half of the RAM."""
+    backend = machine()
+    on_gpu = backend.device.type == "cuda"
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    found = Here(
+        device=backend.machine,
+        on_gpu=on_gpu,
+        device_bytes=torch.cuda.get_device_properties(backend.device).total_memory if on_gpu else half,
+        host_bytes=available_memory() if on_gpu else half,
+        drive_bytes=shutil.disk_usage(nvme).free if nvme is not None else 0,
+    )
+    backend.close()
+    return found
+
+
+def versions() -> str:
+    """The software that times depend on."""
+    found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return f"Python {platform.python_version()}, {found}, {platform.system()} {platform.release()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ops:
+    """What single ops showed, over all schedules. Samples and workspace are by signature."""
+
+    samples: dict[str, list[float]]
+    workspace: dict[str, int]
+    copies: dict[str, list[tuple[int, float]]]  # direction -> (bytes, ns)
+    adam: list[tuple[str, Op, float]]  # precision, op on the host, ns
+    gaps: list[float]
+
+
+def _gather(found: Sequence[tuple[Schedule, Mapping[str, Any]]]) -> _Ops:
+    ops = _Ops(samples={}, workspace={}, copies={"h2d": [], "d2h": []}, adam=[], gaps=[])
+    for schedule, part in found:
+        durations = np.array(part["durations_ns"], dtype=float)
+        medians = np.median(durations, axis=0)
+        ops.gaps.extend(np.median(np.array(part["gaps_ns"], dtype=float), axis=0))
+        for name, nbytes in part["workspace"].items():
+            ops.workspace[name] = max(nbytes, ops.workspace.get(name, 0))
+        for position, op in enumerate(schedule.ops):
+            if op.phase == Phase.COPY:
+                if direction := _direction(op, schedule):
+                    ops.copies[direction].append((op.nbytes, medians[position]))
+            elif op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
+                key = signature(op, schedule.model, schedule.workload)
+                ops.samples.setdefault(key, []).extend(durations[:, position])
+            if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST):
+                ops.adam.append((schedule.workload.precision, op, medians[position]))
+    return ops
+
+
+def _direction(op: Op, schedule: Schedule) -> str | None:
+    source, target = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
+    return {(Tier.HOST, Tier.DEVICE): "h2d", (Tier.DEVICE, Tier.HOST): "d2h"}.get((source, target))
+
+
+def profile_of(
+    found: Sequence[tuple[Schedule, Mapping[str, Any]]],
+    streams: Sequence[Mapping[str, Any]],
+    spaces: Sequence[Mapping[str, int]],
+    whole: Mapping[str, Mapping[str, Any]],
+    at: Here,
+) -> HardwareProfile:
+    """The profile of a machine.
+
+    Args:
+        found: by schedule, what `megatrain.profile.alone` tells.
+        streams: what `megatrain.profile.in_a_run` tells, of some schedules.
+        spaces: what `megatrain.profile.workspaces` tells, of others.
+        whole: what `megatrain.readings` tells, by what was read.
+    """
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    threads = f"1 thread a stream, {torch.get_num_threads()} on the issuing thread"
+    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, {threads}"
+    ops = _gather(found)
+    for part in spaces:
+        ops.workspace.update({name: max(nbytes, ops.workspace.get(name, 0)) for name, nbytes in part.items()})
+
+    def value(number: float, unit: str, note: str = "") -> Value:
+        return Value(value=float(number), unit=unit, source=f"{source}{note and f'; {note}'}")
+
+    links, dram = _links(ops, whole, at, value), 0.0
+    # a copy reads and writes memory; the machine can do at least what any of its ops was seen to do
+    passes = 1 if at.on_gpu else 2
+    copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.startswith("copy/"))
+    dram = max(copied, passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
+    return HardwareProfile(
+        name=f"{at.device}, {os.cpu_count()} cores",
+        description="a GPU and the host it is in"
+        if at.on_gpu
+        else "this machine's CPU as host and device: a thread per stream, both memories in RAM",
+        date=date,
+        versions=versions(),
+        mode="measured",
+        gpu=_gpu(whole, dram, at, value),
+        host=_host(ops, whole, dram, at, value),
+        links=links,
+        issue=_issue(ops.gaps, streams, value),
+        nvme=_nvme(whole["nvme"], dram, at, value) if "nvme" in whole else None,
+        measured=_measured(ops, streams, whole, source),
+    )
+
+
+def _gpu(whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Gpu:
+    memory, copy = ("all of it", "a copy on the device") if at.on_gpu else ("half of the RAM", "the host's")
+    bandwidth = _median(whole, "products", "copy") if at.on_gpu else dram
+    slower = max(0.0, 1 / whole["shares"]["copies"][0] - 1) if at.on_gpu else 0.0
+    return Gpu(
+        name=at.device,
+        memory=value(at.device_bytes, "bytes", memory),
+        memory_bandwidth=value(bandwidth, "B/s", copy),
+        matmul_flops=value(_median(whole, "products", "bf16"), "FLOP/s", "one stream, square matrices"),
+        matmul_efficiency=value(1.0, "fraction", "the peak is a measured rate"),
+        attention_efficiency=value(1.0, "fraction", "in the op times"),
+        memory_efficiency=value(1.0, "fraction", "the bandwidth is a measured rate"),
+        fp32_flops=value(_median(whole, "products", "fp32"), "FLOP/s", "one stream, square matrices"),
+        copy_slowdown=value(
+            min(1.0, slower), "fraction", "forward beside copies" if at.on_gpu else "in the cores that streams share"
+        ),
+    )
+
+
+def _host(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Host:
+    thread = None if at.on_gpu else value(1.0, "cores", "one thread serves each stream")
+    forward = {beside: sum(pair) for beside, pair in whole["shares"].items()}
+    rate = _adam_rate(ops.adam)
+    if at.on_gpu:
+        cores = value(len(os.sched_getaffinity(0)), "cores")
+    else:
+        cores = value(
+            min(max(1.0, statistics.mean(forward.values())), float(os.cpu_count() or 1)),
+            "cores",
+            f"what two busy threads get done, of one alone: {forward['optimizer']:.2f} forward beside the "
+            f"optimizer, {forward['copies']:.2f} forward beside copies",
+        )
+    return Host(
+        name=machine_name(),
+        memory=value(at.host_bytes, "bytes", "what was free" if at.on_gpu else "half of the RAM"),
+        memory_bandwidth=value(dram, "B/s", "copies, read and written, the best of all readings"),
+        cores=cores,
+        adam_efficiency=value(_share_of(ops.adam, dram), "fraction"),
+        adam_params_per_s=None if rate is None else value(rate, "params/s", "one layer after another"),
+        adam_threads=thread,
+        copy_threads=thread,
+        compute_threads=thread,
+    )
+
+
+def _links(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], at: Here, value: Tell) -> Links:
+    """From the copies of the schedules; a direction in which none copies gets what large plain copies have."""
+    plain = readings.SIZES[-1]
+    found = {}
+    for direction, points in ops.copies.items():
+        usual = [(plain, plain / _median(whole, "links", f"{direction}/{plain}/alone") * 1e9)]
+        found[direction] = _link(points or usual, value)
+    alone = [link.bandwidth.value for link in found.values()]
+    if at.on_gpu:
+        both = sum(_median(whole, "links", f"{direction}/{plain}/both") for direction in found)
+        duplex = value(max(both, *alone), "B/s", "both at once")
+    else:
+        note = "the sum of both: a thread each, which only the memory bandwidth and the cores hold back"
+        duplex = value(sum(alone), "B/s", note)
+    return Links(h2d=found["h2d"], d2h=found["d2h"], duplex=duplex)
+
+
+def _median(whole: Mapping[str, Mapping[str, Any]], part: str, key: str) -> float:
+    return float(whole[part][key][1])
+
+
+def _measured(
+    ops: _Ops, streams: Sequence[Mapping[str, Any]], whole: Mapping[str, Mapping[str, Any]], source: str
+) -> Measured:
+    def table(values: Mapping[str, float], unit: str, note: str) -> Table:
+        return Table(values={k: round(values[k]) for k in sorted(values)}, unit=unit, source=f"{source}; {note}")
+
+    def several(part: str, unit: str) -> Readings | None:
+        if part not in whole:
+            return None
+        values = {name: _three(rate) for name, rate in whole[part].items() if name != "copy"}
+        return Readings(values=values, unit=unit, source=f"{source}; least, median and most of one reading's windows")
+
+    of_host: dict[str, Sequence[float]] = {f"issue/{kind}": times for kind, times in _issued(streams).items()}
+    of_host |= {"woken": [ns for part in streams for ns in part["woken"]], "gap between serial ops": ops.gaps}
+    return Measured(
+        op_times=table({k: statistics.median(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
+        op_noise=table({k: _noise(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
+        workspace=table(ops.workspace, "bytes", "peak of what torch allocates during the op and frees after"),
+        links=several("links", "B/s"),
+        dram=several("dram", "B/s"),
+        adam=several("adam", "params/s"),
+        products=several("products", "FLOP/s"),
+        nvme=several("nvme", "B/s"),
+        host=Readings(
+            values={name: _three(np.percentile(times, (5, 50, 95))) for name, times in of_host.items() if len(times)},
+            unit="ns",
+            source=f"{source}; 5th, 50th and 95th percentile",
+        ),
+    )
+
+
+def _three(values: Sequence[float] | Rate | np.ndarray) -> tuple[int, int, int]:
+    least, median, most = (round(max(0.0, float(v))) for v in values)
+    return least, median, most
+
+
+def _noise(samples: Sequence[float]) -> float:
+    low, high = np.percentile(samples, (16, 84))
+    return float(high - low) / 2
+
+
+def _link(points: Sequence[tuple[int, float]], value: Tell) -> Link:
+    """Latency and bandwidth of copies: the line through (bytes, ns) of least squared error, never below zero."""
+    sizes, times = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    slope, latency = np.polyfit(sizes, times, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
+    if slope <= 0 or latency < 0:
+        slope, latency = float(times.sum() / sizes.sum()), 0.0
+    return Link(
+        bandwidth=value(1e9 / slope, "B/s"),
+        latency=value(latency, "ns"),
+        half_size=value(0.0, "bytes", "in the latency"),
+    )
+
+
+def _nvme(found: Mapping[str, Any], dram: float, at: Here, value: Tell) -> Nvme:
+    """As training reads and writes; of small pieces, the smallest one at a time, what each takes beyond its bytes."""
+    read, write = (min(float(found[readings.as_used(verb)][1]), dram) for verb in ("read", "write"))
+    piece = readings.PIECES[0]
+    small = piece / float(found[f"read/{piece}/1"][1]) - piece / read
+    return Nvme(
+        read=value(read, "B/s", "large pieces, as many at once as in training"),
+        write=value(write, "B/s", "large pieces, as many at once as in training"),
+        capacity=value(at.drive_bytes, "bytes", "what was free"),
+        latency=value(max(0.0, small * 1e9), "ns", f"reads of {piece >> 10} KiB, one at a time"),
+    )
+
+
+def _adam_rate(steps: Sequence[tuple[str, Op, float]]) -> float | None:
+    """Parameters per second; None where precisions differ, and the op times alone tell them apart."""
+    if len({precision for precision, _, _ in steps}) != 1:
+        return None
+    return statistics.median(op.params / duration_ns * 1e9 for _, op, duration_ns in steps)
+
+
+def _share_of(steps: Sequence[tuple[str, Op, float]], dram: float) -> float:
+    """The memory traffic of the optimizer's step over the bandwidth: what passes over memory attain too."""
+    rates = [op.nbytes / duration_ns * 1e9 for _, op, duration_ns in steps]
+    return min(1.0, statistics.median(rates) / dram) if rates else 1.0
+
+
+def _issued(streams: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for part in streams:
+        for kind, times in part["issued"].items():
+            found.setdefault(kind, []).extend(times)
+    return found
+
+
+def _issue(gaps: Sequence[float], streams: Sequence[Mapping[str, Any]], value: Tell) -> Issue:
+    """By kind, from one issue to the next; a blocking wait is the rest of the gap between serialised ops."""
+    issued, gap = _issued(streams), statistics.median(gaps)
+    medians = {kind: statistics.median(times) for kind, times in issued.items()}
+    # a kind that no run hands over freely is taken to cost what the others do
+    usual = statistics.median(ns for times in issued.values() for ns in times) if issued else gap / 2
+
+    def handing(kind: str) -> Value:
+        times = issued.get(kind)
+        note = f"from issue to issue, median of {len(times)}" if times else "as other ops"
+        return value(medians.get(kind, usual), "ns", note)
+
+    woken = [ns for part in streams for ns in part["woken"]]
+    return Issue(
+        compute=handing("compute"),
+        copy=handing("copy"),
+        update=handing("update"),
+        sync=value(max(0.0, gap - usual), "ns", "between serialised ops, less handing the next one over"),
+        wake=value(
+            statistics.mean(woken),
+            "ns",
+            f"mean of {len(woken)} starts of idle streams in whole steps, cores shared as in any run",
+        )
+        if woken
+        else None,
+    )

@@ -1,0 +1,83 @@
+"""LoRA on a model larger than the device: the frozen weights stream, the adapters stay and are trained there.
+
+What it does. The model's own weights only pass through: each block's come up through a ring of device slots, once
+for the forward and once for the backward, while other blocks compute, and nothing goes down, for they never change.
+A block runs all micro-batches while it is there. Its adapters, their gradient and their optimizer state live on the
+device, where they are updated right after the block's backward. The last `keep` blocks keep their activations, the
+others their input and run forward again. The first `resident` layers, the embedding and the head coming first, have
+their frozen weights on the device too.
+
+Where states live, in bytes per parameter at bf16. Frozen, host: weights 2; no gradient, no moments. Adapters (a few
+thousandths of the model), device: weights 2, gradient 2, optimizer state 8.
+
+Exact in its training of adapters of rank `rank` beside every projection of every block (LoRA, arXiv:2106.09685),
+scaled by 2 (alpha twice the rank), without dropout. Systems that work so: layer streaming for LoRA in Soup
+(docs/performance-and-quantization.md), which reads each layer twice a step through two device buffers. Not here: base
+weights of 4 bits (QLoRA), which would stream at a quarter of the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedules.model import ModelSpec
+from schedules.op import Stream
+from schedules.program import Program
+from schedules.sweep import Kept, Window, sweep
+from schedules.workload import MemoryBudget, Workload
+
+TRAINS = "adapters"
+
+
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    rank: int = 16,
+    slots: int = 2,
+    keep: int | None = None,
+    resident: int = 2,
+) -> Program:
+    """Build the step.
+
+    Args:
+        rank: of the adapters.
+        slots: device buffers for streamed weights.
+        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+        resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
+    """
+    workload = replace(workload, lora_rank=workload.lora_rank or rank)
+
+    def build(keep: int) -> Program:
+        p = Program(model, workload)
+        p.keep_on_device(*(t for i in model.blocks for t in (p.adapter(i), p.grad(i), p.state(i))))
+        staying = [model.embed, model.head, *model.blocks][:resident]
+        p.keep_on_device(*(p.weight(i) for i in staying))
+        streamed = [i for i in model.blocks if i not in staying]
+        ring = p.slots("weight", slots)
+        window = Window([*streamed, *reversed(streamed)], ahead=slots, fetch=lambda i: p.load(p.weight(i), ring))
+        ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head) if i not in staying}
+
+        def weights(i: int) -> str | None:
+            if i in ends:
+                there = p.holds(ends[i]) == p.weight(i)
+                return ends[i] if there else p.prefetch(p.weight(i), into=ends[i])
+            return None if i in staying else window.weights(i)
+
+        def done(i: int, grad: str) -> None:
+            if workload.grad_clip is None:
+                p.update(i, stream=Stream.COMPUTE)
+            else:
+                p.norm([(grad, p.grad(i))], stream=Stream.COMPUTE, name=f"N.{model.layer_name(i)}")
+
+        kept = Kept(on_device=model.blocks[max(len(model.blocks) - keep, 0) :])
+        sweep(p, list(workload.microbatches), weights=weights, grad=lambda i: None, done=done, kept=kept)
+        if workload.grad_clip is not None:
+            for i in model.blocks:
+                p.update(i, stream=Stream.COMPUTE)
+        return p
+
+    if keep is not None:
+        return build(keep)
+    return build(build(0).blocks_that_fit(memory, copies=workload.accumulation))

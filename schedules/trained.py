@@ -1,0 +1,34 @@
+"""What of a model is trained: all of its weights, adapters in their place, or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from schedules import tensor as tensors
+from schedules.model import ModelSpec
+from schedules.workload import Workload
+
+
+def layers(model: ModelSpec, workload: Workload) -> Sequence[int]:
+    """The layers whose parameters are updated: all, with adapters the blocks, none where nothing is trained."""
+    if workload.task == "evaluate":
+        return ()
+    return model.layers if workload.lora_rank is None else model.blocks
+
+
+def cls(workload: Workload) -> str:
+    """The class of the tensors that are updated."""
+    return tensors.WEIGHT if workload.lora_rank is None else tensors.ADAPTER
+
+
+def shapes(model: ModelSpec, workload: Workload, i: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what is trained of layer i, in the order in which it lies in slabs."""
+    return model.parameter_shapes(i) if workload.lora_rank is None else model.adapter_shapes(i, workload.lora_rank)
+
+
+def params(model: ModelSpec, workload: Workload, i: int) -> int:
+    """Trained parameters of layer i."""
+    if workload.lora_rank is None:
+        return model.params(i)
+    return sum(math.prod(shape) for shape in shapes(model, workload, i).values())

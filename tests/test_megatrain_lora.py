@@ -1,0 +1,106 @@
+"""Adapters beside frozen weights: the arithmetic, what stays as it is, and what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatrain import initial
+from megatrain.adam import Adam
+from megatrain.cpu import CpuBackend
+from megatrain.data import RandomTokens
+from megatrain.template import LORA_SCALE, templates, views
+from megatrain.train import Trainer
+from schedules import policies, presets, trained
+from schedules.model import ModelSpec
+from schedules.op import Kind, Tier
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.prediction import predict
+
+MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
+CPU = torch.device("cpu")
+
+
+def workload(**options: object) -> Workload:
+    return Workload(**{"micro_batch_size": 2, "seq_len": 16, "precision": "fp32", **options})  # type: ignore[arg-type]
+
+
+def schedule(model: ModelSpec = MODEL, **knobs: int) -> Schedule:
+    return policies.build("lora_streamed", model, workload(), ROOM, **{"rank": 4, **knobs})
+
+
+def test_adapters_do_what_weights_with_their_product_added_would_do() -> None:
+    block = templates(MODEL, seq_len=16, device=CPU, dtype=torch.float32).blocks[MODEL.layer_kind(0)]
+    params = views(initial.random_parameters(MODEL, 0)(0), MODEL.parameter_shapes(0))
+    adapters = views(0.1 * torch.randn(trained.params(MODEL, workload(lora_rank=4), 0)), MODEL.adapter_shapes(0, 4))
+    merged = dict(params)
+    for name in params:
+        if (down := adapters.get(f"{name.removesuffix('weight')}lora_A.weight")) is not None:
+            up = adapters[f"{name.removesuffix('weight')}lora_B.weight"]
+            merged[name] = params[name] + LORA_SCALE * up @ down
+    assert len(adapters) == 2 * 7
+    x = torch.randn(2, 16, MODEL.hidden_size)
+    found, right = block.forward({**params, **adapters}, x), block.forward(merged, x)
+    assert not torch.allclose(right, block.forward(params, x), atol=1e-2)
+    assert torch.allclose(found, right, rtol=1e-4, atol=1e-4)
+
+
+def test_only_adapters_change_and_training_begins_with_the_model_as_it_is() -> None:
+    verified = verify(schedule(resident=0))
+    data = RandomTokens(vocab_size=MODEL.vocab_size, workload=verified.schedule.workload)
+    start = initial.random_parameters(MODEL, 0)
+    evaluation = policies.build("flexgen_block", MODEL, workload(), ROOM)
+    with Trainer(verify(evaluation), CpuBackend(), data, Adam(lr=0.0), initial=start) as evaluator:
+        (untrained,) = evaluator.run(1)
+    with Trainer(verified, CpuBackend(), data, Adam(lr=1e-2), initial=start) as trainer:
+        before = {i: trainer.parameters(i) for i in MODEL.blocks}
+        frozen = {name: slab.clone() for name, slab in trainer._store._slabs.items() if name.startswith("host.w.")}
+        losses = trainer.run(3)
+        assert losses[0] == pytest.approx(untrained, rel=1e-6)
+        assert len(frozen) == len(MODEL.layers)
+        assert all(torch.equal(trainer._store._slabs[name], slab) for name, slab in frozen.items())
+        assert all(not torch.equal(trainer.parameters(i), before[i]) for i in MODEL.blocks)
+
+
+def test_what_is_counted_is_what_is_computed() -> None:
+    """Frozen matrices have one product in backward, trained ones two, attention twice its forward."""
+    plain, adapted = workload(), workload(lora_rank=4)
+    tokens, small = plain.tokens_per_microbatch, trained.params(MODEL, adapted, 0)
+    assert small == sum(4 * (sum(s)) for n, s in MODEL.parameter_shapes(0).items() if n.endswith("_proj.weight"))
+    assert MODEL.forward_flops(0, adapted) == MODEL.forward_flops(0, plain) + 2 * tokens * small
+    attention = MODEL.attention_flops(0, plain)
+    matrices = MODEL.forward_flops(0, plain) - attention
+    assert MODEL.backward_flops(0, adapted) == matrices + 2 * attention + 2 * (2 * tokens * small)
+    assert MODEL.loss_flops(adapted) == 2 * MODEL.forward_flops(MODEL.head, plain)
+    evaluated = workload(task="evaluate")
+    assert MODEL.model_flops_per_step(evaluated) == sum(MODEL.forward_flops(i, plain) for i in MODEL.layers)
+    for build in (schedule(), policies.build("flexgen_block", MODEL, workload(), ROOM)):
+        executed = sum(op.flops for op in build.ops if op.kind == Kind.COMPUTE)
+        assert executed == MODEL.model_flops_per_step(build.workload), build.policy
+
+
+def test_training_adapters_needs_a_sixth_of_the_memory_and_less_time() -> None:
+    model, machine = presets.load("llama-3.1-8b"), hardware.load("rtx4090")
+    room = MemoryBudget(device_bytes=20 << 30, host_bytes=256 << 30)
+    work = Workload(micro_batch_size=2, accumulation=4, seq_len=1024)
+    adapters, whole = (policies.build(name, model, work, room) for name in ("lora_streamed", "streamed"))
+    assert adapters.allocated_bytes(Tier.HOST) < whole.allocated_bytes(Tier.HOST) / 5
+    assert predict(adapters, machine).period_ns < 0.8 * predict(whole, machine).period_ns
+
+
+def test_a_workload_says_nothing_new_where_nothing_new_is_asked() -> None:
+    assert set(workload().to_dict()) == {
+        "micro_batch_size", "accumulation", "seq_len", "precision", "optimizer", "grad_clip",
+    }  # fmt: skip
+    for asked in (workload(lora_rank=4), workload(task="evaluate")):
+        assert Workload.from_dict(asked.to_dict()) == asked
+    with pytest.raises(ValueError, match="adapters are there to be trained"):
+        workload(task="evaluate", lora_rank=4)
+    with pytest.raises(ValueError, match="task 'sleep' is unknown"):
+        workload(task="sleep")
