@@ -41,6 +41,7 @@ _POLICIES = {
     "megatrain": Style(colour=GREEN),
     "megatrain_released": Style(colour=GREEN, hatch="//", marker="s"),
     "resident": Style(colour=BLACK, marker="s"),
+    "zenflow": Style(colour=GREY, hatch="\\\\", marker="v"),
     "zero_offload": Style(colour=GREY, hatch="//", marker="s"),
     "zero_infinity": Style(colour=GREY, hatch="xx", marker="^"),
     "zero_offload_pp": Style(colour=GREY, hatch="..", marker="D"),

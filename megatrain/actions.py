@@ -139,10 +139,13 @@ def _microbatch(op: Op) -> int:
 
 def _copy(a: Actions, op: Op) -> Work:
     (source,), (target,) = op.reads, op.writes
+    move: Work | None = None
     if slab := a.store.on_drive(source):
-        return functools.partial(_on_drive, slab.read, a.store.tensor(target))
-    if slab := a.store.on_drive(target):
-        return functools.partial(_on_drive, slab.write, a.store.tensor(source))
+        move = functools.partial(_on_drive, slab.read, a.store.tensor(target))
+    elif slab := a.store.on_drive(target):
+        move = functools.partial(_on_drive, slab.write, a.store.tensor(source))
+    if move is not None:
+        return _carry_saved(a, source, target, move) if parse(source.tensor).cls == tensors.SAVED else move
     if parse(source.tensor).cls == tensors.SAVED:
         return _copy_saved(a, source, target)
     return functools.partial(_copy_tensor, a.store.tensor(source), a.store.tensor(target))
@@ -154,6 +157,16 @@ def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:
 
 def _on_drive(move: Callable[[Tensor], None], memory: Tensor, step: int) -> None:
     move(memory)
+
+
+def _carry_saved(a: Actions, source: Access, target: Access, move: Work) -> Work:
+    """Bytes of activations between host and drive, with what is needed to bind them again."""
+
+    def carry(step: int) -> None:
+        move(step)
+        a.store.put_saved(target, a.store.saved(source))
+
+    return carry
 
 
 def _copy_saved(a: Actions, source: Access, target: Access) -> Work:

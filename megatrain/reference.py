@@ -6,7 +6,7 @@ and no schedule, buffers or streams. In fp32 on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +40,12 @@ def train(
     adapters: Callable[[int], Tensor] | None = None,
     steps: int,
     staleness: int = 0,
+    fresh: Collection[int] = (),
 ) -> Reference:
     """Train from the same start on the same data as a Trainer, or evaluate.
 
-    With staleness 1 each step computes with the weights that its predecessor did not yet have updated.
+    With staleness 1 each step computes with the weights that its predecessor did not yet have updated, but for the
+    layers that are `fresh`.
     Raises ValueError unless the precision is fp32, or for another staleness, or where adapters are trained and none
     are given.
     """
@@ -60,7 +62,8 @@ def train(
         layers = {i: base[i] | updated.get(i, {}) for i in model.layers}
     else:
         updated = {i: base[i] for i in chosen}
-        layers = {i: _parameters(initial(i), model.parameter_shapes(i)) for i in model.layers} if staleness else base
+        behind = {i: _parameters(initial(i), model.parameter_shapes(i)) for i in model.layers if i not in fresh}
+        layers = base | (behind if staleness else {})
     for i, parameters in base.items():
         for parameter in parameters.values():
             parameter.requires_grad_(i in chosen and workload.lora_rank is None)
@@ -103,8 +106,9 @@ def train(
             continue
         if staleness:  # the gradient is for the parameters of now, the next step computes with those
             for p, used in pairs:
-                p.grad, used.grad = used.grad, None
-                used.data.copy_(p.data)
+                if p is not used:
+                    p.grad, used.grad = used.grad, None
+                    used.data.copy_(p.data)
         if workload.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_([*matrices, *others], workload.grad_clip)
         gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in updated.items()})

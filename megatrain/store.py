@@ -155,8 +155,8 @@ class Store:
     def release(self, buffer: str) -> None:
         """Nobody will read what the buffer holds."""
         _, saved = self._saved.pop(buffer, ("", None))
-        # the activations of a host buffer may by now be bound to a device buffer again
-        if saved is not None and buffer not in self._slabs:
+        # the activations of a buffer elsewhere may by now be bound to a device buffer again
+        if saved is not None and buffer not in self._slabs and buffer not in self._on_drive:
             if self._poison:
                 saved.poison()
             saved.drop()

@@ -10,7 +10,7 @@ What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.traffic import LOSS_CHUNK_TOKENS
 
+Mlp = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
 
 
@@ -91,6 +92,47 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
     """silu(gate) * up, element by element."""
     return _SwiGLU.apply(gate, up, pointwise)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _MlpAgain(torch.autograd.Function):
+    """Saves the MLP's input, and computes the MLP again in backward; `chunk` rows of tokens at a time, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mlp: Mlp, chunk: int, names: tuple[str, ...], *params: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *params)
+        ctx.mlp, ctx.chunk, ctx.names = mlp, chunk, names
+        rows, y = x.flatten(0, -2), torch.empty_like(x)
+        with torch.no_grad():
+            for part in _parts(len(rows), chunk):
+                y.view_as(rows)[part] = mlp(dict(zip(names, params, strict=True)), rows[part])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *params = ctx.saved_tensors
+        trained = ctx.needs_input_grad[4:]
+        rows, d_rows, dx = x.flatten(0, -2), grads[0].flatten(0, -2), torch.empty_like(x)
+        sums: list[Tensor | None] = [None] * len(params)
+        parts = _parts(len(rows), ctx.chunk)
+        for part in parts:
+            leaf = rows[part].detach().requires_grad_()
+            leaves = [p.detach().requires_grad_(t) for p, t in zip(params, trained, strict=True)]
+            with torch.enable_grad():
+                y = ctx.mlp(dict(zip(ctx.names, leaves, strict=True)), leaf)
+            wanted = [p for p in leaves if p.requires_grad]
+            d_leaf, *found = torch.autograd.grad(y, [leaf, *wanted], d_rows[part])
+            dx.view_as(rows)[part] = d_leaf
+            for at, grad in zip([at for at, t in enumerate(trained) if t], found, strict=True):
+                if len(parts) > 1:  # a sum over many chunks in bf16 would lose what is small
+                    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                total = sums[at]
+                sums[at] = grad if total is None else total.add_(grad)
+        typed = [s if s is None else s.to(p.dtype) for s, p in zip(sums, params, strict=True)]
+        return dx, None, None, None, *typed
+
+
+def _parts(rows: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, rows, chunk)]
 
 
 class _AttentionAgain(torch.autograd.Function):
@@ -198,7 +240,8 @@ class Embed:
 class Block:
     """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP.
 
-    cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type.
+    cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type. With `mlp_chunk`
+    the MLP keeps its input only, and is computed again in backward, that many tokens at a time.
     """
 
     heads: int
@@ -208,6 +251,7 @@ class Block:
     cos: Tensor
     sin: Tensor
     pointwise: Pointwise = PLAIN
+    mlp_chunk: int | None = None
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
@@ -218,9 +262,15 @@ class Block:
         normed = rms_norm(x, params["input_layernorm.weight"], self.eps, self.pointwise)
         x = x + self._attention(params, normed)
         normed = rms_norm(x, params["post_attention_layernorm.weight"], self.eps, self.pointwise)
-        gate = _linear(params, "mlp.gate_proj", normed)
-        up = _linear(params, "mlp.up_proj", normed)
-        return x + _linear(params, "mlp.down_proj", swiglu(gate, up, self.pointwise))
+        if self.mlp_chunk is None:
+            return x + self._mlp(params, normed)
+        own = {name: p for name, p in params.items() if name.startswith("mlp.")}
+        again: Tensor = _MlpAgain.apply(normed, self._mlp, self.mlp_chunk, tuple(own), *own.values())  # type: ignore[no-untyped-call]
+        return x + again
+
+    def _mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        gate, up = _linear(params, "mlp.gate_proj", x), _linear(params, "mlp.up_proj", x)
+        return _linear(params, "mlp.down_proj", swiglu(gate, up, self.pointwise))
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
@@ -329,9 +379,15 @@ class Templates:
 
 
 def templates(
-    model: ModelSpec, *, seq_len: int, device: torch.device, dtype: torch.dtype, pointwise: Pointwise = PLAIN
+    model: ModelSpec,
+    *,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    pointwise: Pointwise = PLAIN,
+    mlp_chunk: int | None = None,
 ) -> Templates:
-    """Templates for sequences of up to `seq_len` tokens.
+    """Templates for sequences of up to `seq_len` tokens; `mlp_chunk` as in Block.
 
     Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
     Raises TemplateError for a mixture of experts, attention sinks, an unknown rope_scaling, or a sliding
@@ -357,6 +413,7 @@ def templates(
         cos=angles.cos().to(device, dtype),
         sin=angles.sin().to(device, dtype),
         pointwise=pointwise,
+        mlp_chunk=mlp_chunk,
     )
     kinds = {model.layer_kind(i) for i in model.blocks}
     return Templates(

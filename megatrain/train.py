@@ -25,6 +25,7 @@ from megatrain.template import templates
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
+from schedules.traffic import MLP_CHUNK_TOKENS
 from schedules.verify import Verified
 
 AHEAD = 2  # steps that may be under way at once; enough for any stream to find its next step queued
@@ -88,6 +89,7 @@ class Trainer(Generic[E]):
             device=backend.device,
             dtype=float_type(workload.bytes.activation),
             pointwise=pointwise,
+            mlp_chunk=MLP_CHUNK_TOKENS if workload.recompute == "mlp" else None,
         )
         with ExitStack() as opened:  # no file may be left behind
             needed = schedule.allocated_bytes(Tier.NVME)

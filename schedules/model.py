@@ -22,6 +22,7 @@ __all__ = ["ModelError", "ModelSpec"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
+MLP_PROJECTIONS = 3  # gate, up and down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,6 +360,17 @@ class ModelSpec:
         trained = 2 * workload.tokens_per_microbatch * self._adapter_params(i, workload)
         return forward + trained + (self.attention_flops(i, workload) if self.is_block(i) else 0)
 
+    def recomputed_flops(self, i: int, workload: Workload) -> int:
+        """FLOPs that the backward of block i spends on what the workload wants computed again: gate and up."""
+        if workload.recompute == "none" or not self.is_block(i):
+            return 0
+        if self.num_experts:
+            raise ModelError(f"{self.name}: experts are not computed again inside a block; use recompute none")
+        again = 2 * self.hidden_size * self.mlp_width
+        if workload.lora_rank is not None:
+            again += 2 * workload.lora_rank * (self.hidden_size + self.mlp_width)
+        return 2 * workload.tokens_per_microbatch * again
+
     def loss_flops(self, workload: Workload) -> int:
         """FLOPs of the loss op: the head forward, and backward unless the task is to evaluate."""
         forward = self.forward_flops(self.head, workload)
@@ -393,7 +405,7 @@ class ModelSpec:
           q + kv   queries and keys before their norm, with qk_norm only
           h        residual sum after attention, the second norm's input
           h        its normalised value, read by gate and up; with experts k copies more, one per choice
-          3f       gate, up, and their product
+          3f       gate, up, and their product, unless backward computes them again
           k h      the experts' outputs, weighted by the router, with experts only
           rank     per adapter, what lies between its two matrices
         and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
@@ -405,7 +417,7 @@ class ModelSpec:
             return 0
         h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width
         heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
-        elements = 3 * h + 2 * q + 2 * kv + 3 * f
+        elements = 3 * h + 2 * q + 2 * kv + (3 * f if workload.recompute == "none" else 0)
         words = 2 + heads
         if self.qk_norm:
             elements += q + kv
@@ -414,7 +426,8 @@ class ModelSpec:
             elements += 2 * k * h
             words += self.num_experts + 3 * k
         if workload.lora_rank is not None:
-            elements += workload.lora_rank * (len(self.adapter_shapes(i, workload.lora_rank)) // 2)
+            count = len(self.adapter_shapes(i, workload.lora_rank)) // 2
+            elements += workload.lora_rank * (count if workload.recompute == "none" else count - MLP_PROJECTIONS)
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
 
 

@@ -175,15 +175,17 @@ class Program:
         )
 
     def evict(self, tensor: str, *, tier: Tier = Tier.HOST) -> None:
-        """Move a live activation off the device and give its device buffer back."""
+        """Move a live activation from the device to the host, or from there to NVMe, and give its buffer back."""
         source = self._activations.where(tensor)
-        self.offload(tensor, out_of=source, into=self._activations.take(tensor, tier))
+        stream = Stream.NVME_WRITE if tier == Tier.NVME else Stream.D2H
+        self.offload(tensor, out_of=source, into=self._activations.take(tensor, tier), stream=stream)
         self.discard(source)
 
-    def restore(self, tensor: str) -> None:
-        """Bring an evicted activation back to the device."""
+    def restore(self, tensor: str, *, tier: Tier = Tier.DEVICE) -> None:
+        """Bring an evicted activation back to the device, or from NVMe to the host."""
         source = self._activations.where(tensor)
-        self.prefetch(tensor, into=self._activations.take(tensor), out_of=source)
+        stream = Stream.NVME_READ if tier == Tier.HOST else Stream.H2D
+        self.prefetch(tensor, into=self._activations.take(tensor, tier), out_of=source, stream=stream)
         self.discard(source)
 
     # ---- compute
@@ -307,7 +309,7 @@ class Program:
             adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
             reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
         flops = {
-            Phase.BACKWARD: model.backward_flops(i, workload),
+            Phase.BACKWARD: model.backward_flops(i, workload) + model.recomputed_flops(i, workload),
             Phase.LOSS: model.loss_flops(workload),
         }.get(phase, model.forward_flops(i, workload))
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")

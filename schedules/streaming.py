@@ -12,12 +12,13 @@ from schedules.workload import Workload
 
 
 class StreamedStep:
-    """The step under construction. The arguments are the knobs of the policy `streamed`."""
+    """The step under construction. `kept` is what blocks keep, other arguments are knobs of `streamed`."""
 
     def __init__(
         self,
         model: ModelSpec,
         workload: Workload,
+        kept: Kept,
         slots: int,
         grad_slots: int,
         slabs: int,
@@ -44,7 +45,7 @@ class StreamedStep:
         self.streamed = [i for i in model.blocks if i not in self.resident]
         self.ahead = self.streamed[:slots]
         self.window = Window(
-            [*self.streamed, *reversed(self.streamed)] * visits,
+            [*self.streamed, *(i for i in kept.backward_visits(model.blocks) if i in self.streamed)] * visits,
             ahead=len(self.ahead),
             fetch=lambda i: p.load(p.weight(i), self.ring),
         )
@@ -56,6 +57,7 @@ class StreamedStep:
         self.on_nvme = spread(self.streamed, nvme)
         p.keep_on_nvme(*(p.state(i) for i in sorted(self.on_nvme)))
         self.passing = p.slots("update.state", 2, Tier.HOST) if self.on_nvme else None
+        self.kept = kept
         self.slot = ""  # of the block that ran last
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
         others = [i for i in self.streamed if i not in self.through]
@@ -77,7 +79,7 @@ class StreamedStep:
             elif i in self.copy and (i not in self.late or i == p.model.embed):
                 p.prefetch(p.weight(i), into=self.copy[i])
 
-    def run(self, group: Sequence[int], kept: Kept, *, first: bool, last: bool) -> None:
+    def run(self, group: Sequence[int], *, first: bool, last: bool) -> None:
         """Forward and backward of a group of micro-batches, the `first` or `last` of the step or both."""
         p, head = self.program, self.program.model.head
 
@@ -112,7 +114,7 @@ class StreamedStep:
             if last and i not in self.late:
                 self.update(i, where)
 
-        sweep(p, group, weights=weights, grad=grad, done=done, kept=kept)
+        sweep(p, group, weights=weights, grad=grad, done=done, kept=self.kept)
 
     def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
         """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""

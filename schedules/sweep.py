@@ -10,45 +10,102 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from schedules import trained
-from schedules.op import Stream
-from schedules.program import Program
+from schedules.errors import ProgramError
+from schedules.model import ModelSpec
+from schedules.op import Stream, Tier
+from schedules.program import Keep, Program
 from schedules.ring import Ring
 
 Place = Callable[[int], str | None]  # layer -> its device buffer; None is the tensor's home
 
 
+Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What blocks keep for their backward, and where. A block in neither of the first two runs forward again.
+    """What blocks keep for their backward, and where. A block in none of the first three runs forward again.
 
-    on_device: all activations stay. on_host: they go to the host and come back. inputs: the block's input
-    goes to the host and comes back, whatever else the block keeps. slack: how many visits of a block lie between
-    its own and the moment its buffer is needed again, or filled again.
+    on_device: all activations stay. on_host: they go to the host and come back. on_nvme: they go to the host and on
+    to a drive, and come back. inputs: the block's input goes to the host and comes back, whatever else the block
+    keeps. slack: how many visits of a block lie between its own and the moment its buffer is needed again, or filled
+    again. every: of so many blocks that run forward again one keeps its input, and they run forward again together.
     """
 
     on_device: Collection[int] = ()
     on_host: Collection[int] = ()
+    on_nvme: Collection[int] = ()
     inputs: Collection[int] = ()
     slack: int = 1
+    every: int = 1
+
+    def recomputes(self, i: int) -> bool:
+        """Whether block i runs forward again."""
+        return not (i in self.on_device or i in self.on_host or i in self.on_nvme)
 
     def travels(self, p: Program, i: int, m: int) -> list[str]:
-        """The tensors of block i, micro-batch m, that go to the host and come back."""
+        """The tensors of block i, micro-batch m, that leave the device and come back."""
         found = [p.output(i - 1, m)] if i in self.inputs else []
-        return [*found, p.saved(i, m)] if i in self.on_host else found
+        return [*found, p.saved(i, m)] if i in self.on_host or i in self.on_nvme else found
+
+    def pieces(self, blocks: Sequence[int]) -> list[list[int]]:
+        """The blocks in order, those together that run forward again from one input.
+
+        A block whose input travels has it for itself.
+        """
+        found: list[list[int]] = []
+
+        def alone(i: int) -> bool:
+            return not self.recomputes(i) or i in self.inputs
+
+        for i in blocks:
+            if found and len(found[-1]) < self.every and not (alone(i) or alone(found[-1][-1])):
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
+    def backward_visits(self, blocks: Sequence[int]) -> list[int]:
+        """The blocks in the order in which `sweep` asks for their weights on the way back."""
+        return [i for piece in reversed(self.pieces(blocks)) for i in (*piece[:-1], *reversed(piece))]
+
+
+def kept_as(model: ModelSpec, activations: Activations, *, keep: int = 0, every: int = 1) -> Kept:
+    """The last `keep` blocks keep their activations, the others do as `activations` says.
+
+    recompute: their input stays and they run forward again; with `every`, one input for so many blocks. inputs: the
+    same, the inputs wait on the host. keep: all stays. host, nvme: all goes there and comes back.
+    Raises ProgramError where a choice has no meaning.
+    """
+    if every < 1 or (every > 1 and activations != "recompute"):
+        raise ProgramError(f"every: blocks that share an input, at least 1, and 1 unless they recompute; not {every}")
+    others = model.blocks[: max(len(model.blocks) - keep, 0)]
+    last = model.blocks[len(others) :]
+    return Kept(
+        on_device=model.blocks if activations == "keep" else last,
+        on_host=others if activations == "host" else (),
+        on_nvme=others if activations == "nvme" else (),
+        # the last block's is needed again at once
+        inputs=[i for i in others if i != model.blocks[-1]] if activations == "inputs" else (),
+        every=every,
+    )
 
 
 class Travel:
-    """Activations on their way to the host and back, each beside the computation that follows or precedes.
+    """Activations on their way from the device and back, each beside the computation that follows or precedes.
 
     What one forward leaves behind goes once the next `slack` forwards have buffers of their own; what a backward
-    needs comes while the `slack` before it run. `returns` is what each backward needs back, in their order.
+    needs comes while the `slack` before it run. `returns` is what each backward needs back, in their order. `deep`
+    tensors go on to a drive, and are read from there one visit earlier.
     """
 
-    def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int) -> None:
-        self._program, self._slack = p, slack
+    def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int, deep: Collection[str] = ()) -> None:
+        self._program, self._slack, self._deep = p, slack, deep
         self._returns = deque(returns)
+        self._reads = deque(self._returns)
         self._leaving: deque[Sequence[str]] = deque()
 
     def leave(self, tensors: Sequence[str]) -> None:
@@ -61,17 +118,26 @@ class Travel:
         """The last forward has run; the first backward comes."""
         while self._leaving:
             self._go()
+        self._read()
         for _ in range(self._slack):
             self.come()
 
     def come(self) -> None:
         """A backward is about to run: bring back what one of the next needs."""
+        self._read()
         for tensor in self._returns.popleft() if self._returns else ():
             self._program.restore(tensor)
+
+    def _read(self) -> None:
+        for tensor in self._reads.popleft() if self._reads else ():
+            if tensor in self._deep:
+                self._program.restore(tensor, tier=Tier.HOST)
 
     def _go(self) -> None:
         for tensor in self._leaving.popleft():
             self._program.evict(tensor)
+            if tensor in self._deep:
+                self._program.evict(tensor, tier=Tier.NVME)
 
 
 def sweep(
@@ -85,16 +151,20 @@ def sweep(
     are not trained have no gradient: neither `grad` nor `done` is called for them.
     """
     model, updated = p.model, trained.layers(p.model, p.workload)
+    pieces = kept.pieces(model.blocks)
     visits = [(i, m) for i in reversed(model.blocks) for m in group]
-    travel = Travel(p, [kept.travels(p, i, m) for i, m in visits], slack=kept.slack)
+    deep = {p.saved(i, m) for i in kept.on_nvme for m in group}
+    travel = Travel(p, [kept.travels(p, i, m) for i, m in visits], slack=kept.slack, deep=deep)
     table = weights(model.embed)
     for m in group:
         p.forward(model.embed, m, weights=table)
-    for i in model.blocks:
-        slot, recomputed = weights(i), i not in kept.on_device and i not in kept.on_host
-        for m in group:
-            p.forward(i, m, weights=slot, keep="input" if recomputed else "all")
-            travel.leave(kept.travels(p, i, m))
+    for piece in pieces:
+        for i in piece:
+            slot = weights(i)
+            keep: Keep = "all" if not kept.recomputes(i) else "input" if i == piece[0] else "nothing"
+            for m in group:
+                p.forward(i, m, weights=slot, keep=keep)
+                travel.leave(kept.travels(p, i, m))
     travel.turn()
     tied = model.tie_word_embeddings
     table = weights(model.embed) if tied else None
@@ -105,14 +175,19 @@ def sweep(
         p.loss(m, weights=slot, grad=buffer, embed_weights=table, embed_grad=sums)
     if model.head in updated:
         done(model.head, buffer or p.home(p.grad(model.head)))
-    for i in reversed(model.blocks):
-        slot, buffer = weights(i), grad(i)
-        for m in group:
-            travel.come()
-            if i not in kept.on_device and i not in kept.on_host:
-                p.recompute(i, m, weights=slot)
-            p.backward(i, m, weights=slot, grad=buffer)
-        done(i, buffer or p.home(p.grad(i)))
+    for piece in reversed(pieces):
+        for i in piece[:-1]:
+            slot = weights(i)
+            for m in group:
+                p.recompute(i, m, weights=slot, output=True)
+        for i in reversed(piece):
+            slot, buffer = weights(i), grad(i)
+            for m in group:
+                travel.come()
+                if i == piece[-1] and kept.recomputes(i):
+                    p.recompute(i, m, weights=slot)
+                p.backward(i, m, weights=slot, grad=buffer)
+            done(i, buffer or p.home(p.grad(i)))
     if model.embed not in updated:
         p.free(*(p.output_grad(model.embed, m) for m in group))
         return
@@ -152,13 +227,21 @@ class Streamed:
     returns it; `passes` is how often the blocks run forward and backward.
     """
 
-    def __init__(self, p: Program, *, fetch: Callable[[int, str], str], passes: int = 1, slots: int = 2) -> None:
+    def __init__(
+        self,
+        p: Program,
+        *,
+        fetch: Callable[[int, str], str],
+        passes: int = 1,
+        slots: int = 2,
+        kept: Kept = Kept(),
+    ) -> None:
         self._program, self._fetch = p, fetch
         self._ring, self._grads = p.slots("weight", slots), p.slots("grad", 2)
         self.ends = (p.model.embed, p.model.head)
         self._end_weights = {i: p.buffer(f"{p.model.layer_name(i)}.weight") for i in self.ends}
         self._end_grads = {i: p.buffer(f"{p.model.layer_name(i)}.grad") for i in self.ends}
-        there_and_back = [*p.model.blocks, *reversed(p.model.blocks)]
+        there_and_back = [*p.model.blocks, *kept.backward_visits(p.model.blocks)]
         self._window = Window(there_and_back * passes, ahead=slots, fetch=self._block)
 
     def weights(self, i: int) -> str:

@@ -11,6 +11,8 @@ from schedules.workload import Workload
 
 # The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
 LOSS_CHUNK_TOKENS = 1024
+# Nor does an MLP that is computed again in backward hold what is as wide as it for more tokens than this.
+MLP_CHUNK_TOKENS = 8192
 
 
 def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True) -> int:
@@ -25,7 +27,8 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
     token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
     and norm input, output and both gradients.
     Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too. Frozen weights have no gradient;
-    adapters beside them move, per token, their input and output and what lies between.
+    adapters beside them move, per token, their input and output and what lies between. An MLP that is computed again
+    in backward reads its input and the weights of gate and up, and writes gate, up and their product, once more.
     Raises ModelError for a phase that layer i does not compute.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
@@ -40,7 +43,11 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
             activations += tokens * sum(sum(shape) for shape in shapes) * b.activation
             weights += trained * b.weight
         if phase == Phase.BACKWARD:
-            return 2 * activations + weights + trained * b.grad
+            again = 0
+            if workload.recompute == "mlp":
+                h, f = model.hidden_size, model.mlp_width
+                again = tokens * (2 * h + 5 * f) * b.activation + 2 * h * f * b.weight
+            return 2 * activations + weights + trained * b.grad + again
         return activations + weights
     if i == model.embed and phase == Phase.EMBED:
         return tokens * model.hidden_size * (b.weight + b.activation)
@@ -110,6 +117,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs. Experts add their copies of the
     hidden state. Embedding: none forward; an fp32 index sort of the tokens is ignored.
+    An MLP computed again: what is as wide as it, in backward with its gradient, for a chunk of tokens, and the
+    fp32 sums of its gradients over the chunks.
     """
     if i == model.head:
         chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
@@ -119,6 +128,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     copies = 2 * model.num_experts_per_tok * h
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
+    if workload.recompute == "mlp":
+        return _chunked_workspace_bytes(model, i, phase, workload)
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
@@ -128,3 +139,18 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     else:
         per_token = max(h + 3 * q + 3 * kv, 2 * h + 3 * f + copies) * a
     return tokens * per_token
+
+
+def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
+    chunk = min(tokens, MLP_CHUNK_TOKENS)
+    if phase == Phase.BACKWARD:
+        sizes = {name: math.prod(shape) for name, shape in shapes(model, workload, i).items()}
+        sums = sum(size for name, size in sizes.items() if name.startswith("mlp.")) * FP32
+        mlp = chunk * (6 * f + 2 * h) * a + sums + tokens * 2 * h * a
+        attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32) + max(sizes.values(), default=0) * a
+        return max(mlp, attention)
+    if phase == Phase.RECOMPUTE:
+        return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a
+    return max(tokens * (h + 3 * q + 3 * kv), tokens * 2 * h + chunk * 3 * f) * a

@@ -51,8 +51,10 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
+_LATER = ("task", "lora_rank", "recompute")  # fields that files written before them lack
 OPTIMIZERS = ("adamw",)
 TASKS = ("train", "evaluate")
+RECOMPUTED = ("none", "mlp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,9 @@ class Workload:
     `precision` names a row of PRECISIONS. `grad_clip` is the largest global gradient norm; None does not
     clip. The task is to train the model, or to evaluate its loss and nothing else. With `lora_rank` the model's own
     weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks (LoRA, Hu
-    et al., arXiv:2106.09685). Raises ValueError when a value has no meaning.
+    et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it keeps its activations, and computes
+    again in its backward: with "mlp" what is as wide as the MLP, a chunk of tokens at a time.
+    Raises ValueError when a value has no meaning.
     """
 
     micro_batch_size: int
@@ -73,6 +77,7 @@ class Workload:
     grad_clip: float | None = None
     task: str = "train"
     lora_rank: int | None = None
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation", "seq_len"):
@@ -83,6 +88,8 @@ class Workload:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown; known are {', '.join(OPTIMIZERS)}")
         if self.task not in TASKS:
             raise ValueError(f"task {self.task!r} is unknown; known are {', '.join(TASKS)}")
+        if self.recompute not in RECOMPUTED:
+            raise ValueError(f"recompute {self.recompute!r} is unknown; known are {', '.join(RECOMPUTED)}")
         if self.lora_rank is not None:
             _whole_number("lora_rank", self.lora_rank, least=1)
             if self.task == "evaluate":
@@ -112,7 +119,7 @@ class Workload:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields; those added to the language later only where they are not at their defaults."""
-        usual = {field.name: field.default for field in fields(self) if field.name in ("task", "lora_rank")}
+        usual = {field.name: field.default for field in fields(self) if field.name in _LATER}
         return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     @classmethod

@@ -127,11 +127,11 @@ class Fetch:
         self._visits: deque[int] = deque()
         self._coming: deque[Held] = deque()
 
-    def begin(self) -> None:
+    def begin(self, kept: Kept) -> None:
         """A micro-batch starts with nothing fetched."""
         model = self._program.model
         again = [model.embed] if model.tie_word_embeddings else []
-        self._visits = deque([model.embed, *model.blocks, *again, model.head, *reversed(model.blocks)])
+        self._visits = deque([model.embed, *model.blocks, *again, model.head, *kept.backward_visits(model.blocks)])
         self._slots.clear()
 
     def weights(self, i: int) -> str:
@@ -226,7 +226,7 @@ class Reduction:
 
 
 def forward_and_backward(
-    p: Program, *, weights: Mapping[int, str], bucket: Bucket, reduction: Reduction, checkpointing: bool
+    p: Program, *, weights: Mapping[int, str], bucket: Bucket, reduction: Reduction, kept: Kept
 ) -> None:
     """All micro-batches with ZeRO-3's weights in device buffers of their own; the host ends each with a wait."""
 
@@ -238,7 +238,7 @@ def forward_and_backward(
             weights=weights.get,
             grad=bucket.grad,
             done=lambda i, buffer: bucket.add(i, buffer, m),
-            kept=Kept(on_device=() if checkpointing else p.model.blocks),
+            kept=kept,
         )
         bucket.flush(m)
         reduction.wait("H.epilogue")

@@ -112,6 +112,8 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
         element += f"/lora{workload.lora_rank}"
     if workload.task == "evaluate":
         element += "/evaluate"
+    if workload.recompute != "none":
+        element += f"/{workload.recompute} again"
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
 
 
@@ -243,13 +245,13 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
-    """Which part of a block's FLOPs is attention's: two products forward, four backward."""
+    """Which part of a block op's FLOPs is attention's: two products forward, four backward."""
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
-    attention = model.attention_flops(op.layer, workload)
+    i, attention = op.layer, model.attention_flops(op.layer, workload)
     if op.phase == Phase.BACKWARD:
-        return 2 * attention / model.backward_flops(op.layer, workload)
-    return attention / model.forward_flops(op.layer, workload)
+        return 2 * attention / (model.backward_flops(i, workload) + model.recomputed_flops(i, workload))
+    return attention / model.forward_flops(i, workload)
 
 
 # ---- updates

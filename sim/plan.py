@@ -21,7 +21,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.bound import bound_of
 from sim.cost import demands
 from sim.hardware import HardwareProfile
@@ -115,7 +115,11 @@ def plan(
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
-    steps = list(splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip))
+    steps = [
+        replace(workload, recompute=mode)
+        for workload in splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
+        for mode in (RECOMPUTED if not model.num_experts else RECOMPUTED[:1])
+    ]
     search = Search(model, profile, budget, progress, effort)
     finished = True
     limit: PlacementBound | None = None
@@ -129,7 +133,9 @@ def plan(
         search.share = 0.5
         search.refine()
         search.share = 0.9
-        for workload in dict.fromkeys([search.workload or steps[0], *(workload for _, workload in bounded[:1])]):
+        of_best = search.workload or steps[0]
+        of_bound = bounded[0][1] if bounded else of_best
+        for workload in dict.fromkeys([of_best, *(replace(w, recompute="none") for w in (of_best, of_bound))]):
             search.named(workload)
     except KeyboardInterrupt:
         finished = False
@@ -196,7 +202,8 @@ def _by_bound(
             found.append((placement_bound(model, workload, profile, budget), workload))
         except NoPlacement:
             continue
-        if len(found) == SPLITS:
+        if len({other.accumulation for _, other in found}) > SPLITS:
+            found.pop()
             break  # smaller micro-batches move more for what they do, and take longer to look at
     return found
 

@@ -309,7 +309,7 @@ def test_zero_infinity_overlaps_the_drive_with_the_step_only_on_request(read: bo
     accumulation=st.integers(1, 3),
     tied=st.booleans(),
     clip=st.sampled_from([None, 1.0]),
-    flags=st.fixed_dictionaries({"overlap_comm": st.booleans(), "checkpointing": st.booleans()}),
+    flags=st.fixed_dictionaries({"overlap_comm": st.booleans(), "activations": st.sampled_from(["recompute", "keep"])}),
     family=st.sampled_from(["zero3_offload", "zero_offload", "zero_offload_pp", "superoffload", "zero_infinity"]),
     data=st.data(),
 )

@@ -50,6 +50,7 @@ SMALL: dict[str, dict[str, Knob]] = {
         "sub_group_size": 18_000,
         "max_live": 20_000,
     },
+    "zenflow": {"topk_ratio": 0.5},
     "zero_offload": {"reduce_bucket_size": 20_000},
     "zero_offload_pp": {"ratio": 0.5, "sub_group_size": 18_000, "reduce_bucket_size": 20_000},
 }
@@ -215,6 +216,8 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "slack": st.integers(1, 4),
             "through": st.integers(0, 7),
             "nvme": st.integers(0, 7),
+            "swap": st.sampled_from(["host", "nvme"]),
+            "every": st.integers(1, 4),
             "order": st.sampled_from(["layers", "microbatches"]),
         }
     ),
@@ -401,7 +404,7 @@ def test_zero3_without_overlap_queues_every_copy_on_the_compute_stream() -> None
 
 
 def test_zero3_without_checkpointing_recomputes_nothing() -> None:
-    schedule = policies.build("zero3_offload", TINY, workload(), ROOM, checkpointing=False)
+    schedule = policies.build("zero3_offload", TINY, workload(), ROOM, activations="keep")
     assert phases(schedule)[Phase.RECOMPUTE] == 0
     verify(schedule)
 

@@ -14,6 +14,7 @@ from megatrain.cli.options import (
     Hardware,
     Json,
     Precision,
+    Recompute,
     Seq,
     Set,
     machine_of,
@@ -32,6 +33,7 @@ def compare(
     seq: Seq = 1024,
     precision: Precision = "bf16",
     clip: Clip = None,
+    recompute: Recompute = "none",
     change: Set = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a plot and its data to this folder.")] = None,
     as_json: Json = False,
@@ -42,7 +44,7 @@ def compare(
     from schedules import policies, presets
 
     profile = machine_of(hardware, change)
-    workload = workload_of(batch, accumulation, seq, precision, clip)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
     chosen = policy or policies.comparable()
     found = []
     with progress_bar() as progress:

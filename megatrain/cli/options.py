@@ -29,15 +29,25 @@ Accumulation = Annotated[int, typer.Option("--accumulation", "-a", min=1, help="
 Seq = Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")]
 Precision = Annotated[str, typer.Option("--precision", help="bf16, bf16_split, bf16_fp32, bf16_8bit or fp32.")]
 Clip = Annotated[float | None, typer.Option("--clip", help="Clip gradients to this global norm.")]
+Recompute = Annotated[
+    str, typer.Option("--recompute", help="What blocks compute again in backward though they keep the rest: none, mlp.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-def workload_of(batch: int, accumulation: int, seq: int, precision: str, clip: float | None) -> Workload:
+def workload_of(
+    batch: int, accumulation: int, seq: int, precision: str, clip: float | None, recompute: str = "none"
+) -> Workload:
     from schedules.workload import Workload
 
     try:
         return Workload(
-            micro_batch_size=batch, accumulation=accumulation, seq_len=seq, precision=precision, grad_clip=clip
+            micro_batch_size=batch,
+            accumulation=accumulation,
+            seq_len=seq,
+            precision=precision,
+            grad_clip=clip,
+            recompute=recompute,
         )
     except ValueError as error:
         raise InputError(str(error)) from None

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Accumulation, Batch, Clip, Precision, Seq, progress_bar, shape_of, workload_of
+from megatrain.cli.options import (
+    Accumulation,
+    Batch,
+    Clip,
+    Precision,
+    Recompute,
+    Seq,
+    progress_bar,
+    shape_of,
+    workload_of,
+)
 
 
 def profile(
@@ -18,6 +28,7 @@ def profile(
     seq: Seq = 256,
     precision: Precision = "fp32",
     clip: Clip = None,
+    recompute: Recompute = "none",
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,7 +60,7 @@ def profile(
     shapes = [shape_of(text) for text in shape] if shape else shapes_up_to(batch, seq)
 
     def built(shapes: list[tuple[int, int]]) -> list[Schedule]:
-        workloads = [workload_of(b, accumulation, s, precision, clip) for b, s in shapes]
+        workloads = [workload_of(b, accumulation, s, precision, clip, recompute) for b, s in shapes]
         return [known.build(name, spec, w, everything) for w in workloads for name in policy or known.comparable()]
 
     with progress_bar() as progress:

@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     Knob,
     Policy,
     Precision,
+    Recompute,
     Seq,
     Target,
     machine_of,
@@ -38,6 +39,7 @@ def run(
     seq: Seq = 256,
     precision: Precision = "fp32",
     clip: Clip = None,
+    recompute: Recompute = "none",
     knob: Knob = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 20,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
@@ -58,7 +60,9 @@ def run(
     budget = (
         memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34, nvme_bytes=1 << 40)
     )
-    schedule = schedule_of(target, policy, knob, workload_of(batch, accumulation, seq, precision, clip), budget)
+    schedule = schedule_of(
+        target, policy, knob, workload_of(batch, accumulation, seq, precision, clip, recompute), budget
+    )
     if expect is not None and not schedule.digest.startswith(expect):
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
     verified = verify(schedule)

@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     Knob,
     Policy,
     Precision,
+    Recompute,
     Seq,
     Set,
     Target,
@@ -35,6 +36,7 @@ def simulate(
     seq: Seq = 1024,
     precision: Precision = "bf16",
     clip: Clip = None,
+    recompute: Recompute = "none",
     knob: Knob = None,
     change: Set = None,
     trace: Annotated[Path | None, typer.Option(help="Write the predicted trace here.")] = None,
@@ -48,7 +50,9 @@ def simulate(
 
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
-    schedule = schedule_of(target, policy, knob, workload_of(batch, accumulation, seq, precision, clip), budget)
+    schedule = schedule_of(
+        target, policy, knob, workload_of(batch, accumulation, seq, precision, clip, recompute), budget
+    )
     verify(schedule)
     prediction = predict(schedule, profile, budget)
     if trace is not None:
@@ -74,6 +78,7 @@ def build(
     seq: Seq = 1024,
     precision: Precision = "bf16",
     clip: Clip = None,
+    recompute: Recompute = "none",
     knob: Knob = None,
     change: Set = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
@@ -87,7 +92,9 @@ def build(
     from sim.prediction import memory_of
 
     budget = memory_of(machine_of(hardware, change))
-    schedule = schedule_of(target, policy, knob, workload_of(batch, accumulation, seq, precision, clip), budget)
+    schedule = schedule_of(
+        target, policy, knob, workload_of(batch, accumulation, seq, precision, clip, recompute), budget
+    )
     verify(schedule)
     if show:
         print(grid(schedule))

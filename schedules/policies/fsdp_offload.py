@@ -24,16 +24,26 @@ from __future__ import annotations
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Kept, Window, sweep
+from schedules.sweep import Activations, Window, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
-def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, checkpointing: bool = True) -> Program:
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    activations: Activations = "recompute",
+    every: int = 1,
+) -> Program:
     """Build the step.
 
     Args:
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
+    kept = kept_as(model, activations, every=every)
     p = Program(model, workload)
     ring, grads, landing = p.slots("weight", 2), p.slots("grad", 2), p.buffer("landing", Tier.HOST)
     root = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head)}
@@ -53,7 +63,7 @@ def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, checkp
 
     def run(m: int) -> None:
         """One micro-batch; the host waits for its gradients."""
-        window = Window([*model.blocks, *reversed(model.blocks)], ahead=2, fetch=fetch)
+        window = Window([*model.blocks, *kept.backward_visits(model.blocks)], ahead=2, fetch=fetch)
 
         def done(i: int, buffer: str) -> None:
             if i not in root:
@@ -70,7 +80,7 @@ def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, checkp
             weights=lambda i: root[i] if i in root else window.weights(i),
             grad=lambda i: root_grads[i] if i in root else grads.next(),
             done=done,
-            kept=Kept(on_device=() if checkpointing else model.blocks),
+            kept=kept,
         )
         p.synchronize(*homes.values(), kind=Kind.OFFLOAD, name="H.backward")
 

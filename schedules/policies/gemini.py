@@ -31,7 +31,7 @@ from typing import Literal
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, Kept, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 STEADY_DEVICE_RATIO = 0.9  # of device memory that auto fills (steady_cuda_cap_ratio)
@@ -43,17 +43,20 @@ def policy(
     memory: MemoryBudget,
     *,
     placement: Literal["static", "auto"] = "static",
-    checkpointing: bool = True,
+    activations: Activations = "recompute",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
     Args:
         placement: static keeps no chunk that is not in use, auto keeps as many as fit the device.
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     if workload.precision in ("bf16", "bf16_split"):
         workload = replace(workload, precision="bf16_fp32")
-    kept = Kept(on_device=() if checkpointing else model.blocks)
+    kept = kept_as(model, activations, every=every)
     if placement == "static":
         return _step(model, workload, kept, chunks=1, static=True)
     least = _step(model, workload, kept, chunks=1, static=False)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Kept, Window, sweep
+from schedules.sweep import Activations, Window, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "adapters"
@@ -37,6 +37,8 @@ def policy(
     rank: int = 16,
     slots: int = 2,
     keep: int | None = None,
+    activations: Activations = "recompute",
+    every: int = 1,
     resident: int = 2,
 ) -> Program:
     """Build the step.
@@ -45,18 +47,25 @@ def policy(
         rank: of the adapters.
         slots: device buffers for streamed weights.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
+            (inputs), or keep what they need, there (keep), on the host or on NVMe.
+        every: blocks that run forward again from one input.
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
     """
     workload = replace(workload, lora_rank=workload.lora_rank or rank)
 
     def build(keep: int) -> Program:
-        p = Program(model, workload)
+        p, kept = Program(model, workload), kept_as(model, activations, keep=keep, every=every)
         p.keep_on_device(*(t for i in model.blocks for t in (p.adapter(i), p.grad(i), p.state(i))))
         staying = [model.embed, model.head, *model.blocks][:resident]
         p.keep_on_device(*(p.weight(i) for i in staying))
         streamed = [i for i in model.blocks if i not in staying]
         ring = p.slots("weight", slots)
-        window = Window([*streamed, *reversed(streamed)], ahead=slots, fetch=lambda i: p.load(p.weight(i), ring))
+        window = Window(
+            [*streamed, *(i for i in kept.backward_visits(model.blocks) if i in streamed)],
+            ahead=slots,
+            fetch=lambda i: p.load(p.weight(i), ring),
+        )
         ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head) if i not in staying}
 
         def weights(i: int) -> str | None:
@@ -71,7 +80,6 @@ def policy(
             else:
                 p.norm([(grad, p.grad(i))], stream=Stream.COMPUTE, name=f"N.{model.layer_name(i)}")
 
-        kept = Kept(on_device=model.blocks[max(len(model.blocks) - keep, 0) :])
         sweep(p, list(workload.microbatches), weights=weights, grad=lambda i: None, done=done, kept=kept)
         if workload.grad_clip is not None:
             for i in model.blocks:

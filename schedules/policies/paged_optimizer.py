@@ -24,7 +24,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, Kept, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -35,6 +35,8 @@ def policy(
     *,
     pressure: float | None = None,
     keep: int | None = None,
+    activations: Activations = "recompute",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
@@ -42,30 +44,37 @@ def policy(
         pressure: the fraction of the layers whose states are paged, from 0 to 1; as few as the device has no
             room for if left out.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
+            (inputs), or keep what they need, there (keep), on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     if pressure is not None and not 0 <= pressure <= 1:
         raise ProgramError(f"pressure: a fraction of the layers, from 0 to 1, not {pressure}")
+
+    def kept(keep: int) -> Kept:
+        return kept_as(model, activations, keep=keep, every=every)
+
     if pressure is None:
-        paged = _without_room(model, workload, memory, keep or 0)
+        paged = _without_room(model, workload, memory, kept(keep or 0))
     else:
         paged = model.layers[: round(pressure * len(model.layers))]
     if keep is None:
-        keep = _step(model, workload, paged, keep=0).blocks_that_fit(memory, copies=1)
-    return _step(model, workload, paged, keep)
+        keep = _step(model, workload, paged, kept(0)).blocks_that_fit(memory, copies=1)
+    return _step(model, workload, paged, kept(keep))
 
 
-def _without_room(model: ModelSpec, workload: Workload, memory: MemoryBudget, keep: int) -> range:
+def _without_room(model: ModelSpec, workload: Workload, memory: MemoryBudget, kept: Kept) -> range:
     """The first layers, so many that the states of the others fit the device."""
-    if _step(model, workload, (), keep).device_bytes() <= memory.device_bytes:
+    if _step(model, workload, (), kept).device_bytes() <= memory.device_bytes:
         return range(0)
-    paging = _step(model, workload, model.layers, keep)
+    paging = _step(model, workload, model.layers, kept)
     room, first = memory.device_bytes - paging.device_bytes(), len(model.layers)
     while first and room >= (size := paging.nbytes(paging.state(model.layers[first - 1]))):
         room, first = room - size, first - 1
     return model.layers[:first]
 
 
-def _step(model: ModelSpec, workload: Workload, paged: Collection[int], keep: int) -> Program:
+def _step(model: ModelSpec, workload: Workload, paged: Collection[int], kept: Kept) -> Program:
     p = Program(model, workload)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), *([] if i in paged else [p.state(i)]))
@@ -77,7 +86,7 @@ def _step(model: ModelSpec, workload: Workload, paged: Collection[int], keep: in
             weights=lambda i: None,
             grad=lambda i: None,
             done=lambda i, buffer: None,
-            kept=Kept(on_device=range(max(model.head - keep, 0), model.head)),
+            kept=kept,
         )
     if workload.grad_clip is not None:
         p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)

@@ -15,22 +15,34 @@ from __future__ import annotations
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
-def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, keep: int | None = None) -> Program:
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    keep: int | None = None,
+    activations: Activations = "recompute",
+    every: int = 1,
+) -> Program:
     """Build the step.
 
     Args:
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
+            (inputs), or keep what they need, there (keep), on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     if keep is None:
-        keep = policy(model, workload, memory, keep=0).blocks_that_fit(memory, copies=1)
+        least = policy(model, workload, memory, keep=0, activations=activations, every=every)
+        keep = least.blocks_that_fit(memory, copies=1)
     p = Program(model, workload)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), p.state(i))
-    kept = Kept(on_device=range(max(model.head - keep, 0), model.head))
+    kept = kept_as(model, activations, keep=keep, every=every)
     clip = workload.grad_clip is not None
 
     def done(i: int, buffer: str) -> None:

@@ -47,6 +47,8 @@ def policy(
     offload: int = 0,
     inputs: int = 0,
     slack: int = 1,
+    swap: Literal["host", "nvme"] = "host",
+    every: int = 1,
     defer: int = 0,
     resident: int = 0,
     through: int = 0,
@@ -64,6 +66,8 @@ def policy(
         inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
             do not fit the device together.
         slack: how many visits ahead of their need activations come back, and after their making they leave.
+        swap: where the activations of these blocks go.
+        every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
         through: how many of the other blocks are updated on the device while their weights and gradient are there,
@@ -78,16 +82,18 @@ def policy(
         others = [i for i in model.blocks if i not in away]
         kept = Kept(
             on_device=others[max(len(others) - keep, 0) :],
-            on_host=away,
+            on_host=away if swap == "host" else (),
+            on_nvme=away if swap == "nvme" else (),
             inputs=spread(model.blocks, inputs),
             slack=slack,
+            every=every,
         )
         step = StreamedStep(
-            model, workload, slots, grad_slots, slabs, defer, resident, through, nvme, visits=len(groups)
+            model, workload, kept, slots, grad_slots, slabs, defer, resident, through, nvme, visits=len(groups)
         )
         step.load_first()
         for group in groups:
-            step.run(group, kept, first=group is groups[0], last=group is groups[-1])
+            step.run(group, first=group is groups[0], last=group is groups[-1])
         for i in step.order:
             if i in step.late:
                 step.update(i)

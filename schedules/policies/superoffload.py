@@ -33,6 +33,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
+from schedules.sweep import Activations, kept_as
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, Reduction, cast, forward_and_backward, passes, sub_groups, upload, with_master
 
@@ -45,7 +46,8 @@ def policy(
     ratio: float = 0.9,
     sub_group_size: int = 400_000_000,
     overlap_comm: bool = False,
-    checkpointing: bool = True,
+    activations: Activations = "recompute",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
@@ -53,7 +55,9 @@ def policy(
         ratio: the part of the sub-groups, from 0 to 1, that the CPU steps.
         sub_group_size: parameters of a sub-group, rounded up to whole layers, and of the gradient bucket.
         overlap_comm: gradients have a stream of their own (false in DeepSpeed's examples of SuperOffload).
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     if not 0 <= ratio <= 1:
         raise ProgramError(f"ratio: a part of the sub-groups, from 0 to 1, not {ratio}")
@@ -94,7 +98,8 @@ def policy(
 
     reduction = Reduction(p, stream=Stream.D2H if overlap_comm else Stream.COMPUTE, on_device=stepped)
     bucket = Bucket(p, size=sub_group_size, count=2, leave=leave)
-    forward_and_backward(p, weights=weights, bucket=bucket, reduction=reduction, checkpointing=checkpointing)
+    kept = kept_as(model, activations, every=every)
+    forward_and_backward(p, weights=weights, bucket=bucket, reduction=reduction, kept=kept)
     joined = [(p.home(p.weight(i)), p.weight(i)) for group in on_cpu for i in group]
     if joined and not clip:
         p.synchronize(*joined, name="H.join")

@@ -27,7 +27,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -39,6 +39,8 @@ def policy(
     offload_gradients: bool = False,
     run_ahead: bool = False,
     keep: int | None = None,
+    activations: Activations = "recompute",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
@@ -46,12 +48,24 @@ def policy(
         offload_gradients: free a gradient on the device once it is copied. Not with accumulation.
         run_ahead: Adam starts with the first gradient that has landed, while the device is still at the backward.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
+        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
+            (inputs), or keep what they need, there (keep), on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     if offload_gradients and workload.accumulation > 1:
         raise ProgramError("offload_gradients: torchao frees a gradient after each backward, it cannot accumulate")
     if keep is None:
-        recomputing = policy(model, workload, memory, offload_gradients=offload_gradients, run_ahead=run_ahead, keep=0)
-        keep = recomputing.blocks_that_fit(memory, copies=1)
+        least = policy(
+            model,
+            workload,
+            memory,
+            offload_gradients=offload_gradients,
+            run_ahead=run_ahead,
+            keep=0,
+            activations=activations,
+            every=every,
+        )
+        keep = least.blocks_that_fit(memory, copies=1)
     p = Program(model, workload)
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     ends = (model.embed, model.head) if offload_gradients else model.layers
@@ -73,7 +87,7 @@ def policy(
             weights=weights.get,
             grad=lambda i: leaving.next() if leaving and i not in staying else staying[i],
             done=done,
-            kept=Kept(on_device=range(max(model.head - keep, 0), model.head)),
+            kept=kept_as(model, activations, keep=keep, every=every),
         )
     if not run_ahead:
         p.synchronize((staying[model.embed], p.grad(model.embed)), kind=Kind.OFFLOAD, name="H.backward")

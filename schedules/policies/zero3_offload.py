@@ -32,7 +32,7 @@ from typing import Literal
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Fetch, Reduction, passes, sub_groups, with_master
 
@@ -43,7 +43,8 @@ def policy(
     memory: MemoryBudget,
     *,
     overlap_comm: bool = True,
-    checkpointing: bool = True,
+    activations: Activations = "recompute",
+    every: int = 1,
     max_live: int = 1_000_000_000,
     prefetch: int = 1,
     sub_group_size: int = 1,
@@ -54,13 +55,16 @@ def policy(
 
     Args:
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
         prefetch: layers fetched ahead: stage3_prefetch_bucket_size, 5e7 parameters unless set, in whole layers.
         sub_group_size: parameters that each pass of the optimizer takes at once, rounded up to whole layers.
         pin_memory: host memory is pinned (the default since 0.19.5); otherwise the host waits for every copy.
         version: up to 0.19.4 the host waits for each gradient's fp32 copy.
     """
+    kept = kept_as(model, activations, every=every)
     p = Program(model, with_master(workload))
     fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
@@ -70,7 +74,7 @@ def policy(
     tied = p.buffer("embed.grad") if model.tie_word_embeddings else None
 
     def run(m: int) -> None:
-        fetch.begin()
+        fetch.begin(kept)
         reduction.begin()
         sweep(
             p,
@@ -78,7 +82,7 @@ def policy(
             weights=fetch.weights,
             grad=lambda i: tied if tied and i == model.embed else buckets.next(),
             done=lambda i, bucket: reduction.reduce([(i, bucket)], m),
-            kept=Kept(on_device=() if checkpointing else model.blocks),
+            kept=kept,
         )
         reduction.wait("H.epilogue")
 

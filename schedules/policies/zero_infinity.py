@@ -27,7 +27,7 @@ from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.swap import Swap
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Fetch, Reduction, sub_groups, with_master
 
@@ -42,7 +42,8 @@ def policy(
     pipeline_write: bool = False,
     sub_group_size: int = 1_000_000_000,
     overlap_comm: bool = True,
-    checkpointing: bool = True,
+    activations: Activations = "recompute",
+    every: int = 1,
     max_live: int = 1_000_000_000,
 ) -> Program:
     """Build the step.
@@ -53,9 +54,12 @@ def policy(
         pipeline_write: wait for a sub-group's write only before the next one's.
         sub_group_size: parameters of a sub-group, rounded up to whole layers.
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
     """
+    kept = kept_as(model, activations, every=every)
     p = Program(model, with_master(workload))
     swap = Swap(p, sub_groups(model, sub_group_size), params_on_nvme, sets=1 + pipeline_read + pipeline_write)
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
@@ -70,7 +74,7 @@ def policy(
     reduction = Reduction(p, stream=reducing, land=lambda i, buffer: swap.land(i, buffer, reducing))
 
     def run(m: int) -> None:
-        fetch.begin()
+        fetch.begin(kept)
         reduction.begin()
         sweep(
             p,
@@ -78,7 +82,7 @@ def policy(
             weights=fetch.weights,
             grad=lambda i: tied if tied and i == model.embed else buckets.next(),
             done=lambda i, bucket: reduction.reduce([(i, bucket)], m),
-            kept=Kept(on_device=() if checkpointing else model.blocks),
+            kept=kept,
         )
         reduction.wait("H.epilogue")
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import Activations, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, passes, with_master
 
@@ -39,15 +39,19 @@ def policy(
     *,
     overlap_comm: bool = False,
     reduce_bucket_size: int = 500_000_000,
-    checkpointing: bool = True,
+    activations: Activations = "recompute",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
     Args:
         overlap_comm: gradients have a stream of their own.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
+    kept = kept_as(model, activations, every=every)
     p = Program(model, with_master(workload))
     stream = Stream.D2H if overlap_comm else Stream.COMPUTE
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
@@ -83,7 +87,7 @@ def policy(
             weights=weights.get,
             grad=bucket.grad,
             done=lambda i, buffer: bucket.add(i, buffer, m),
-            kept=Kept(on_device=() if checkpointing else model.blocks),
+            kept=kept,
         )
         bucket.flush(m)
         if overlap_comm or m == last:

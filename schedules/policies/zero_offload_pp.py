@@ -27,6 +27,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
+from schedules.sweep import Activations, kept_as
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, Reduction, forward_and_backward, passes, sub_groups, upload, with_master
 
@@ -40,7 +41,8 @@ def policy(
     sub_group_size: int = 1_000_000_000,
     reduce_bucket_size: int = 500_000_000,
     overlap_comm: bool = True,
-    checkpointing: bool = True,
+    activations: Activations = "recompute",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
@@ -50,7 +52,9 @@ def policy(
         sub_group_size: parameters of a sub-group, rounded up to whole layers.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
         overlap_comm: gradients have a stream of their own (DeepSpeed's default for stage 3).
-        checkpointing: blocks keep only their input and run forward again.
+        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     workload, groups = with_master(workload), sub_groups(model, sub_group_size)
     stream = Stream.D2H if overlap_comm else Stream.COMPUTE
@@ -63,7 +67,8 @@ def policy(
         weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
         reduction = Reduction(p, stream=stream, on_device=stepped)
         bucket = Bucket(p, size=reduce_bucket_size, count=2, leave=reduction.reduce)
-        forward_and_backward(p, weights=weights, bucket=bucket, reduction=reduction, checkpointing=checkpointing)
+        kept = kept_as(model, activations, every=every)
+        forward_and_backward(p, weights=weights, bucket=bucket, reduction=reduction, kept=kept)
         for group in groups[:on_gpu]:
             passes(p, group, stream=Stream.COMPUTE)
         for group in groups[on_gpu:]:

@@ -1,0 +1,164 @@
+"""An MLP that keeps its input and is computed again in backward, chunk by chunk: the same training in less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hand_written import small
+from torch import Tensor
+
+from megatrain import autograd, initial, reference, train
+from megatrain.adam import Adam
+from megatrain.autograd import Sink
+from megatrain.cpu import CpuBackend
+from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.template import templates, views
+from megatrain.train import Debug, Trainer
+from schedules import policies, presets, trained
+from schedules.op import Kind, Phase, Tier
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.prediction import peak_bytes
+
+CPU = torch.device("cpu")
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
+MODEL = small()
+HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
+POLICIES: dict[str, dict[str, Any]] = {
+    "resident": {"keep": 2},
+    "streamed": {"keep": 1, "offload": 1},
+    "megatrain": {},
+    "zero3_offload": {"activations": "keep"},
+    "roundpipe": {"is_async": False},
+    "lora_streamed": {"keep": 2, "rank": 4},
+}
+
+
+def workload(**options: Any) -> Workload:
+    return Workload(**{"micro_batch_size": 2, "seq_len": 16, "precision": "fp32", "recompute": "mlp", **options})
+
+
+def one_block(chunk: int | None, dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, dict[str, Tensor], int]:
+    """Output, input's gradient, parameters' gradients, and bytes kept, of a block on the same numbers each time."""
+    model = replace(MODEL, mlp_bias=bias)
+    shapes = model.parameter_shapes(0)
+    layers = templates(model, seq_len=16, device=CPU, dtype=dtype, mlp_chunk=chunk)
+    block = layers.blocks[model.layer_kind(0)]
+    generator = torch.Generator().manual_seed(0)
+    flat = (0.2 * torch.randn(model.params(0), generator=generator)).to(dtype)
+    x, dy = (torch.randn(2, 16, model.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    params = views(flat, shapes)
+    y, saved = autograd.forward(block, params, x)
+    kept = saved.nbytes
+    elsewhere = views(flat.clone(), shapes)  # the weights come back into another buffer
+    flat.fill_(float("nan"))
+    grads = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    dx = autograd.backward(saved, elsewhere, x, dy, {name: Sink(view, False) for name, view in grads.items()})
+    return y, dx, grads, kept
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 32, 1000])
+def test_a_block_computes_the_same_and_keeps_less(chunk: int, bias: bool) -> None:
+    plain, again = one_block(None, torch.float32, bias=bias), one_block(chunk, torch.float32, bias=bias)
+    assert torch.allclose(again[0], plain[0], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(again[1], plain[1], rtol=1e-5, atol=1e-6)
+    for name, grad in plain[2].items():
+        assert torch.allclose(again[2][name], grad, rtol=1e-4, atol=1e-5), name
+    work = workload()
+    assert again[3] == MODEL.saved_bytes(0, work)
+    assert plain[3] == MODEL.saved_bytes(0, replace(work, recompute="none"))
+    assert plain[3] - again[3] == 3 * work.tokens_per_microbatch * MODEL.mlp_width * 4
+
+
+def test_gradients_of_many_chunks_in_bf16_are_summed_in_fp32() -> None:
+    whole, parts = (one_block(chunk, torch.bfloat16, bias=False)[2] for chunk in (1000, 1))
+    exact = one_block(None, torch.float32, bias=False)[2]
+    for name in whole:
+        if name.startswith("mlp."):
+            scale = exact[name].abs().max()
+            assert (parts[name] - whole[name]).abs().max() < 0.02 * scale, name
+
+
+def trained_by(schedule: Schedule, steps: int = 6, debug: Debug | None = None) -> reference.Reference:
+    gradients: list[dict[int, Tensor]] = [{} for _ in range(steps)]
+    with Trainer(
+        verify(schedule),
+        CpuBackend(),
+        text(schedule.workload),
+        HYPER,
+        initial=initial.random_parameters(schedule.model, 0),
+        on_gradient=lambda step, layer, grad: gradients[step].update({layer: grad.clone()}),
+        debug=debug or Debug(poison=False),
+    ) as trainer:
+        losses = trainer.run(steps)
+        chosen = trained.layers(schedule.model, schedule.workload)
+        parameters = {i: trainer.parameters(i) for i in chosen}
+    return reference.Reference(losses=losses, gradients=gradients, parameters=parameters)
+
+
+def text(work: Workload) -> ByteText:
+    return ByteText(text=read_bytes(standard_library(), 1 << 14), workload=work, seed=5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_training_by_schedule_is_plain_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "MLP_CHUNK_TOKENS", 12)  # three chunks
+    schedule = policies.build(name, MODEL, workload(accumulation=2), ROOM, **POLICIES[name])
+    assert schedule.workload.recompute == "mlp"
+    found = trained_by(schedule)
+    rank = schedule.workload.lora_rank
+    right = reference.train(
+        MODEL,
+        schedule.workload,
+        text(schedule.workload),
+        HYPER,
+        initial=initial.random_parameters(MODEL, 0),
+        adapters=None if rank is None else initial.random_adapters(MODEL, rank, 0),
+        steps=6,
+    )
+    assert found.losses == pytest.approx(right.losses, rel=1e-6)
+    for step in range(6):
+        for i, grad in right.gradients[step].items():
+            difference = (found.gradients[step][i] - grad).abs().max() / grad.abs().max()
+            assert difference < (1e-6 if step == 0 else 1e-5), (step, i)
+    poisoned = trained_by(schedule, debug=Debug(poison=True, delay_s=2e-4))
+    assert poisoned.losses == found.losses
+
+
+def test_what_is_computed_again_is_executed_and_not_counted() -> None:
+    plain, again = (
+        policies.build("resident", MODEL, workload(recompute=mode), ROOM, keep=2) for mode in ("none", "mlp")
+    )
+    assert MODEL.model_flops_per_step(plain.workload) == MODEL.model_flops_per_step(again.workload)
+    extra = {op.name: op.flops for op in again.ops}
+    for op in plain.ops:
+        gate_and_up = 2 * 2 * plain.workload.tokens_per_microbatch * MODEL.hidden_size * MODEL.mlp_width
+        inside = op.kind == Kind.COMPUTE and op.phase == Phase.BACKWARD and op.layer in MODEL.blocks
+        assert extra[op.name] - op.flops == (gate_and_up if inside else 0), op.name
+
+
+def test_every_policy_is_safe_with_it() -> None:
+    for name in policies.names():
+        verify(policies.build(name, MODEL, workload(accumulation=2, grad_clip=1.0), ROOM))
+
+
+def test_a_long_sequence_fits_a_device_that_it_did_not_fit() -> None:
+    model, machine = presets.load("qwen2.5-7b"), hardware.load("gh200")
+    peaks = {}
+    for mode in ("none", "mlp"):
+        work = Workload(micro_batch_size=1, seq_len=1 << 19, recompute=mode)
+        room = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 42)
+        schedule = policies.build("streamed", model, work, room, keep=0, inputs=model.num_hidden_layers)
+        peaks[mode] = peak_bytes(schedule, machine)[Tier.DEVICE]
+    assert peaks["mlp"] < machine.gpu.memory.value < peaks["none"]
+
+
+def test_experts_are_refused() -> None:
+    with pytest.raises(policies.PolicyError, match="experts are not computed again"):
+        policies.build("streamed", presets.load("qwen3-30b-a3b"), workload(precision="bf16"), ROOM)
