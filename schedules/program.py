@@ -47,6 +47,7 @@ class Program:
         self._nbytes: dict[str, int] = {}  # of tensors asked for so far
         self._homes: dict[str, str] = {}
         self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
+        self._demands: dict[tuple[str, Phase], tuple[int, int]] = {}  # FLOPs and bytes of compute ops, by kind of layer
         self._activations = Activations(self.buffer, self.nbytes)
 
     # ---- tensors and buffers
@@ -308,10 +309,14 @@ class Program:
         if bound:
             adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
             reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
-        flops = {
-            Phase.BACKWARD: model.backward_flops(i, workload) + model.recomputed_flops(i, workload),
-            Phase.LOSS: model.loss_flops(workload),
-        }.get(phase, model.forward_flops(i, workload))
+        kind = model.layer_kind(i)
+        if (kind, phase) not in self._demands:
+            flops = {
+                Phase.BACKWARD: model.backward_flops(i, workload) + model.recomputed_flops(i, workload),
+                Phase.LOSS: model.loss_flops(workload),
+            }.get(phase, model.forward_flops(i, workload))
+            self._demands[kind, phase] = flops, elementwise_bytes(model, i, phase, workload, fused=self._fused)
+        flops, nbytes = self._demands[kind, phase]
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(
             f"{letter}.{model.layer_name(i)}.{m}",
@@ -322,7 +327,7 @@ class Program:
             microbatch=m,
             reads=reads,
             writes=writes,
-            nbytes=elementwise_bytes(model, i, phase, workload, fused=self._fused),
+            nbytes=nbytes,
             flops=flops,
             params=model.params(i),
             blocking=blocking,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from schedules.errors import InputError
@@ -40,6 +41,7 @@ class Tensor:
         return ".".join(parts if self.microbatch is None else [*parts, str(self.microbatch)])
 
 
+@functools.cache
 def parse(name: str) -> Tensor:
     """Parse a tensor name.
 

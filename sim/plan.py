@@ -32,6 +32,7 @@ OURS = "streamed"
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 400  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
+WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; and one with recompute
 GRID = 4  # values of residency on the coarse grid
 EFFORT = 100  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
@@ -126,12 +127,15 @@ def plan(
     try:
         bounded = _by_bound(model, profile, budget, steps)
         limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
-        for number, (found, workload) in enumerate(bounded):
-            search.share = number / (2 * len(bounded))
-            if search.period_ns is None or found.period_ns < search.period_ns:
-                search.look(workload, whole=search.best is None)
-        search.share = 0.5
-        search.refine()
+        # what computes nothing again first: with that known, the bound rules most of the others out
+        for again in (False, True):
+            some = [(found, workload) for found, workload in bounded if (workload.recompute != "none") == again]
+            for number, (found, workload) in enumerate(some):
+                search.share = number / (4 * len(some)) + 0.5 * again
+                if search.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * search.period_ns:
+                    search.look(workload, whole=search.best is None)
+            if search.at is not None and (search.at.workload.recompute != "none") == again:
+                search.refine()
         search.share = 0.9
         of_best = search.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
