@@ -107,8 +107,8 @@ def main() -> None:
             gaps = [gap for gap in track(work, "planning small instances", total=len(instances)) if gap is not None]
             worse = [gap for gap in gaps if gap > 0]
             told = (
-                f"{len(gaps)} of {len(instances)} random small instances (one to four blocks, memory drawn at random) on "
-                f"which something fits: the plan is slower than the best of all placements in {len(worse)}, at most by "
+                f"{len(gaps)} of {len(instances)} small instances (one to four blocks, memory drawn at random) have "
+                f"room for something. The plan is slower than the best of all placements in {len(worse)}, at most by "
                 f"{max(worse, default=0.0):.2%}, and faster, by what a placement does not say, in "
                 f"{sum(gap < 0 for gap in gaps)}."
             )

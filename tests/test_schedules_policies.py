@@ -134,6 +134,26 @@ def test_no_wait_of_a_policy_can_be_left_out(name: str, clip: float | None) -> N
 
 
 @pytest.mark.parametrize("name", policies.names())
+def test_no_two_ops_of_which_one_waits_for_the_other_can_change_places(name: str) -> None:
+    schedule = small(name, clip=1.0)
+    for wait in schedule.waits:
+        if wait.distance == 0:
+            with pytest.raises(ScheduleError):
+                verify(_swapped(schedule, schedule.index[wait.op], schedule.index[wait.on]))
+
+
+def _swapped(schedule: Schedule, first: int, second: int) -> Schedule:
+    ops = list(schedule.ops)
+    ops[first], ops[second] = ops[second], ops[first]
+    return replace(schedule, ops=tuple(ops))
+
+
+def test_a_policys_file_can_be_read_at_once() -> None:
+    folder = Path(policies.__file__).parent
+    assert max(len((folder / f"{name}.py").read_text().splitlines()) for name in policies.names()) <= 150
+
+
+@pytest.mark.parametrize("name", policies.names())
 def test_no_backward_and_no_update_of_a_policy_can_be_left_out(name: str) -> None:
     schedule = small(name)
     for op in schedule.ops:
