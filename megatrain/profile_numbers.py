@@ -60,7 +60,7 @@ def here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
 def versions() -> str:
     """The software that times depend on."""
     found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return f"Python {platform.python_version()}, {found}, {platform.system()} {platform.release()}"
+    return f"Python {platform.python_version()}, {found}, {platform.system()}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 from schedules.errors import InputError
-from sim.units import UNITS, readable, to_base
+from sim.units import UNITS, readable, rounded, to_base
 
 PROFILES = Path(__file__).parent / "profiles"
 DIGEST = "sha256"  # the field of a measured profile's file that tells whether it was edited
@@ -42,8 +42,7 @@ class Value:
         assert self.unit in UNITS, f"{self.unit} is not a base unit"
 
     def __str__(self) -> str:
-        number, unit = readable(self.value, self.unit)
-        return f"{number:g} {unit}"
+        return rounded(self.value, self.unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +281,19 @@ def listing(profile: HardwareProfile) -> list[tuple[str, str, str, str]]:
 
 
 # ------------------------------------------------------------------------------------------------ checking
+
+
+def readings(profile: HardwareProfile) -> list[tuple[str, list[tuple[str, str, str, str]]]]:
+    """(meaning, rows of name, least, median and most) of everything that was read several times."""
+    if profile.measured is None:
+        return []
+    found = []
+    for key, rule, _ in _rules(Measured):
+        item = getattr(profile.measured, key)
+        if rule.holds == "readings" and item is not None:
+            rows = [(name, *(rounded(n, item.unit) for n in three)) for name, three in item.values.items()]
+            found.append((rule.meaning, rows))
+    return found
 
 
 def _checked(number: object, unit: object, rule: Rule, where: str) -> float:

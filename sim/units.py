@@ -34,3 +34,16 @@ def readable(value: float, dimension: str) -> tuple[float, str]:
         if exact and scaled >= 1 and len(f"{scaled:.15g}") <= len(f"{number:.15g}"):
             number, unit = scaled, candidate
     return number, unit
+
+
+def rounded(value: float, dimension: str) -> str:
+    """A base-unit value for people: as `readable` where that is short, else to four digits in the largest unit."""
+    number, unit = readable(value, dimension)
+    if float(f"{number:.4g}") != number:
+        unit = max(
+            (u for u, factor in UNITS[dimension].items() if factor <= value and "i" not in u),
+            default=dimension,
+            key=lambda u: UNITS[dimension][u],
+        )
+        number = value / UNITS[dimension][unit]
+    return f"{number:.4g} {unit}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from sim.hardware import (
     save,
     to_json,
 )
-from sim.units import UNITS, readable, to_base
+from sim.units import UNITS, readable, rounded, to_base
 
 NUMERIC = [path for path, rule in NUMBERS.items() if lookup(load("h200"), path) is not None]
 
@@ -260,3 +261,33 @@ def test_shipped_files_write_each_field_once() -> None:
         text = (Path(__file__).parent.parent / "sim" / "profiles" / f"{name}.json").read_text()
         assert json.loads(text)["name"] == name
         assert text.endswith("}\n")
+
+
+def test_numbers_for_people_have_four_digits_in_a_unit_of_their_size() -> None:
+    shown = [rounded(*pair) for pair in [(4.8e12, "B/s"), (20072512345.6, "B/s"), (11829.0, "ns"), (0.68, "fraction")]]
+    assert shown == ["4.8 TB/s", "20.07 GB/s", "11.83 us", "0.68 fraction"]
+    assert rounded(139 * 2**30, "bytes") == "139 GiB"
+    assert rounded(0.0, "ns") == "0 ns"
+
+
+def test_a_measured_profile_that_was_edited_is_refused(tmp_path: Path) -> None:
+    profile = replace(load("h200"), mode="measured", versions="torch 2.11")
+    hardware_file = tmp_path / "here.json"
+    save(profile, hardware_file)
+    assert load(str(hardware_file)) == profile
+    hardware_file.write_text(hardware_file.read_text().replace("55.4", "65.4"))
+    with pytest.raises(HardwareError, match=r"was changed after it was measured.*--set"):
+        load(str(hardware_file))
+    document = json.loads(hardware_file.read_text())
+    del document["sha256"]
+    hardware_file.write_text(json.dumps(document))
+    with pytest.raises(HardwareError, match="has no digest"):
+        load(str(hardware_file))
+
+
+@pytest.mark.parametrize("three", [[1, 2], [3, 2, 1], [1, 2.5, 3], "fast", [-1, 2, 3]])
+def test_readings_that_are_no_three_numbers_in_order_are_refused(three: object) -> None:
+    data = document()
+    data["measured"] = {"links": {"values": {"h2d/1/alone": three}, "unit": "B/s", "source": "test"}}
+    with pytest.raises(HardwareError, match=r"h200.json: measured.links"):
+        from_json(data, "h200.json")

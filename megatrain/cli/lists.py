@@ -74,6 +74,10 @@ def hardware(
         return
     rows = [list(row) for row in machines.listing(chosen)]
     print_table(f"{chosen.name}: {chosen.description}", ["number", "value", "meaning", "source"], rows, left=4)
+    for meaning, several in machines.readings(chosen):
+        print_table(meaning, ["", "least", "median", "most"], [list(row) for row in several])
+    if chosen.versions is not None:
+        print(f"measured with {chosen.versions}, on {chosen.date}")
 
 
 def policies(
