@@ -26,7 +26,7 @@ from megatrain.data import RandomTokens
 from megatrain.executor import Executor
 from megatrain.graphs import replayed
 from megatrain.pointwise import PLAIN, compiled
-from megatrain.train import Trainer
+from megatrain.train import Trainer, as_they_are
 from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -169,7 +169,7 @@ def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: 
     data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
     backend = PooledBackend()
     backend.events = []
-    prepare = replayed if case.graphs else _as_they_are
+    prepare = replayed if case.graphs else as_they_are
     with Trainer(
         verified,
         backend,
@@ -234,10 +234,6 @@ def _handing_over(backend: CudaBackend) -> dict[str, float]:
     for op, event in events[len(events) * WARM_UP // (WARM_UP + STEPS) :]:
         found["copy" if op.phase == Phase.COPY else f"{op.kind}"].append(event.host_ns)
     return {name: statistics.median(times) for name, times in found.items()}
-
-
-def _as_they_are(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
-    return works
 
 
 def _alone(

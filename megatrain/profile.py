@@ -26,7 +26,7 @@ from megatrain.data import RandomTokens
 from megatrain.initial import random_parameters
 from megatrain.rates import Load
 from megatrain.session import machine_name
-from megatrain.train import Trainer
+from megatrain.train import Trainer, as_they_are
 from megatrain.workspace import peak_bytes
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -255,7 +255,7 @@ def _run(
     steps: int,
     backend: Backend[Any],
     nvme: Path | None,
-    prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = lambda schedule, works: works,
+    prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = as_they_are,
 ) -> Trace:
     """The trace of some steps on tokens at random."""
     data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)

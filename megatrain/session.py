@@ -14,8 +14,10 @@ import torch
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.graphs import replayed
 from megatrain.initial import random_parameters
-from megatrain.train import Debug, Trainer
+from megatrain.pointwise import PLAIN, compiled
+from megatrain.train import Debug, Trainer, as_they_are
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.trace import Trace
@@ -101,16 +103,23 @@ def train(
     debug: bool = False,
     backend: str | None = "cpu",
     nvme: Path | None = None,
+    fused: bool = False,
+    graphs: bool = False,
     on_loss: Callable[[int, float], None] | None = None,
 ) -> Trained:
     """Train on the standard library's source text, a token per byte. `backend` as in `backend_of`, `nvme` in Trainer.
 
+    `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
+
     Raises:
         DataError: there is too little text for one sequence.
         OpFailed: an op failed.
-        Refused, TemplateError: this schedule or model cannot be run here.
+        Refused, TemplateError: this schedule or model cannot be run here, or not so.
     """
     machine = backend_of(backend)
+    if graphs and machine.device.type != "cuda":
+        machine.close()
+        raise Refused("CUDA graphs need a GPU; run without them")
     require_memory(verified, machine.device)
     require_drive(verified, nvme)
     schedule = verified.schedule
@@ -124,6 +133,8 @@ def train(
         debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
         record=True,
         nvme=nvme,
+        pointwise=compiled() if fused else PLAIN,
+        prepare=replayed if graphs else as_they_are,
     ) as trainer:
         losses = trainer.run(steps, on_loss=on_loss)
         return Trained(losses=losses, trace=trainer.trace())

@@ -42,6 +42,11 @@ class Debug:
     seed: int = 0
 
 
+def as_they_are(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
+    """What ops do, unchanged: how a run is prepared where nothing else is said."""
+    return works
+
+
 class Trainer(Generic[E]):
     """Trains one model by one verified schedule. Use as a context manager, or `close` it.
 
@@ -76,7 +81,7 @@ class Trainer(Generic[E]):
         record: bool = False,
         nvme: Path | None = None,
         pointwise: Pointwise = PLAIN,
-        prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = lambda schedule, works: works,
+        prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = as_they_are,
     ) -> None:
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload

@@ -48,6 +48,8 @@ def run(
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on the drive for what the schedule keeps there.")] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="Compile norms, rotations, gates and the loss.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Replay blocks as CUDA graphs.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -79,6 +81,8 @@ def run(
             debug=debug,
             backend=backend,
             nvme=nvme,
+            fused=fused,
+            graphs=graphs,
             on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
         )
     if trace is not None:
