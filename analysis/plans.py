@@ -47,6 +47,9 @@ class Row:
     bound_s: float
     gap: float
     own_gap: float
+    more_work: float  # the three of `Plan.gap_parts`
+    circle: float
+    sharing: float
     mfu: float
     binding: str  # of the bound over all schedules
     policy: str
@@ -102,6 +105,7 @@ def row(
             bound_s=found.lower_bound_ns / 1e9,
             gap=found.gap,
             own_gap=prediction.gap,
+            **dict(zip(("more_work", "circle", "sharing"), found.gap_parts.values(), strict=True)),
             mfu=prediction.mfu,
             binding=found.bound.binding,
             policy=found.schedule.policy,
@@ -163,18 +167,19 @@ def frame(found: Sequence[tuple[Row, dict[str, float]]]) -> pd.DataFrame:
 def markdown(table: pd.DataFrame) -> str:
     """The table for a README: a line per point, what does not fit included."""
     lines = [
-        "| model | machine | plan, tokens/s | of the bound | best named policy | plan against it | against ZeRO-3 "
-        "| planning |",
-        "|---|---|---:|---:|---|---:|---:|---:|",
+        "| model | machine | plan, tokens/s | of the bound | more work | circle | sharing | best named policy "
+        "| plan against it | against ZeRO-3 | planning |",
+        "|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|",
     ]
     for point in table.to_dict("records"):
         if point["reason"]:
-            lines.append(f"| {point['model']} | {point['machine']} | nothing fits | | | | | |")
+            lines.append(f"| {point['model']} | {point['machine']} | nothing fits | | | | | | | | |")
             continue
         rate = point["best_named_tokens_per_s"]
         best = f"`{point['best_named']}` {rate:,.0f}" if point["best_named"] else "none fits"
         lines.append(
             f"| {point['model']} | {point['machine']} | {point['tokens_per_s']:,.0f} | {1 / (1 + point['gap']):.1%} "
+            f"| {point['more_work']:+.1%} | {point['circle']:+.1%} | {point['sharing']:+.1%} "
             f"| {best} | {_times(point['tokens_per_s'], rate)} "
             f"| {_times(point['tokens_per_s'], point['zero3_offload_tokens_per_s'])} | {point['planning_s']:.1f} s |"
         )

@@ -131,7 +131,10 @@ def main() -> None:
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "
         f"{(fits['gap'] <= 0.03).sum()}, the median gap is {fits['gap'].median():.1%}, the largest "
-        f"{fits['gap'].max():.1%}; a bound that leaves out order is not always attainable.",
+        f"{fits['gap'].max():.1%}; a bound that leaves out order is not always attainable. What the gap is made of, "
+        "each to be multiplied with the others: *more work* for the fullest resource than a placement in fractions "
+        "would leave for any; a *circle* of ops over several streams, each waiting for the last, that lasts longer "
+        "than any resource; and what ops take longer because they *share* a resource.",
         "",
         plans.markdown(table),
         "",

@@ -32,6 +32,9 @@ class WhatIf:
     largest_micro_batch: int
 
 
+TOLD = 0.0005  # smaller parts of the gap are not worth a line
+
+
 def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
     """Ask everything of a plan; some seconds for a large model."""
     prediction, workload = found.prediction, found.schedule.workload
@@ -112,6 +115,7 @@ def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Or
         **prediction_record(found.prediction),
         "lower_bound_s": found.lower_bound_ns / 1e9,
         "gap_to_any_schedule": found.gap,
+        "gap_parts": found.gap_parts,
         "what_binds_any_schedule": found.bound.binding,
         "tokens_per_s_interval": asdict(spread),
         "placement": dict(placement(found.schedule)),
@@ -148,6 +152,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         ["  which is set by", prediction.binding],
         ["above the bound of any schedule", f"{found.gap:.1%}, {found.lower_bound_ns / 1e6:,.1f} ms"],
         ["  which is set by", found.bound.binding],
+        *([f"  {part}", f"{share:+.1%}"] for part, share in found.gap_parts.items() if abs(share) >= TOLD),
     ]
     if written := prediction.nvme_bytes_per_day:
         rows.append(["written to NVMe", f"{written / 1e12:,.1f} TB a day"])

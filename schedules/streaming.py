@@ -24,6 +24,7 @@ class StreamedStep:
         slabs: int,
         defer: int,
         resident: int,
+        hold: int,
         through: int,
         nvme: int,
         visits: int,
@@ -37,12 +38,17 @@ class StreamedStep:
         self.slabs = p.slots("slab", slabs, Tier.HOST)
         # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
         ends = [i for i in (model.embed, model.head) if i not in self.resident]
-        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in ends}
+        others = [i for i in model.blocks if i not in self.resident]
+        held = spread(others, hold)
+        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*ends, *sorted(held))}
         # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
         shared = visits == 1 and not model.tie_word_embeddings
         self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in ends}
+        if visits > 1:  # or the sum of a held block would leave and come back; what is whole at once goes through slots
+            self.own |= {i: p.buffer(f"{model.layer_name(i)}.grad") for i in sorted(held)}
 
-        self.streamed = [i for i in model.blocks if i not in self.resident]
+        self.ends = ends
+        self.streamed = [i for i in others if i not in held]
         self.ahead = self.streamed[:slots]
         self.window = Window(
             [*self.streamed, *(i for i in kept.backward_visits(model.blocks) if i in self.streamed)] * visits,
@@ -81,13 +87,13 @@ class StreamedStep:
 
     def run(self, group: Sequence[int], *, first: bool, last: bool) -> None:
         """Forward and backward of a group of micro-batches, the `first` or `last` of the step or both."""
-        p, head = self.program, self.program.model.head
+        p = self.program
 
         def weights(i: int) -> str | None:
             if i in self.resident:
                 return None
-            if i == head and first and head in self.late:
-                p.prefetch(p.weight(head), into=self.copy[head])
+            if i in self.copy and i in self.late and i != p.model.embed and p.holds(self.copy[i]) != p.weight(i):
+                p.prefetch(p.weight(i), into=self.copy[i])
             if i in self.copy:
                 return self.copy[i]
             self.slot = self.window.weights(i)
@@ -107,7 +113,7 @@ class StreamedStep:
                 self.pass_through(i, where)
                 return
             if i not in self.resident:
-                held = i in self.late or not streamed
+                held = i in self.late or i in self.ends
                 where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
             elif self.clip:
                 p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")

@@ -76,6 +76,22 @@ class Plan:
         """By what fraction the period exceeds the bound over all schedules."""
         return self.prediction.period_ns / self.lower_bound_ns - 1.0
 
+    @property
+    def gap_parts(self) -> dict[str, float]:
+        """What the gap is made of, in words; one plus each, multiplied, is one plus the gap.
+
+        What the fullest resource does beyond the least that a relaxed placement leaves for one; what a circle of ops
+        over several streams takes beyond that resource; what ops take longer that share something or wait.
+        """
+        own = self.prediction.bound
+        fullest = max(own.area_ns, key=lambda name: own.area_ns[name])
+        area = own.area_ns[fullest]
+        return {
+            f"more work for {fullest} than a relaxed placement leaves": area / self.lower_bound_ns - 1.0,
+            f"a circle of ops over {', '.join(own.streams)}": own.period_ns / area - 1.0,
+            "ops that share a resource, or wait for one that does": self.prediction.period_ns / own.period_ns - 1.0,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -272,6 +288,22 @@ class Search:
         ):
             values = {"order": order, "resident": resident, "offload": offload, "defer": defer}
             self.evaluate(start.with_knobs({name: value for name, value in values.items() if value}))
+        for order in orders:
+            held = start.with_knobs({"order": order, "resident": least})
+            for hold in self._holds(held):
+                self.evaluate(held.with_knobs({"hold": hold}))
+
+    def _holds(self, start: Candidate) -> list[int]:
+        """How many blocks may have their weights on the device: beside all activations, and beside none."""
+        blocks, workload = self.model.num_hidden_layers, start.workload
+        adding_up = dict(start.knobs).get("order") == "microbatches"
+        one = self.model.params(0) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
+        kept = self.model.saved_bytes(0, workload) * (1 if adding_up else workload.accumulation)
+        spare = (
+            self.budget.device_bytes - peak_bytes(self._built(start.with_knobs({"keep": 0})), self.profile)[Tier.DEVICE]
+        )
+        found = (int((spare - kept * count) // one) for count in (blocks, 0))
+        return sorted({min(hold, blocks) for hold in found if hold > 0})
 
     def refine(self) -> None:
         """Change one knob of the best candidate at a time, by large steps and then by small ones, while that helps."""
@@ -420,6 +452,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, nvme: bool) -> dict[str,
     space: dict[str, list[Knob]] = {
         "resident": list(range(blocks + 3)),
         "offload": counts,
+        "hold": counts,
         "slack": [1, 2, 3, 4],
         "slots": [2, 3, 4],
         "slabs": [4, 2, 8, 16],

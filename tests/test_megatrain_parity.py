@@ -66,6 +66,8 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "zero_infinity, activations=nvme": {"activations": "nvme", "params_on_nvme": True},
     "resident, activations=nvme": {"keep": 1, "activations": "nvme"},
     "streamed, every=2": {"keep": 1, "every": 2},
+    "streamed, hold=2": {"hold": 2, "resident": 1, "slots": 1},
+    "streamed, hold=3, order=microbatches": {"hold": 3, "order": "microbatches", "defer": 1},
     "streamed, offload=2, swap=nvme": {"keep": 0, "offload": 2, "swap": "nvme"},
     "gemini, every=4": {"every": 4, "placement": "auto"},
     "gemini, placement=auto": {"placement": "auto"},

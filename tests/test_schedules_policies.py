@@ -238,6 +238,7 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "nvme": st.integers(0, 7),
             "swap": st.sampled_from(["host", "nvme"]),
             "every": st.integers(1, 4),
+            "hold": st.integers(0, 7),
             "order": st.sampled_from(["layers", "microbatches"]),
         }
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -236,3 +237,19 @@ def test_a_smaller_budget_than_the_machine_is_kept() -> None:
     budget = MemoryBudget(device_bytes=int(0.7 * state_bytes(model)), host_bytes=3 * state_bytes(model))
     found = plan(model, hardware.load("h200"), seq_len=512, micro_batch_size=4, memory=budget)
     assert found.prediction.peak_bytes[Tier.DEVICE] <= budget.device_bytes
+
+
+def test_the_gaps_parts_multiply_to_the_gap() -> None:
+    found = plan(shallow(4), hardware.load("rtx4090"), seq_len=512, micro_batch_size=4)
+    assert math.prod(1 + part for part in found.gap_parts.values()) == pytest.approx(1 + found.gap)
+    assert list(found.gap_parts.values())[1] >= 0 and list(found.gap_parts.values())[2] >= -1e-9
+
+
+def test_an_mlp_computed_again_lets_a_sequence_fit_that_does_not_otherwise() -> None:
+    """One sequence of 512k tokens on a GH200: kept whole, one block's activations alone would fill most of it."""
+    model, profile = presets.load("qwen2.5-7b"), hardware.load("gh200")
+    found = plan(model, profile, seq_len=1 << 19, micro_batch_size=1, effort=20)
+    assert found.schedule.workload.recompute == "mlp"
+    assert all(
+        found.prediction.peak_bytes[tier] <= limit for tier, limit in zip(Tier, (100.9e9, 480e9, 0), strict=True)
+    )

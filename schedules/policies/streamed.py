@@ -13,8 +13,10 @@ Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer st
 the layers whose update must wait; slabs serve the others. Device: the slots, and of embedding and head a copy
 of the weights, 2, and the gradients. With resident=n the first n layers, counted from the embedding, live on
 the device with gradient and state, 12, and are updated there: the next forward runs on them while the CPU
-still updates. With through=n that many blocks are updated on the device as well, and only their state, 8, passes
-through it: this pays where the CPU is slow and a step is long. With nvme=n the state of n blocks lives on a drive.
+still updates. With hold=n the weights of n other blocks stay there, 2, or 4 with a gradient that adds up, and only
+state and update are the host's: they come up once a step, however many micro-batches run one after another. With
+through=n that many blocks are updated on the device as well, and only their state, 8, passes through it: this pays
+where the CPU is slow and a step is long. With nvme=n the state of n blocks lives on a drive.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -51,6 +53,7 @@ def policy(
     every: int = 1,
     defer: int = 0,
     resident: int = 0,
+    hold: int = 0,
     through: int = 0,
     nvme: int = 0,
     order: Literal["layers", "microbatches"] = "layers",
@@ -70,6 +73,8 @@ def policy(
         every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
+        hold: how many of the other blocks, evenly spread, have their weights on the device, and with
+            order=microbatches their gradient, until it is whole; their state is on the host, where they are updated.
         through: how many of the other blocks are updated on the device while their weights and gradient are there,
             their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
         nvme: how many of the streamed blocks have their optimizer state on NVMe.
@@ -89,7 +94,7 @@ def policy(
             every=every,
         )
         step = StreamedStep(
-            model, workload, kept, slots, grad_slots, slabs, defer, resident, through, nvme, visits=len(groups)
+            model, workload, kept, slots, grad_slots, slabs, defer, resident, hold, through, nvme, visits=len(groups)
         )
         step.load_first()
         for group in groups:
