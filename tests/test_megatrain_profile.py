@@ -14,6 +14,7 @@ from quick_readings import hurry
 from megatrain import profile, rates, readings
 from megatrain.cpu import CpuBackend
 from megatrain.demo import POLICIES
+from megatrain.profile_numbers import Here, profile_of
 from megatrain.workspace import peak_bytes
 from schedules import policies
 from schedules.errors import Refused
@@ -225,3 +226,30 @@ def test_signatures_of_all_policies_are_covered_by_them() -> None:
                 key = signature(op, schedule.model, schedule.workload)
                 by_signature.setdefault(key, set()).add((op.phase, op.flops))
         assert all(len(kinds) == 1 for kinds in by_signature.values())
+
+
+def test_a_gpu_is_described_as_one() -> None:
+    """From the same kinds of readings: copy engines instead of threads, and links that share what both have."""
+    schedule = schedules()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        backend = CpuBackend()
+        arenas = readings.Arenas(backend)
+        compute = readings.block_load(MODEL, schedule.workload, backend.device)
+        whole = {
+            "links": readings.links(backend, arenas, compute),
+            "shares": readings.shares(backend, arenas, compute, readings.adam_load(1000, "fp32")),
+            "products": readings.products(backend),
+            "dram": readings.dram(backend, arenas, [1]),
+            "adam": readings.optimizer(backend, arenas, [1]),
+        }
+        backend.close()
+        here = Here(device="a GPU", on_gpu=True, device_bytes=1 << 36, host_bytes=1 << 37, drive_bytes=0)
+        streams = [profile.in_a_run(schedule)]
+        found = profile_of([(schedule, profile.alone(schedule))], streams, [], whole, here)
+    assert found.gpu.name == "a GPU" and found.gpu.memory.value == 1 << 36 and found.gpu.copy_slowdown.value >= 0
+    assert found.host.copy_threads is None and found.host.compute_threads is None and found.host.adam_threads is None
+    for path, ceiling in hardware.CEILINGS:
+        low, high = hardware.lookup(found, path), hardware.lookup(found, ceiling)
+        assert low is None or high is None or low.value <= high.value, path
+    assert predict(schedule, found).period_ns > 0
