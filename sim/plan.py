@@ -150,8 +150,13 @@ def plan(
                 search.share = number / (4 * len(some)) + 0.5 * again
                 if search.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * search.period_ns:
                     search.look(workload, whole=search.best is None)
-            if search.at is not None and (search.at.workload.recompute != "none") == again:
-                search.refine()
+            if search.at is None or (search.at.workload.recompute != "none") != again:
+                continue
+            search.refine(hold=False)
+            for found, workload in some:
+                if search.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * search.period_ns:
+                    search.hold(workload)
+            search.refine(hold=True)
         search.share = 0.9
         of_best = search.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
@@ -288,10 +293,13 @@ class Search:
         ):
             values = {"order": order, "resident": resident, "offload": offload, "defer": defer}
             self.evaluate(start.with_knobs({name: value for name, value in values.items() if value}))
-        for order in orders:
-            held = start.with_knobs({"order": order, "resident": least})
-            for hold in self._holds(held):
-                self.evaluate(held.with_knobs({"hold": hold}))
+
+    def hold(self, workload: Workload) -> None:
+        """Try one split with as many blocks' weights on the device as it has room for."""
+        for order in ("layers", "microbatches") if workload.accumulation > 1 else ("layers",):
+            start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
+            for hold in self._holds(start):
+                self.evaluate(start.with_knobs({"hold": hold}))
 
     def _holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none."""
@@ -305,11 +313,16 @@ class Search:
         found = (int((spare - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})
 
-    def refine(self) -> None:
-        """Change one knob of the best candidate at a time, by large steps and then by small ones, while that helps."""
+    def refine(self, *, hold: bool) -> None:
+        """Change one knob of the best candidate at a time, by large steps and then by small ones, while that helps.
+
+        How many blocks are held is one of these knobs if `hold`: early on it leads away from better places.
+        """
         if self.at is None:
             return
         space = knob_space(self.model, self.at.workload, nvme="nvme" in dict(self.start.knobs))
+        if not hold:
+            del space["hold"]
         stride = max(self.model.num_hidden_layers // 6, 1)
         while stride and self.effort > 0:
             before = self.at
@@ -452,7 +465,6 @@ def knob_space(model: ModelSpec, workload: Workload, *, nvme: bool) -> dict[str,
     space: dict[str, list[Knob]] = {
         "resident": list(range(blocks + 3)),
         "offload": counts,
-        "hold": counts,
         "slack": [1, 2, 3, 4],
         "slots": [2, 3, 4],
         "slabs": [4, 2, 8, 16],
@@ -463,4 +475,4 @@ def knob_space(model: ModelSpec, workload: Workload, *, nvme: bool) -> dict[str,
         space["nvme"] = counts
     if workload.accumulation > 1:
         space["order"] = ["layers", "microbatches"]
-    return space
+    return {**space, "hold": counts}
