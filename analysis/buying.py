@@ -25,22 +25,20 @@ HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both va
 
 def price_against_throughput(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Of one model: cost of an hour against tokens/s, and the front that no other point beats."""
-    ax = axes_for(ax, width=7.6, height=4.8)
+    ax = axes_for(ax, width=9.6, height=4.4)
     fits = table[table["fits"].astype(bool)]
     ax.scatter(fits["cost_per_hour"], fits["tokens_per_s"], color=GREY, s=26)
     front = fits[fits["pareto"]].sort_values("cost_per_hour")
     ax.step(front["cost_per_hour"], front["tokens_per_s"], where="post", color=BLUE, linewidth=1.2)
     ax.scatter(front["cost_per_hour"], front["tokens_per_s"], color=BLUE, s=40, zorder=3)
-    for point in fits.to_dict("records"):
-        if not point["pareto"] and len(fits) > NAMED:
-            continue
-        ax.annotate(
-            " ".join(text for text in (point["machine"], point["changes"]) if text),
-            (point["cost_per_hour"], point["tokens_per_s"]),
-            xytext=(6, -4), textcoords="offset points", va="top", fontsize=FONT_PT,
-            color="black" if point["pareto"] else GREY,
-        )  # fmt: skip
-    ax.set_xlim(left=0, right=1.25 * float(fits["cost_per_hour"].max()))
+    named = fits if len(fits) <= NAMED else front
+    for number, point in enumerate(named.sort_values("cost_per_hour").to_dict("records"), start=1):
+        place = (point["cost_per_hour"], point["tokens_per_s"])
+        ax.annotate(str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=FONT_PT)
+        told = " ".join(text for text in (point["machine"], point["changes"]) if text)
+        ax.plot([], [], " ", label=f"{number}  {told}{'' if point['pareto'] else ', beaten'}")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, handlelength=0, fontsize=FONT_PT)
+    ax.set_xlim(left=0, right=1.1 * float(fits["cost_per_hour"].max()))
     ax.set_ylim(bottom=0)
     ax.set_xlabel("cost of an hour of training")
     ax.set_ylabel("predicted tokens/s")
