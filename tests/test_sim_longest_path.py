@@ -12,7 +12,8 @@ from strategies import bare, loaded, round_profile, schedule_of
 
 from schedules import policies, presets
 from schedules.op import Stream, Wait
-from schedules.schedule import Schedule
+from schedules.schedule import Knob, Schedule
+from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import Demand, Terms, demands
 from sim.engine import Stuck, play, simulate
@@ -68,6 +69,27 @@ def test_both_engines_agree_on_every_policy(policy: str, accumulation: int) -> N
     start, end = evaluate(schedule, *columns(demands(schedule, round_profile(), terms)), STEPS)
     assert start[0].ravel().tolist() == trace.start_ns.tolist()
     assert end[0].ravel().tolist() == trace.end_ns.tolist()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4), (7, 4), (32, 1)], ids=str)
+@pytest.mark.parametrize("policy", [name for name in policies.names() if "activations" in policies.knobs(name)])
+def test_nothing_is_unsafe_and_both_engines_agree_whatever_blocks_keep(policy: str, shape: tuple[int, int]) -> None:
+    blocks, accumulation = shape
+    wheres = ("device", "host") if policy == "flexgen_block" else ("recompute", "inputs", "keep", "host", "nvme")
+    choices: list[dict[str, Knob]] = [{"activations": where} for where in wheres]
+    if "every" in policies.knobs(policy):
+        choices.append({"every": 3})
+    model = replace(presets.load("tiny"), num_hidden_layers=blocks)
+    workload = Workload(micro_batch_size=1, accumulation=accumulation, seq_len=16)
+    memory = MemoryBudget(device_bytes=10**9, host_bytes=10**10, nvme_bytes=10**10)
+    terms = Terms(sharing=False, compute_slowdown=False)
+    for knobs in choices:
+        schedule = policies.build(policy, model, workload, memory, **knobs)
+        verify(schedule)
+        trace = simulate(schedule, round_profile(), steps=2, terms=terms)
+        start, end = evaluate(schedule, *columns(demands(schedule, round_profile(), terms)), 2)
+        assert start[0].ravel().tolist() == trace.start_ns.tolist(), knobs
+        assert end[0].ravel().tolist() == trace.end_ns.tolist(), knobs
 
 
 def test_a_batch_is_its_samples_one_by_one_also_where_steps_differ() -> None:
