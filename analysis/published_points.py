@@ -222,11 +222,11 @@ OTHERS: tuple[Point, ...] = (
     ),
     Point(
         system="LLMQ", model="qwen2.5-7b", machine="rtx4090", value=2780, unit="tokens/s", source=_LLMQ,
-        lacking=_NO_POLICY + ": bf16 moments, the optimizer on the GPU over host memory",
+        lacking=_NO_POLICY + ": the optimizer on the GPU over host memory, after many micro-batches",
     ),
     Point(
         system="LLMQ", model="qwen2.5-14b", machine="rtx4090", value=1350, unit="tokens/s", source=_LLMQ,
-        lacking=_NO_POLICY + ": bf16 moments, the optimizer on the GPU over host memory",
+        lacking=_NO_POLICY + ": the optimizer on the GPU over host memory, after many micro-batches",
     ),
     Point(
         system="flextrain", model="llama-3.1-8b", machine="rtx5090", value=3723, unit="tokens/s",

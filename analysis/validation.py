@@ -77,23 +77,25 @@ def noise(point: Point) -> float:
     return (max(medians) - min(medians)) / float(np.mean(medians)) if len(medians) > 1 else float("nan")
 
 
-def op_times_ns(schedule: Schedule, traces: Sequence[Trace]) -> np.ndarray:
-    """What each op took at the median, ns, [ops]."""
-    steps = [(t.end_ns - t.start_ns).reshape(t.steps, len(schedule.ops))[WARMUP:] for t in traces]
-    median: np.ndarray = np.median(np.concatenate(steps), axis=0)
-    return median
+def _op_times_ns(schedule: Schedule, trace: Trace) -> np.ndarray:
+    """What each op took in each step but the first ones, ns, [steps, ops]."""
+    return (trace.end_ns - trace.start_ns).reshape(trace.steps, len(schedule.ops))[WARMUP:]
 
 
 def replay_s(point: Point, profile: HardwareProfile) -> float:
-    """The step that the simulator makes of the run's own op times, with the profile's issue costs, in seconds."""
-    schedule = point.schedule
-    took = np.rint(op_times_ns(schedule, point.rounds)).astype(np.int64)
-    costs = [
-        Demand(duration_ns=int(ns), issue_ns=cost.issue_ns, wake_ns=cost.wake_ns)
-        for ns, cost in zip(took, demands(schedule, profile), strict=True)
-    ]
-    trace = play(schedule, costs, steps=REPLAYED_STEPS)
-    return float(np.median(trace.step_ns(2))) / 1e9
+    """The median step that the simulator makes of each step's own op times, in seconds.
+
+    Issue and waking cost what the profile says.
+    """
+    schedule, steps = point.schedule, list[float]()
+    usual = demands(schedule, profile)
+    for took in np.concatenate([_op_times_ns(schedule, trace) for trace in point.rounds]):
+        costs = [
+            Demand(duration_ns=int(ns), issue_ns=cost.issue_ns, wake_ns=cost.wake_ns)
+            for ns, cost in zip(took, usual, strict=True)
+        ]
+        steps.append(float(np.median(play(schedule, costs, steps=REPLAYED_STEPS).step_ns(2))))
+    return float(np.median(steps)) / 1e9
 
 
 def overlap(schedule: Schedule, trace: Trace, warmup: int) -> float:
@@ -154,7 +156,7 @@ def by(table: pd.DataFrame, key: str, error: str) -> pd.DataFrame:
 def by_class(
     points: Sequence[Point], profile: HardwareProfile, class_of: Callable[[Op], str] = op_class
 ) -> pd.DataFrame:
-    """Time per step and class of op, measured and predicted, summed over all points; largest first."""
+    """Mean time per step and class of op, measured and predicted, summed over all points; largest first."""
     import pandas as pd
 
     measured: dict[str, float] = {}
@@ -162,7 +164,7 @@ def by_class(
     for point in points:
         trace = predict(point.schedule, profile).trace
         simulated = (trace.end_ns - trace.start_ns).reshape(trace.steps, -1)[-2]
-        took = op_times_ns(point.schedule, point.rounds)
+        took = np.concatenate([_op_times_ns(point.schedule, trace) for trace in point.rounds]).mean(axis=0)
         for op, real, thought in zip(point.schedule.ops, took, simulated, strict=True):
             name = class_of(op)
             measured[name] = measured.get(name, 0.0) + float(real) / 1e9

@@ -75,8 +75,20 @@ def _all_cases(models: tuple[str, ...]) -> Iterator[Case]:
         for seq, micro, accumulation in BATCHES:
             for policy in POLICIES:
                 yield Case(model=model, policy=policy, seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
-        if model == "llama-3.1-8b":
-            yield Case(model=model, policy="streamed", seq_len=4096, micro_batch_size=1, accumulation=16, device_gib=12)
+            yield Case(  # with moments as plain PyTorch has them, which is among the rivals
+                model=model,
+                policy="resident",
+                seq_len=seq,
+                micro_batch_size=micro,
+                accumulation=accumulation,
+                precision="bf16_16bit",
+            )
+        if model == "llama-3.1-8b":  # fp32 moments, and the bf16 ones of those who publish this point
+            tight = Case(
+                model=model, policy="streamed", seq_len=4096, micro_batch_size=1, accumulation=16, device_gib=12
+            )
+            yield tight
+            yield dataclasses.replace(tight, precision="bf16_16bit")
 
 
 def ways(options: tuple[bool, bool] | None, case: Case) -> Case:

@@ -5,8 +5,12 @@ The state slab is flat bytes, for n parameters: m fp32 [n], v fp32 [n], and then
   bf16_split  int16 [n], the lower half of an fp32 master whose rounding is the bf16 weight
   bf16_fp32   fp32 [n], the master
   fp32        nothing: the weight is the master
-or, for bf16_8bit, in place of all this: m and v as codes, uint8 [n] each, and the largest magnitudes of their blocks,
-fp32 [blocks] each (`megatrain.moments8`); they are fp32 while they are updated, chunk by chunk, and the weight is bf16.
+or in place of all this
+  bf16_16bit  m bf16 [n], v bf16 [n], rounded to nearest, a tie to even, after each step: a moment that would change
+              by less than its rounding stands still, as v does where beta2 is above 0.996
+  bf16_8bit   m and v as codes, uint8 [n] each, and the largest magnitudes of their blocks, fp32 [blocks] each
+              (`megatrain.moments8`)
+which are fp32 while they are updated, chunk by chunk; the weight is bf16.
 These are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32; on
 the CPU our own kernel does the same, bit by bit, in one pass where torch needs several, if it can be compiled.
 
@@ -28,6 +32,7 @@ from schedules.workload import PRECISIONS, STATE_BLOCK
 
 # Elements worked on at a time: on a CPU 2 to 4 MB with its scratch; on a GPU enough to fill it.
 QUANTISED = "bf16_8bit"
+MOMENTS = {"bf16_16bit": torch.bfloat16}  # their type, where it is not fp32
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -67,10 +72,12 @@ def split_state(state: Tensor, n: int, precision: str) -> State:
         raise ValueError(
             f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
         )
-    rest = state[8 * n :]
+    moment = MOMENTS.get(precision, torch.float32)
+    size = n * moment.itemsize
+    rest = state[2 * size :]
     return State(
-        m=state[: 4 * n].view(torch.float32),
-        v=state[4 * n : 8 * n].view(torch.float32),
+        m=state[:size].view(moment),
+        v=state[size : 2 * size].view(moment),
         low=rest.view(torch.int16) if precision == "bf16_split" else None,
         master=rest.view(torch.float32) if precision == "bf16_fp32" else None,
     )
@@ -150,7 +157,8 @@ def step(
         return
     parts = split_state(state, n, precision)
     size = min(n, CHUNK[weights.device.type])
-    scratch = torch.empty(2, size, dtype=torch.float32, device=weights.device)
+    rows = 2 if parts.m.dtype == torch.float32 else 4
+    scratch = torch.empty(rows, size, dtype=torch.float32, device=weights.device)
     count = torch.full((), float(step_number), device=weights.device)
     kernel = native.kernel() if weights.device.type == "cpu" else None
     with torch.no_grad():
@@ -247,13 +255,20 @@ def _step_in_torch(
     else:
         p = scratch[1, :length]
         _load(p, w, low, None)
+    moments = [parts.m[part], parts.v[part]]
+    m, v = moments
+    if m.dtype != torch.float32:
+        m, v = (row[:length].copy_(values) for row, values in zip(scratch[2:], moments, strict=True))
     torch._fused_adamw_(
-        [p], [g], [parts.m[part]], [parts.v[part]], [], [count],
+        [p], [g], [m], [v], [], [count],
         lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
         weight_decay=weight_decay, amsgrad=False, maximize=False,
     )  # fmt: skip
     if p is not w:
         _store(p, w, low, None)
+    if m is not moments[0]:
+        moments[0].copy_(m)
+        moments[1].copy_(v)
 
 
 def _ranges(n: int, weight_decay: float, decay: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, float]]:

@@ -59,6 +59,7 @@ def measure(
     nvme: Path | None = None,
     parts: Path | None = None,
     memory: Sequence[Schedule] = (),
+    rounds: int = 1,
 ) -> HardwareProfile:
     """Profile this machine for the ops of these schedules, whatever their models and workloads.
 
@@ -67,36 +68,69 @@ def measure(
     given. A policy may choose another precision than it was asked for (an fp32 master beside bf16). Takes a
     serialised step of each schedule, `ALONE_STEPS` times, and a minute more. Of those in `memory` the workspace alone
     is measured, in one step. What is measured is kept in the folder `parts` until all is there, and taken from there
-    if the same machine was interrupted.
+    if the same machine was interrupted. Ops are timed in so many `rounds`; those that `time_ops` has put into `parts`
+    are not timed again.
 
     Raises:
         Refused: no schedule can be run.
         DriveError: the drive cannot be written.
     """
-    runnable = [s for s in schedules if nvme is not None or not s.allocated_bytes(Tier.NVME)]
-    if not runnable:
-        raise Refused("nothing to measure: every schedule given uses NVMe, and no folder on a drive was given")
+    runnable = _runnable(schedules, nvme)
     kept = _Parts(parts)
     here = numbers.here(machine, nvme)
-    streams, ops = [], []
+    streams = []
+    ops: list[dict[str, Any]] = []
     for schedule in runnable[:WOKEN]:
         progress(0.0, f"how long streams take to notice, {schedule.policy}")
         streams.append(kept.of(f"streams {schedule.digest}", lambda s=schedule: in_a_run(s, machine, nvme)))  # type: ignore[misc]
-    metered: set[str] = set()
-    for number, schedule in enumerate(runnable):
-        progress(OPS_SHARE * number / len(runnable), f"ops of {schedule.policy}, one at a time")
-        new = {signature(op, schedule.model, schedule.workload) for op in schedule.ops if op.kind == Kind.COMPUTE}
-        ops.append(kept.of(f"ops {schedule.digest}", lambda s=schedule, m=new - metered: alone(s, machine, m, nvme)))  # type: ignore[misc]
-        metered |= new
+    for number in range(rounds):
+
+        def of_round(done: float, note: str, number: int = number) -> None:
+            progress(OPS_SHARE * (number + done) / rounds, note)
+
+        ops += time_ops(runnable, number, progress=of_round, machine=machine, nvme=nvme, parts=parts)
     spaces = []
     for schedule in memory:
         progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
         spaces.append(kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, machine)))  # type: ignore[misc]
     whole = _whole_machine(model, runnable[0], machine, nvme, kept, progress)
-    profile = numbers.profile_of(list(zip(runnable, ops, strict=True)), streams, spaces, whole, here)
+    profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, here)
     kept.remove()
     progress(1.0, "")
     return profile
+
+
+def time_ops(
+    schedules: Sequence[Schedule],
+    number: int,
+    *,
+    progress: Progress,
+    machine: Machine = this_cpu,
+    nvme: Path | None = None,
+    parts: Path | None = None,
+) -> list[dict[str, Any]]:
+    """What `alone` tells of each schedule, in round `number` of a measurement in rounds; the first meters workspace.
+
+    Arguments and errors are those of `measure`, which goes on with what is in `parts`.
+    """
+    runnable, kept = _runnable(schedules, nvme), _Parts(parts)
+    found: list[dict[str, Any]] = []
+    metered: set[str] = set()
+    for place, schedule in enumerate(runnable):
+        progress(place / len(runnable), f"ops of {schedule.policy}, one at a time")
+        ops = {signature(op, schedule.model, schedule.workload) for op in schedule.ops if op.kind == Kind.COMPUTE}
+        new = ops - metered if number == 0 else set[str]()
+        name = f"ops {schedule.digest} {number}"
+        found.append(kept.of(name, lambda s=schedule, m=new: alone(s, machine, m, nvme)))  # type: ignore[misc]
+        metered |= ops
+    return found
+
+
+def _runnable(schedules: Sequence[Schedule], nvme: Path | None) -> list[Schedule]:
+    found = [s for s in schedules if nvme is not None or not s.allocated_bytes(Tier.NVME)]
+    if not found:
+        raise Refused("nothing to measure: every schedule given uses NVMe, and no folder on a drive was given")
+    return found
 
 
 def shapes_up_to(batch: int, seq: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""From what was measured to the numbers of a hardware profile: medians, fitted lines, and where each came from."""
+"""From what was measured to the numbers of a hardware profile: means and medians, fitted lines, and where each came from."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from sim.cost import signature
 from sim.hardware import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
 
 PACKAGES = ("torch", "numpy")
+EXTREMES = 0.05  # of the samples, left out at either end
 
 Tell = Callable[..., Value]  # number, unit, and a note on where it came from
 
@@ -227,7 +228,7 @@ def _measured(
     of_host: dict[str, Sequence[float]] = {f"issue/{kind}": times for kind, times in _issued(streams).items()}
     of_host |= {"woken": [ns for part in streams for ns in part["woken"]], "gap between serial ops": ops.gaps}
     return Measured(
-        op_times=table({k: statistics.median(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
+        op_times=table({k: _typical(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
         op_noise=table({k: _noise(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
         workspace=table(ops.workspace, "bytes", "peak of what torch allocates during the op and frees after"),
         links=several("links", "B/s"),
@@ -246,6 +247,14 @@ def _measured(
 def _three(values: Sequence[float] | Rate | np.ndarray) -> tuple[int, int, int]:
     least, median, most = (round(max(0.0, float(v))) for v in values)
     return least, median, most
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """The mean of all but the extremes. A step's time is a sum of ops, so it is means that add up to it: medians leave
+    out that an op is late oftener than early. The extremes are what stopped the machine, and not of the op.
+    """
+    cut = int(len(samples) * EXTREMES)
+    return statistics.mean(sorted(samples)[cut : len(samples) - cut])
 
 
 def _noise(samples: Sequence[float]) -> float:

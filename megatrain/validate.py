@@ -1,8 +1,8 @@
-"""A grid of runs on this machine, to lay beside their predictions: a profile first, then other shapes than it saw.
+"""A grid of runs on this machine, to lay beside their predictions: a profile, and other shapes than it saw.
 
-Everything is written as it is measured, so that the same command goes on where it was stopped. Rounds go over the
-whole grid one after another: what the machine does meanwhile falls on all points alike, and what differs between
-rounds is the machine's own noise.
+Everything is written as it is measured, so that the same command goes on where it was stopped. Rounds of profiling
+and of running alternate, each over the whole grid: what the machine does meanwhile falls on all points and on the
+profile alike, and what differs between rounds is the machine's own noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.profile import covering, measure, shapes_between, workspaces
+from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
 from megatrain.session import available_memory, backend_of, train
 from schedules import policies, presets
 from schedules.errors import InputError
@@ -121,48 +121,68 @@ class Point:
     workspace: int
 
 
-def calibrate(grid: Grid, folder: Path, progress: Progress) -> HardwareProfile:
-    """The profile in `folder`, measured now if there is none. What ops share is measured with the first model."""
-    path = folder / "profile.json"
-    if path.is_file():
-        return hardware.load(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    schedules = [schedule for model in grid.models for schedule in grid.schedules(model, grid.calibrated)]
-    held = {batch * seq for batch, seq in grid.held_out}
-    between = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
-    profile = measure(
-        grid.models[0],
-        schedules,
-        progress=progress,
-        machine=partial(backend_of, grid.backend),
-        parts=folder / "parts",
-        memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, between)]),
-    )
-    hardware.save(profile, path)
-    return profile
+def profile_and_run(
+    grid: Grid, folder: Path, profiling: Progress, running: Progress
+) -> tuple[HardwareProfile, list[Point]]:
+    """Profile the calibrated shapes and train by every point's schedule.
 
-
-def run(grid: Grid, folder: Path, progress: Progress) -> list[Point]:
-    """Train by every point's schedule in every round; runs whose trace is in `folder` are not run again."""
+    Both in rounds that alternate, or the machine would have one pace for the profile and another for the runs. What is
+    in `folder` is not measured or run again. What ops share is measured with the first model.
+    """
     (folder / "traces").mkdir(parents=True, exist_ok=True)
+    path = folder / "profile.json"
+    calibrated = [schedule for model in grid.models for schedule in grid.schedules(model, grid.calibrated)]
+    machine, parts = partial(backend_of, grid.backend), folder / "parts"
     schedules = grid.points()
     found: list[list[Trace]] = [[] for _ in schedules]
-    total = grid.rounds * len(schedules)
     for number in range(grid.rounds):
+
+        def in_round(
+            progress: Progress, done: float, note: str, until: int = grid.rounds, number: int = number
+        ) -> None:
+            progress((number + done) / until, f"round {number + 1}, {note}")
+
+        if not path.is_file():
+            time_ops(
+                calibrated,
+                number,
+                progress=partial(in_round, profiling, until=grid.rounds + 1),
+                machine=machine,
+                parts=parts,
+            )
         for index, schedule in enumerate(schedules):
-            progress((number * len(schedules) + index) / total, f"round {number + 1}, {name_of(schedule)}")
-            path = folder / "traces" / f"{name_of(schedule)}.{number + 1}.json"
-            if not path.is_file():
-                train(verify(schedule), steps=grid.steps, lr=1e-4, seed=number, backend=grid.backend).trace.save(path)
-            trace = Trace.read(path)
-            trace.check(schedule)
-            found[index].append(trace)
-    workspaces = _workspaces(grid, schedules, folder / "workspace.json", progress)
-    progress(1.0, "")
-    return [
+            in_round(running, index / len(schedules), name_of(schedule))
+            found[index].append(_trained(grid, schedule, number, folder / "traces"))
+    if not path.is_file():
+        held = {batch * seq for batch, seq in grid.held_out}
+        between = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
+        profile = measure(
+            grid.models[0],
+            calibrated,
+            progress=profiling,
+            machine=machine,
+            parts=parts,
+            memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, between)]),
+            rounds=grid.rounds,
+        )
+        hardware.save(profile, path)
+    workspaces = _workspaces(grid, schedules, folder / "workspace.json", running)
+    profiling(1.0, "")
+    running(1.0, "")
+    return hardware.load(path), [
         Point(schedule=schedule, rounds=tuple(traces), workspace=workspaces[name_of(schedule)])
         for schedule, traces in zip(schedules, found, strict=True)
     ]
+
+
+def _trained(grid: Grid, schedule: Schedule, number: int, folder: Path) -> Trace:
+    """The trace of a point's run in a round, which is run if the folder has none."""
+    path = folder / f"{name_of(schedule)}.{number + 1}.json"
+    if not path.is_file():
+        train(verify(schedule), steps=grid.steps, lr=1e-4, seed=number, backend=grid.backend).trace.save(path)
+    trace = Trace.read(path)
+    trace.check(schedule)
+    return trace
 
 
 def _workspaces(grid: Grid, schedules: Sequence[Schedule], path: Path, progress: Progress) -> dict[str, int]:

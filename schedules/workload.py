@@ -13,8 +13,8 @@ class Precision:
     """Bytes per parameter of weights, gradients and optimizer state, and bytes per activation element.
 
     Weights and gradients are what streams to and from the device. The state is what the optimizer alone
-    reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy; or two moments of 8 bits,
-    with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer.
+    reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy; or two bf16 moments (4 B); or
+    two of 8 bits, with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer.
     """
 
     name: str
@@ -45,6 +45,8 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="bf16_split", weight=2, grad=2, state=10, activation=2),
         # a whole fp32 master beside the bf16 weight
         Precision(name="bf16_fp32", weight=2, grad=2, state=12, activation=2),
+        # moments in the parameters' type, as torch's optimizers have them
+        Precision(name="bf16_16bit", weight=2, grad=2, state=4, activation=2),
         # moments of 8 bits, and the largest of each in a block, fp32 (arXiv:2110.02861)
         Precision(name="bf16_8bit", weight=2, grad=2, state=2, activation=2, state_per_block=8),
         Precision(name="fp32", weight=4, grad=4, state=8, activation=4),

@@ -12,6 +12,7 @@ import pytest
 from quick_readings import hurry
 
 from analysis import validation, validation_report
+from megatrain import profile as profiling
 from megatrain import validate
 from megatrain.validate import Grid, Point
 from schedules import policies, presets
@@ -131,7 +132,6 @@ def small(**changes: object) -> Grid:
 def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
     grid, told = small(), list[str]()
-    profile = validate.calibrate(grid, tmp_path, lambda done, note: None)
     train, runs = validate.train, list[str]()
 
     def interrupted(verified, **more):  # type: ignore[no-untyped-def]
@@ -142,12 +142,13 @@ def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monke
 
     monkeypatch.setattr(validate, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        validate.run(grid, tmp_path, lambda done, note: told.append(note))
+        validate.profile_and_run(grid, tmp_path, lambda done, note: None, lambda done, note: told.append(note))
     monkeypatch.setattr(validate, "train", lambda verified, **more: (runs.append("again"), train(verified, **more))[1])
-    found = validate.run(grid, tmp_path, lambda done, note: None)
-    assert runs == ["resident", "again"] and len(found) == 2
-    assert validate.calibrate(grid, tmp_path, lambda done, note: told.append("measured")) == profile
-    assert "measured" not in told
+    monkeypatch.setattr(profiling, "alone", lambda *a: pytest.fail("timed again"))
+    profile, found = validate.profile_and_run(grid, tmp_path, lambda done, note: None, lambda done, note: None)
+    assert runs == ["resident", "again"] and len(found) == 2 and told[0] == "round 1, tiny-resident-3x32"
+    monkeypatch.setattr(profiling, "in_a_run", lambda *a: pytest.fail("measured again"))
+    assert validate.profile_and_run(grid, tmp_path, lambda done, note: None, lambda done, note: None)[0] == profile
     table = validation_report.write(tmp_path, grid, found, profile, "megatrain validate", lambda done, note: None)
     page = (tmp_path / "README.md").read_text()
     assert len(table) == 2 and "Not measured." in page and "tiny-streamed-3x32" in page

@@ -11,7 +11,10 @@ import torch
 from megatrain.adam import Adam, decayed, initialise, master_weights, split_state, step
 from schedules.workload import PRECISIONS
 
-WIDE_MOMENTS = [name for name in PRECISIONS if name != "bf16_8bit"]  # of fp32; see test_megatrain_moments8.py
+WHOLE = [
+    name for name in PRECISIONS if name != "bf16_8bit"
+]  # moments with their own exponents; see test_megatrain_moments8.py
+NO_MASTER = ("bf16", "bf16_16bit")
 
 SIZES = [1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 255, 257, 1000, 4095, 4096, 4097]
 HYPER = Adam(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -72,7 +75,25 @@ def test_fp32_has_the_bits_of_torch_adamw(n):
     assert torch.equal(bits(parts.v), bits(theirs.state[parameter]["exp_avg_sq"]))
 
 
-@pytest.mark.parametrize("precision", WIDE_MOMENTS)
+@pytest.mark.parametrize("n", [16, 64, 4096])
+def test_moments_of_16_bits_have_the_bits_of_torch_adamw_on_bf16_parameters(n):
+    _, weights, state, grads = make(n, "bf16_16bit")
+    parameter = torch.nn.Parameter(weights.clone())
+    betas, eps = HYPER.betas, HYPER.eps
+    theirs = torch.optim.AdamW(
+        [parameter], lr=HYPER.lr, betas=betas, eps=eps, weight_decay=HYPER.weight_decay, fused=True
+    )
+    for number, grad in enumerate(grads, 1):
+        parameter.grad = grad.clone()
+        theirs.step()
+        step(weights, grad, state, HYPER, number, precision="bf16_16bit")
+    parts = split_state(state, n, "bf16_16bit")
+    assert torch.equal(weights, parameter.detach())
+    assert torch.equal(parts.m, theirs.state[parameter]["exp_avg"])
+    assert torch.equal(parts.v, theirs.state[parameter]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("precision", WHOLE)
 @pytest.mark.parametrize("n", SIZES)
 def test_every_element_agrees_with_fp64(n, precision):
     _, weights, state, grads = make(n, precision)
@@ -81,14 +102,18 @@ def test_every_element_agrees_with_fp64(n, precision):
     for number, grad in enumerate(grads, 1):
         step(weights, grad, state, HYPER, number, precision=precision)
         w, m, v = adam64(w, grad.double(), m, v, number, HYPER, HYPER.weight_decay)
-        if precision == "bf16":
+        parts = split_state(state, n, precision)
+        if precision in NO_MASTER:
             # what a step rounds away is lost: the fp64 weight restarts from the rounded one
             torch.testing.assert_close(weights.double(), w, rtol=2**-8, atol=1e-7)
             w = weights.double()
-    parts = split_state(state, n, precision)
+        if precision == "bf16_16bit":
+            torch.testing.assert_close(parts.m.double(), m, rtol=2**-8, atol=1e-7)
+            torch.testing.assert_close(parts.v.double(), v, rtol=2**-8, atol=1e-9)
+            m, v = parts.m.double(), parts.v.double()
     torch.testing.assert_close(parts.m.double(), m, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(parts.v.double(), v, rtol=1e-6, atol=1e-9)
-    if precision != "bf16":
+    if precision not in NO_MASTER:
         torch.testing.assert_close(master_weights(weights, state, precision).double(), w, rtol=1e-6, atol=1e-6)
 
 
@@ -125,7 +150,7 @@ def test_a_split_keeps_every_bit_pattern():
     assert (weights[tie & finite].abs() > source[tie & finite].abs()).all()
 
 
-@pytest.mark.parametrize("precision", WIDE_MOMENTS)
+@pytest.mark.parametrize("precision", WHOLE)
 def test_special_values_go_where_fp64_sends_them(precision):
     values = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1e-30, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
     grads = [0.0, 1e-40, 1e-20, 1.0, 1e18, math.inf, math.nan]
@@ -140,13 +165,13 @@ def test_special_values_go_where_fp64_sends_them(precision):
     zero = torch.zeros(n, dtype=torch.float64)
     expected, _, _ = adam64(before, grad.double(), zero, zero, 1, HYPER, HYPER.weight_decay)
     after = master_weights(weights, state, precision).double()
-    tolerance = 2**-8 if precision == "bf16" else 1e-6
+    tolerance = 2**-8 if precision in NO_MASTER else 1e-6
     torch.testing.assert_close(after, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
     # 1e18 squared overflows neither type; a NaN must reach the weights that are streamed
     assert torch.equal(weights.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("precision", WIDE_MOMENTS)
+@pytest.mark.parametrize("precision", WHOLE)
 def test_a_nan_of_all_ones_reaches_the_weights(precision):
     _, weights, state, _ = make(5, precision)
     grad = torch.full((5,), -1, dtype=torch.int32).view(torch.float32)  # as a poisoned buffer holds
@@ -181,7 +206,7 @@ def test_decay_is_for_matrices():
     assert decayed(shapes) == [(4, 28), (30, 46)]
 
 
-@pytest.mark.parametrize("precision", WIDE_MOMENTS)
+@pytest.mark.parametrize("precision", WHOLE)
 def test_the_gradient_is_scaled_and_left_alone(precision):
     _, weights, state, grads = make(100, precision)
     _, other, other_state, _ = make(100, precision)

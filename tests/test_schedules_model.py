@@ -298,6 +298,7 @@ def test_bytes_per_parameter_of_each_precision() -> None:
         "bf16": 12,  # the paper's
         "bf16_split": 14,
         "bf16_fp32": 16,
+        "bf16_16bit": 8,
         "bf16_8bit": 6 + 8 / 256,
         "fp32": 16,
     }

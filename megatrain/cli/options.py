@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedules.errors import InputError
+from schedules.workload import PRECISIONS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,7 +28,7 @@ Knob = Annotated[list[str] | None, typer.Option("--knob", "-k", help="Set a poli
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch.")]
 Accumulation = Annotated[int, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step.")]
 Seq = Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")]
-Precision = Annotated[str, typer.Option("--precision", help="bf16, bf16_split, bf16_fp32, bf16_8bit or fp32.")]
+Precision = Annotated[str, typer.Option("--precision", help=", ".join(PRECISIONS))]
 Clip = Annotated[float | None, typer.Option("--clip", help="Clip gradients to this global norm.")]
 Recompute = Annotated[
     str, typer.Option("--recompute", help="What blocks compute again in backward though they keep the rest: none, mlp.")

@@ -50,11 +50,12 @@ def validate(
     )
     with progress_bar() as bar:
         tasks = {name: bar.add_task(name, total=1.0, note="") for name in ("profiling", "running", "reporting")}
-        profile = grids.calibrate(
-            grid, out, lambda done, note: bar.update(tasks["profiling"], completed=done, note=note)
+        profile, points = grids.profile_and_run(
+            grid,
+            out,
+            lambda done, note: bar.update(tasks["profiling"], completed=done, note=note),
+            lambda done, note: bar.update(tasks["running"], completed=done, note=note),
         )
-        bar.update(tasks["profiling"], completed=1.0)
-        points = grids.run(grid, out, lambda done, note: bar.update(tasks["running"], completed=done, note=note))
         table = validation_report.write(
             out,
             grid,

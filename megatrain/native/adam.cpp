@@ -50,6 +50,9 @@ inline uint16_t narrow(float x) {
     return uint16_t(x != x ? NAN_BITS >> 16 : rounded);
 }
 
+inline void put(uint16_t& to, float x) { to = narrow(x); }
+inline void put(float& to, float x) { to = x; }
+
 // ---- where the fp32 value of a parameter comes from and goes to, by precision
 
 struct Rounded {  // bf16: the weight is all there is
@@ -102,19 +105,19 @@ template <typename P>
 inline int64_t place(int64_t i) { return std::is_same_v<typename P::Kept, uint8_t> ? 0 : i; }
 
 // The pointers are arguments, as compilers believe __restrict nowhere else, and without it they do not vectorise.
-template <typename P, typename G>
+template <typename P, typename G, typename M>
 __attribute__((noinline)) void block(
-    typename P::Weight* __restrict w, typename P::Kept* __restrict kept, const G* __restrict g, float* __restrict m,
-    float* __restrict v, Step s, int64_t n) {
+    typename P::Weight* __restrict w, typename P::Kept* __restrict kept, const G* __restrict g, M* __restrict m,
+    M* __restrict v, Step s, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
         const float grad = wide(g[i]) * s.scale;
-        const float old = m[i];
+        const float old = wide(m[i]);
         // bits under a mask: compilers do not vectorise a choice that is the same for every element
         const float base = from_bits((to_bits(old) & s.from_mean) | (to_bits(grad) & ~s.from_mean));
         const float mean = std::fma(s.lerp, grad - old, base);
-        const float var = std::fma(s.square * grad, grad, v[i] * s.beta2);
-        m[i] = mean;
-        v[i] = var;
+        const float var = std::fma(s.square * grad, grad, wide(v[i]) * s.beta2);
+        put(m[i], mean);
+        put(v[i], var);
         const float denominator = std::sqrt(var) / s.correction + s.eps;
         const float p = P::load(w[i], kept[place<P>(i)]) * s.kept + s.size * mean / denominator;
         P::store(w[i], kept[place<P>(i)], p);
@@ -193,14 +196,15 @@ Pool& pool() {
     return *only;
 }
 
-template <typename P, typename G>
-void run(void* weights, void* kept, const void* grad, float* m, float* v, Step s, int64_t n, int threads) {
+template <typename P, typename G, typename M>
+void run(void* weights, void* kept, const void* grad, void* mean, void* var, Step s, int64_t n, int threads) {
     auto* w = static_cast<typename P::Weight*>(weights);
     auto* k = static_cast<typename P::Kept*>(kept);
     auto* g = static_cast<const G*>(grad);
+    auto *m = static_cast<M*>(mean), *v = static_cast<M*>(var);
     pool().run(n, threads, [=](int64_t begin, int64_t end) {
         typename P::Kept nothing{};
-        block<P, G>(w + begin, k ? k + begin : &nothing, g + begin, m + begin, v + begin, s, end - begin);
+        block<P, G, M>(w + begin, k ? k + begin : &nothing, g + begin, m + begin, v + begin, s, end - begin);
     });
 }
 
@@ -269,7 +273,7 @@ void run8(
                 const int64_t edge = next == count ? stop : ranges[2 * next + (inside ? 1 : 0)];
                 const int64_t to = std::min(stop, edge);
                 uint8_t nothing = 0;
-                block<Rounded, G>(
+                block<Rounded, G, float>(
                     w + from, &nothing, g + from, m + (from - at), v + (from - at), inside ? decaying : plain,
                     to - from);
                 from = to;
@@ -298,23 +302,26 @@ Step step_of(
 
 }  // namespace
 
-// Updates n parameters. `precision`: 0 bf16, 1 bf16_split, 2 bf16_fp32, 3 fp32; `kept` is what it keeps beside the
-// weights (low halves, master) or null. `wide_grad`: the gradient is fp32, else bf16. `step` counts from 1.
+// Updates n parameters. `precision`: 0 bf16, 1 bf16_split, 2 bf16_fp32, 3 fp32, 4 bf16_16bit; `kept` is what it keeps
+// beside the weights (low halves, master) or null; moments are fp32, bf16 for the last. `wide_grad`: the gradient is
+// fp32, else bf16. `step` counts from 1.
 extern "C" void megatrain_adam(
-    int precision, int wide_grad, int64_t n, int threads, void* weights, const void* grad, float* m, float* v,
+    int precision, int wide_grad, int64_t n, int threads, void* weights, const void* grad, void* m, void* v,
     void* kept, double lr, double beta1, double beta2, double eps, double weight_decay, double step,
     float grad_scale) {
     const Step s = step_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
-    const auto chosen = [&](auto precise) {
+    const auto chosen = [&](auto precise, auto moment) {
         using P = decltype(precise);
-        const auto go = wide_grad ? run<P, float> : run<P, uint16_t>;
+        using M = decltype(moment);
+        const auto go = wide_grad ? run<P, float, M> : run<P, uint16_t, M>;
         go(weights, kept, grad, m, v, s, n, threads);
     };
     switch (precision) {
-    case 0: return chosen(Rounded{});
-    case 1: return chosen(Split{});
-    case 2: return chosen(Master{});
-    default: return chosen(Plain{});
+    case 0: return chosen(Rounded{}, 0.0f);
+    case 1: return chosen(Split{}, 0.0f);
+    case 2: return chosen(Master{}, 0.0f);
+    case 3: return chosen(Plain{}, 0.0f);
+    default: return chosen(Rounded{}, uint16_t{});
     }
 }
 

@@ -21,7 +21,7 @@ from schedules.workload import STATE_BLOCK
 
 VECTOR = 16  # a multiple of torch's vector length on every processor: 16 or 8 floats
 SOURCE = Path(__file__).with_name("adam.cpp")
-_CODES = {"bf16": 0, "bf16_split": 1, "bf16_fp32": 2, "fp32": 3}
+_CODES = {"bf16": 0, "bf16_split": 1, "bf16_fp32": 2, "fp32": 3, "bf16_16bit": 4}
 _GRADS = {torch.bfloat16: 0, torch.float32: 1}
 _building = threading.Lock()
 

@@ -11,11 +11,12 @@ makes the host wait, and the host adds it up. Then the user's optimizer runs on 
 Where states live, in bytes per parameter at bf16, all on the host: weights 2, gradients 2, optimizer state 8.
 On the device: two blocks' weights and gradients, and the root's.
 
-Exact in its training. Approximated: FSDP2 keeps moments in the parameters' type, 4 bytes in bf16, where our
-precisions have fp32 ones, 8; and with fp32 parameters computed in bf16 it moves 4 bytes per parameter over
-the link, which is not shown (precision fp32 moves them, and computes in fp32). The copies inside the device
-of a gather and a scatter over one rank are not shown, nor their second buffer. A block's fetch for the first
-backward begins during the last forward, not with the loss.
+Exact in its training. FSDP2 keeps moments in the parameters' type: with bf16 parameters that is precision
+bf16_16bit, 4 bytes of state; precision bf16 compares it with systems whose moments are fp32. Approximated: with
+fp32 parameters computed in bf16 it moves 4 bytes per parameter over the link, which is not shown (precision fp32
+moves them, and computes in fp32). The copies inside the device of a gather and a scatter over one rank are not
+shown, nor their second buffer. A block's fetch for the first backward begins during the last forward, not with
+the loss.
 Source: pytorch, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py, _fsdp_param_group.py).
 """
 

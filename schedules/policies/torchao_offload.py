@@ -14,8 +14,8 @@ when the first gradient lands, which CUDA's launch queue (about a thousand kerne
 Where states live, in bytes per parameter at bf16. Device: weights 2, gradients 2 (with offload_gradients only
 until they are copied). Host: weights 2, gradients 2, optimizer state 8.
 
-Exact in its training. Approximated: a layer goes as a whole where torchao goes by tensor; its moments are of
-the parameters' type, 4 bytes in bf16, where our precisions have fp32 ones, 8; tensors below 4096 elements are
+Exact in its training. Its moments are of the parameters' type: with bf16 parameters that is precision bf16_16bit, 4
+bytes of state. Approximated: a layer goes as a whole where torchao goes by tensor; tensors below 4096 elements are
 not updated on the device. torchao cannot clip by a global norm: what this policy does instead is to measure
 the norm on the device, where gradients are complete, and to leave the scaling to Adam.
 Source: pytorch/ao, torchao/optim/cpu_offload.py.
