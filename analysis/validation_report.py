@@ -75,7 +75,7 @@ def _page(
         f"op at a time, and what ops share with `{grid.models[0].name}` only; the runs have the shapes {held}. "
         "No run is of a shape that was profiled, and nothing is fitted to a run. Each point was run in "
         f"{grid.rounds} rounds of {grid.steps} steps, the first {WARMUP} left out; rounds go over the whole grid, and "
-        "ops are timed anew before each, so that the profile and the runs see the machine at the same pace.",
+        "each model's ops are timed anew before its runs, so that both see the machine at the same pace.",
         tables.markdown(headline(table), columns("level", "level")),
         f"Machine noise, the difference between rounds of one point: median {table['noise'].median():.1%}, largest "
         f"{table['noise'].max():.1%}. Choosing a policy by prediction: Kendall's tau {tau:.2f}, regret {regret:.2%}. "

@@ -160,8 +160,9 @@ def main() -> None:
         "## A rival's planner",
         "",
         "Llama-3 8B on an H100 taken as 989 TFLOP/s x 0.65, links of 50 GB/s each way, 12 GiB of device memory, 4 x 4 "
-        "sequences of 4,096 tokens. It updates on the GPU, with bf16 weights, gradients and moments on the host: 8 bytes "
-        "per parameter (our `bf16_16bit`) where fp32 moments make 12. It counts more FLOPs per token, so that shares compare better than tokens/s.",
+        "sequences of 4,096 tokens. It updates on the GPU, with bf16 weights, gradients and moments on the host: 8 "
+        "bytes per parameter (our `bf16_16bit`) where fp32 moments make 12. It counts more FLOPs per token, so that "
+        "shares compare better than tokens/s.",
         "",
         rival(),
         "",

@@ -1,4 +1,4 @@
-"""From what was measured to the numbers of a hardware profile: means and medians, fitted lines, and where each came from."""
+"""From what was measured to the numbers of a hardware profile: means, medians, fitted lines, and where each is from."""
 
 from __future__ import annotations
 

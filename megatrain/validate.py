@@ -1,12 +1,13 @@
 """A grid of runs on this machine, to lay beside their predictions: a profile, and other shapes than it saw.
 
-Everything is written as it is measured, so that the same command goes on where it was stopped. Rounds of profiling
-and of running alternate, each over the whole grid: what the machine does meanwhile falls on all points and on the
-profile alike, and what differs between rounds is the machine's own noise.
+Everything is written as it is measured, so that the same command goes on where it was stopped. In each round
+over the whole grid every model is profiled and then run: what the machine does meanwhile falls on the profile and the
+runs alike, and what differs between rounds is the machine's own noise.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -126,39 +127,39 @@ def profile_and_run(
 ) -> tuple[HardwareProfile, list[Point]]:
     """Profile the calibrated shapes and train by every point's schedule.
 
-    Both in rounds that alternate, or the machine would have one pace for the profile and another for the runs. What is
-    in `folder` is not measured or run again. What ops share is measured with the first model.
+    Both take turns, model by model, in every round, or the machine would have one pace for the profile and another for
+    the runs. What is in `folder` is not measured or run again. What ops share is measured with the first model.
     """
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     path = folder / "profile.json"
-    calibrated = [schedule for model in grid.models for schedule in grid.schedules(model, grid.calibrated)]
+    calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
     machine, parts = partial(backend_of, grid.backend), folder / "parts"
     schedules = grid.points()
-    found: list[list[Trace]] = [[] for _ in schedules]
-    for number in range(grid.rounds):
+    found: dict[str, list[Trace]] = {name_of(schedule): [] for schedule in schedules}
+    turns = list(itertools.product(range(grid.rounds), grid.models))
+    for turn, (number, model) in enumerate(turns):
 
-        def in_round(
-            progress: Progress, done: float, note: str, until: int = grid.rounds, number: int = number
-        ) -> None:
-            progress((number + done) / until, f"round {number + 1}, {note}")
+        def told(progress: Progress, done: float, note: str, of: int = len(turns), turn: int = turn) -> None:
+            progress((turn + done) / of, f"round {turn // len(grid.models) + 1}, {note}")
 
         if not path.is_file():
             time_ops(
-                calibrated,
+                calibrated[model.name],
                 number,
-                progress=partial(in_round, profiling, until=grid.rounds + 1),
+                progress=partial(told, profiling, of=len(turns) + 1),
                 machine=machine,
                 parts=parts,
             )
-        for index, schedule in enumerate(schedules):
-            in_round(running, index / len(schedules), name_of(schedule))
-            found[index].append(_trained(grid, schedule, number, folder / "traces"))
+        chosen = grid.schedules(model, grid.held_out)
+        for index, schedule in enumerate(chosen):
+            told(running, index / len(chosen), name_of(schedule))
+            found[name_of(schedule)].append(_trained(grid, schedule, number, folder / "traces"))
     if not path.is_file():
         held = {batch * seq for batch, seq in grid.held_out}
         between = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
         profile = measure(
             grid.models[0],
-            calibrated,
+            [schedule for of_model in calibrated.values() for schedule in of_model],
             progress=profiling,
             machine=machine,
             parts=parts,
@@ -170,8 +171,8 @@ def profile_and_run(
     profiling(1.0, "")
     running(1.0, "")
     return hardware.load(path), [
-        Point(schedule=schedule, rounds=tuple(traces), workspace=workspaces[name_of(schedule)])
-        for schedule, traces in zip(schedules, found, strict=True)
+        Point(schedule=schedule, rounds=tuple(found[name_of(schedule)]), workspace=workspaces[name_of(schedule)])
+        for schedule in schedules
     ]
 
 

@@ -10,7 +10,8 @@ of every schedule of the language that trains exactly, because each inequality b
   D2H           gradients whose weights the CPU updates; state that passed through; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
-                again, the state that lives there, what the loss touches, and the largest workspace
+                again, the state that lives there, what the loss touches, and the largest workspace; with several
+                micro-batches, on the average of their turns, see below
   host memory   state that is neither on the device nor on NVMe, weights not on the device, activations sent away
   slowdown      GPU work is slower while a copy runs: the time that each link is busy costs the GPU its share
 
@@ -18,11 +19,18 @@ With one micro-batch a step falls into two windows that cannot overlap, since th
 layer whose gradient comes last: a forward, in which activations leave, and a backward, in which they and weights
 come back.
 
+With a > 1 micro-batches a block's weights are on the device at a micro-batch's turn, or are loaded between it and that
+micro-batch's backward. Those served by the same such load are all in flight at the last of their turns, two at the
+last but one, and so on: k of them whose activations are kept take k (k + 1) / 2 places, summed over the turns. With L
+loads, over which a (1 - h) micro-batches are spread, h being held, that is least when all loads serve as many; as
+k^2 / L is convex in both, its tangents 2 t k - t^2 L make it linear, for any t.
+
 Latencies and issue cost are left out, and so is every other effect of order: the bound is not always attained.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,7 +133,7 @@ def placement_bound(
             areas = costs.compute(i, phase, n * workload.accumulation)
             window = FORWARD if phase in (Phase.EMBED, Phase.FORWARD) else BACKWARD
             _add(fixed, _in_window(areas, window) if windows else areas)
-        _place(lp, costs, i, n, has_nvme=profile.nvme is not None, windows=windows)
+        _place(lp, costs, i, n, has_nvme=profile.nvme is not None)
     columns = len(lp.areas)  # three more variables: the period and its windows, in units of `scale`
     scale = max(fixed.values())
     rows: list[np.ndarray] = []
@@ -199,23 +207,27 @@ def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
     return sum(areas.get(name, 0.0) * factor for name, factor in parts.items())
 
 
-def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool, windows: bool) -> None:
+def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> None:
     """The choices for `n` layers like layer i."""
-    block = costs.model.is_block(i)
+    block, passes = costs.model.is_block(i), costs.workload.accumulation
+    windows = passes == 1
     weight, state = (n * costs.nbytes(t, i) for t in ("w", "o"))
     if block:
         saved = n * costs.nbytes("s", i)
-        passes = n * costs.workload.accumulation
         keep = lp.column(device=saved, label="activations kept", nbytes=saved)
-        leave, come = (costs.copy("s", i, kind, passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
-        twice = costs.compute(i, Phase.RECOMPUTE, passes)
+        leave, come = (costs.copy("s", i, kind, n * passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
+        twice = costs.compute(i, Phase.RECOMPUTE, n * passes)
         if windows:
             leave, come, twice = (
                 _in_window(leave, FORWARD), _in_window(come, BACKWARD), _in_window(twice, BACKWARD)
             )  # fmt: skip
         away = lp.column(_sum(leave, come), host=saved, label="activations on host", nbytes=saved)
         again = lp.column(twice, label="activations recomputed", nbytes=saved)
-        lp.exactly.append(({keep: 1, away: 1, again: 1}, 1.0))
+        choices = {keep: 1.0, away: 1.0, again: 1.0}
+        if passes > 1:
+            passing = lp.column(device=saved / 2, label="activations kept", nbytes=saved)
+            choices[passing] = 1.0
+        lp.exactly.append((choices, 1.0))
     # at the turn the loss reads the head's weights, so those are among what is always there
     on_device = 0.0 if i == costs.model.head else weight
     retained = lp.column(device=on_device, label="weights on device", nbytes=weight)
@@ -237,13 +249,26 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool, windo
     lp.exactly.append((kept_state, 0.0))
     if block:  # once for the forward if the CPU has made them, once more if they are gone at the turn
         load = costs.copy("w", i, Kind.PREFETCH, n)
-        once, returned = lp.column(load), lp.column(_in_window(load, BACKWARD) if windows else load)
+        once = lp.column(load)
         lp.exactly.append(({once: 1, cpu: -1}, 0.0))
-        lp.exactly.append(({returned: 1, **dict.fromkeys(reload, -1)}, 0.0))
+        # in units of one load in each of the micro-batches' backwards
+        returned = lp.column(_in_window(load, BACKWARD) if windows else costs.copy("w", i, Kind.PREFETCH, n * passes))
+        lp.at_most.append(({**reload, returned: -passes}, 0.0))
+        if passes > 1:
+            lp.at_most.append(({keep: 1, retained: -1}, 0.0))  # of held blocks; others' activations are `passing`
+            together = lp.column(device=saved * passes / 2)  # k^2 / L, of a
+            lp.at_most.append(({passing: 1, together: -passes}, 0.0))
+            for tangent in _powers_up_to(passes):
+                lp.at_most.append(({passing: 2 * tangent, together: -passes, returned: -(tangent**2)}, 0.0))
     else:
         once = lp.column(costs.copy("w", i, Kind.PREFETCH, n))
         lp.at_most.append(({cpu: 1, once: -1}, 0.0))
         lp.at_most.append(({**reload, once: -1}, 0.0))
+
+
+def _powers_up_to(limit: int) -> list[float]:
+    """From 1 to the limit, each the last one's double or less."""
+    return [*(2.0**k for k in range(math.ceil(math.log2(limit)))), float(limit)]
 
 
 class _Costs:

@@ -150,6 +150,7 @@ def plan(
                 search.share = number / (4 * len(some)) + 0.5 * again
                 if search.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * search.period_ns:
                     search.look(workload, whole=search.best is None)
+                    search.as_placed(workload, found)
             if search.at is None or (search.at.workload.recompute != "none") != again:
                 continue
             search.refine(hold=False)
@@ -293,6 +294,20 @@ class Search:
         ):
             values = {"order": order, "resident": resident, "offload": offload, "defer": defer}
             self.evaluate(start.with_knobs({name: value for name, value in values.items() if value}))
+
+    def as_placed(self, workload: Workload, bound: PlacementBound) -> None:
+        """Try what the bound's placement would be in whole blocks, and with a block or two less on the device."""
+        blocks, placed = self.model.num_hidden_layers, bound.placed
+        values = {
+            "resident": max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))),
+            "offload": round(placed.get("activations on host", 0.0) * blocks),
+            "through": round(placed.get("state through device", 0.0) * blocks),
+        }
+        for fewer in (0, 1, 2):
+            values["resident"] = max(self.least, values["resident"] - fewer)
+            candidate = replace(self.start, workload=workload).with_knobs({k: v for k, v in values.items() if v})
+            if self.evaluate(candidate) is not None:
+                return
 
     def hold(self, workload: Workload) -> None:
         """Try one split with as many blocks' weights on the device as it has room for."""

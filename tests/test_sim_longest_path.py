@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -71,14 +72,14 @@ def test_both_engines_agree_on_every_policy(policy: str, accumulation: int) -> N
     assert end[0].ravel().tolist() == trace.end_ns.tolist()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 4), (7, 4), (32, 1)], ids=str)
+@pytest.mark.parametrize("shape", list(itertools.product((1, 2, 7, 32), (1, 4))), ids=str)
 @pytest.mark.parametrize("policy", [name for name in policies.names() if "activations" in policies.knobs(name)])
 def test_nothing_is_unsafe_and_both_engines_agree_whatever_blocks_keep(policy: str, shape: tuple[int, int]) -> None:
     blocks, accumulation = shape
     wheres = ("device", "host") if policy == "flexgen_block" else ("recompute", "inputs", "keep", "host", "nvme")
     choices: list[dict[str, Knob]] = [{"activations": where} for where in wheres]
     if "every" in policies.knobs(policy):
-        choices.append({"every": 3})
+        choices.append({"activations": "recompute", "every": 3})
     model = replace(presets.load("tiny"), num_hidden_layers=blocks)
     workload = Workload(micro_batch_size=1, accumulation=accumulation, seq_len=16)
     memory = MemoryBudget(device_bytes=10**9, host_bytes=10**10, nvme_bytes=10**10)

@@ -2,10 +2,10 @@
 
 What it does. The vertical order: a layer's weights come once for the forward and once for the backward of all
 micro-batches, and its gradient, added up on the device, leaves once. What moves in exchange are checkpoints: the
-blocks' inputs go to the host after forward and come back for the backward, which runs every block forward again.
-The CPU updates layers as their gradients land, but for a fraction `alpha` of the blocks, which are updated beside
-the forward of the next step, first block first. GreedySnake finds alpha by a linear program over
-bandwidths; here it is a knob.
+blocks' inputs go to the host after forward and come back for the backward, which runs every block forward again
+(activations=inputs; other choices are for comparison). The CPU updates layers as their gradients land, but for a
+fraction `alpha` of the blocks, which are updated beside the forward of the next step, first block first.
+GreedySnake finds alpha by a linear program over bandwidths; here it is a knob.
 
 Why this is exact: a deferred update stands late in the step's program, and nothing but the fetch of that very
 block in the next step waits for it.
@@ -30,7 +30,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
 from schedules.shelf import Shelf
-from schedules.sweep import Kept, Streamed, land, spread, sweep
+from schedules.sweep import Activations, Streamed, kept_as, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -41,18 +41,24 @@ def policy(
     *,
     alpha: float = 0.25,
     ssd: bool = False,
+    activations: Activations = "inputs",
+    every: int = 1,
 ) -> Program:
     """Build the step.
 
     Args:
         alpha: the fraction of the blocks, from 0 to 1, that are updated beside the next forward.
         ssd: weights and optimizer state live on a drive.
+        activations: blocks run forward again, from an input on the host (inputs) or on the device (recompute), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
     if not 0 <= alpha <= 1:
         raise ProgramError(f"alpha: a fraction of the blocks, from 0 to 1, not {alpha}")
+    kept = kept_as(model, activations, every=every)
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)
-    device = Streamed(p, fetch=shelf.fetch)
+    device = Streamed(p, fetch=shelf.fetch, kept=kept)
     slabs = p.slots("slab", 2, Tier.HOST)
     clip = workload.grad_clip is not None
     late = set(model.layers) if clip else spread(model.blocks, round(alpha * len(model.blocks)))
@@ -68,7 +74,7 @@ def policy(
         weights=device.weights,
         grad=device.grad,
         done=done,
-        kept=Kept(inputs=model.blocks[:-1]),  # the last one's is needed again at once
+        kept=kept,
     )
     for i in model.layers:
         if i in late:

@@ -3,19 +3,19 @@
 What it does. Blocks' weights come through a window of device slots ahead of their use. A gradient leaves as soon
 as it is whole and the CPU optimizer takes it from where it lands, beside the rest of the backward (active
 gradient offloading): the host never holds more than a few. Of `swap` blocks, evenly spread, the activations go
-to the host after forward and come back for the backward; the others keep their input and run forward again.
-LoHan chooses that number by the traffic it can hide; here it is a knob, to be searched by simulation. The step
-ends when all updates are done.
+to the host after forward and come back for the backward, those of `spill` more go on to a drive; the others keep
+their input and run forward again. LoHan chooses these numbers by the traffic it can hide; here they are knobs, to
+be searched by simulation. The step ends when all updates are done.
 
 Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
 drive, from which they come through host buffers (weights for forward and backward; both for Adam, which writes
 both back). On the device: the window, two gradients, and embedding and head, 4.
 
-Exact in its training. Approximated: all is decided by layer, where LoHan chooses single activations and also
-spills them to the drive; embedding and head stay on the device for the step. Under accumulation, which LoHan does
-without, blocks' gradients add up on the host, 2 bytes per parameter, and the last micro-batch's backward is the
-one that hides updates. Gradient clipping is at odds with the idea, as no update may begin before the last gradient:
-then all wait on the host, 2 bytes per parameter, and all updates follow the backward.
+Exact in its training. Approximated: all is decided by layer, where LoHan chooses single activations; embedding and
+head stay on the device for the step. Under accumulation, which LoHan does without, blocks' gradients add up on the
+host, 2 bytes per parameter, and the last micro-batch's backward is the one that hides updates. Gradient clipping is
+at odds with the idea, as no update may begin before the last gradient: then all wait on the host, 2 bytes per
+parameter, and all updates follow the backward.
 Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou.
 """
 
@@ -35,6 +35,7 @@ def policy(
     memory: MemoryBudget,
     *,
     swap: int = 0,
+    spill: int = 0,
     window: int = 2,
     ssd: bool = False,
 ) -> Program:
@@ -42,9 +43,13 @@ def policy(
 
     Args:
         swap: how many blocks' activations go to the host instead of being computed again.
+        spill: how many of the other blocks' activations go on to a drive instead.
         window: device slots for blocks' weights.
         ssd: weights and optimizer state live on a drive.
     """
+    away = spread(model.blocks, swap)
+    deep = spread([i for i in model.blocks if i not in away], spill)
+    kept = Kept(on_host=away, on_nvme=deep)
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)
     device = Streamed(p, fetch=shelf.fetch, passes=workload.accumulation, slots=window)
@@ -66,7 +71,7 @@ def policy(
             weights=device.weights,
             grad=device.grad,
             done=done,
-            kept=Kept(on_host=spread(model.blocks, swap)),
+            kept=kept,
         )
     if clip:
         for i in model.layers:

@@ -24,19 +24,31 @@ from __future__ import annotations
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Kept, Streamed, sweep
+from schedules.sweep import Activations, Streamed, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
-def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, is_async: bool = True) -> Program:
+def policy(
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    is_async: bool = True,
+    activations: Activations = "inputs",
+    every: int = 1,
+) -> Program:
     """Build the step.
 
     Args:
         is_async: the optimizer runs beside the next step, whose weights miss its update.
+        activations: blocks run forward again, from an input on the host (inputs) or on the device (recompute), or keep
+            what they need, there, on the host or on NVMe.
+        every: blocks that run forward again from one input.
     """
+    kept = kept_as(model, activations, every=every)
     p = Program(model, workload, staleness=1 if is_async else 0)
     uploaded = {i: p.buffer(f"host.uploaded.{p.weight(i)}", Tier.HOST) for i in model.layers}
-    device = Streamed(p, fetch=lambda i, buffer: p.prefetch(p.weight(i), into=buffer, out_of=uploaded[i]))
+    device = Streamed(p, fetch=lambda i, buffer: p.prefetch(p.weight(i), into=buffer, out_of=uploaded[i]), kept=kept)
 
     def copy_parameters(stream: Stream) -> None:
         for i in model.layers:
@@ -51,7 +63,7 @@ def policy(model: ModelSpec, workload: Workload, memory: MemoryBudget, *, is_asy
         weights=device.weights,
         grad=device.grad,
         done=done,
-        kept=Kept(inputs=model.blocks[:-1]),  # the last one's is needed again at once
+        kept=kept,
     )
     if is_async:
         copy_parameters(Stream.CPU)
