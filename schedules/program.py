@@ -6,6 +6,7 @@ A policy decides only order and place.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -455,8 +456,8 @@ class Program:
         )
         return held + workspace
 
-    def blocks_that_fit(self, memory: MemoryBudget, *, copies: int) -> int:
-        """How many blocks may keep the activations of `copies` micro-batches each at once, on the device.
+    def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
+        """How many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches at once.
 
         To be asked of the whole program written so that every block is recomputed: what it holds already,
         its largest workspace included, is taken from the budget, and the one buffer for what a recompute
@@ -464,7 +465,7 @@ class Program:
         """
         one = self.nbytes(self.saved(0, 0))
         spare = memory.device_bytes - self.device_bytes() + one
-        return min(max(spare // (one * copies), 0), self.model.num_hidden_layers)
+        return sum(needed * one <= spare for needed in itertools.accumulate(copies))
 
     # ---- the schedule
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Kept, Window, land, spread, sweep
+from schedules.sweep import Kept, Window, land, spread, sweep, visits
 from schedules.workload import Workload
 
 
@@ -27,9 +28,14 @@ class StreamedStep:
         hold: int,
         through: int,
         nvme: int,
-        visits: int,
+        singly: int,
+        groups: int,
     ) -> None:
         self.program = p = Program(model, workload)
+        # how often a layer's gradient comes: once for all micro-batches of a group, or once for each
+        self.singly, above = singly, {model.head, *model.blocks[len(model.blocks) - singly :]} if singly else set()
+        self.passes = {i: workload.accumulation if i in above else groups for i in model.layers}
+        self.landed = Counter[int]()
         self.clip = workload.grad_clip is not None
         self.resident = model.layers[:resident]
         p.keep_on_device(*(t for i in self.resident for t in (p.weight(i), p.grad(i), p.state(i))))
@@ -39,25 +45,28 @@ class StreamedStep:
         # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
         ends = [i for i in (model.embed, model.head) if i not in self.resident]
         others = [i for i in model.blocks if i not in self.resident]
-        held = spread(others, hold)
+        oftener = [i for i in others if self.passes[i] > groups]  # loaded again for every micro-batch
+        held = spread(oftener, hold)
+        held |= spread([i for i in others if i not in held], hold - len(held))
         self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*ends, *sorted(held))}
         # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
-        shared = visits == 1 and not model.tie_word_embeddings
+        shared = groups == 1 and not model.tie_word_embeddings
         self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in ends}
-        if visits > 1:  # or the sum of a held block would leave and come back; what is whole at once goes through slots
-            self.own |= {i: p.buffer(f"{model.layer_name(i)}.grad") for i in sorted(held)}
+        # or the sum of a held block would leave and come back; what is whole at once goes through slots
+        self.own |= {i: p.buffer(f"{model.layer_name(i)}.grad") for i in sorted(held) if self.passes[i] > 1}
 
         self.ends = ends
         self.streamed = [i for i in others if i not in held]
         self.ahead = self.streamed[:slots]
+        order = visits(kept, model.blocks, turns=workload.accumulation, singly=singly)
         self.window = Window(
-            [*self.streamed, *(i for i in kept.backward_visits(model.blocks) if i in self.streamed)] * visits,
+            [i for i in order if i in self.streamed] * groups,
             ahead=len(self.ahead),
             fetch=lambda i: p.load(p.weight(i), self.ring),
         )
         # blocks updated on the device while their weights and gradient are still there, the state passing through
-        whole = visits == 1 and not self.clip
-        self.through = spread(self.streamed, through) if whole else set()
+        whole = [] if self.clip else [i for i in self.streamed if self.passes[i] == 1]
+        self.through = spread(whole, through)
         self.states = p.slots("state", 2) if self.through else None
         # blocks whose state comes from a drive and goes back there
         self.on_nvme = spread(self.streamed, nvme)
@@ -85,8 +94,8 @@ class StreamedStep:
             elif i in self.copy and (i not in self.late or i == p.model.embed):
                 p.prefetch(p.weight(i), into=self.copy[i])
 
-    def run(self, group: Sequence[int], *, first: bool, last: bool) -> None:
-        """Forward and backward of a group of micro-batches, the `first` or `last` of the step or both."""
+    def run(self, group: Sequence[int]) -> None:
+        """Forward and backward of a group of micro-batches."""
         p = self.program
 
         def weights(i: int) -> str | None:
@@ -105,6 +114,8 @@ class StreamedStep:
             return self.own[i] if i in self.own else self.grads.next()
 
         def done(i: int, buffer: str) -> None:
+            self.landed[i] += 1
+            first, last = self.landed[i] == 1, self.landed[i] == self.passes[i]
             streamed = i in self.streamed
             if not streamed and not last:
                 return  # the sum stays on the device
@@ -120,7 +131,7 @@ class StreamedStep:
             if last and i not in self.late:
                 self.update(i, where)
 
-        sweep(p, group, weights=weights, grad=grad, done=done, kept=self.kept)
+        sweep(p, group, weights=weights, grad=grad, done=done, kept=self.kept, singly=self.singly)
 
     def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
         """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""

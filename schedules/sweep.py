@@ -141,53 +141,53 @@ class Travel:
 
 
 def sweep(
-    p: Program, group: Sequence[int], *, weights: Place, grad: Place, done: Callable[[int, str], None], kept: Kept
+    p: Program,
+    group: Sequence[int],
+    *,
+    weights: Place,
+    grad: Place,
+    done: Callable[[int, str], None],
+    kept: Kept,
+    singly: int = 0,
 ) -> None:
     """Forward and backward of a group of micro-batches over all layers.
 
+    A layer runs all of the group before the next one comes, but for the last `singly` blocks and the loss: these run
+    one micro-batch after another, there and back.
+
     `weights(i)` and `grad(i)` are asked when layer i is about to run, for each direction again; with tied
     embeddings the embedding's are asked before the loss too, and that gradient stays where it is until the
-    embedding's backward. `done(i, buffer)` is called when the group's gradient of layer i is in `buffer`. Layers that
-    are not trained have no gradient: neither `grad` nor `done` is called for them.
+    embedding's backward. `done(i, buffer)` is called when the gradient of layer i, of the group or of one of its
+    micro-batches, is in `buffer`. Layers that are not trained have no gradient: neither `grad` nor `done` is called
+    for them.
     """
     model, updated = p.model, trained.layers(p.model, p.workload)
-    pieces = kept.pieces(model.blocks)
-    visits = [(i, m) for i in reversed(model.blocks) for m in group]
-    deep = {p.saved(i, m) for i in kept.on_nvme for m in group}
-    travel = Travel(p, [kept.travels(p, i, m) for i, m in visits], slack=kept.slack, deep=deep)
+    blocks = model.blocks
+    first, last = blocks[: len(blocks) - singly], blocks[len(blocks) - singly :]
     table = weights(model.embed)
     for m in group:
         p.forward(model.embed, m, weights=table)
-    for piece in pieces:
-        for i in piece:
-            slot = weights(i)
-            keep: Keep = "all" if not kept.recomputes(i) else "input" if i == piece[0] else "nothing"
-            for m in group:
-                p.forward(i, m, weights=slot, keep=keep)
-                travel.leave(kept.travels(p, i, m))
-    travel.turn()
+    below = _Sweep(p, first, group, weights, grad, done, kept)
+    below.forward()
     tied = model.tie_word_embeddings
-    table = weights(model.embed) if tied else None
-    sums = grad(model.embed) if tied and model.embed in updated else None
-    slot = weights(model.head)
-    buffer = grad(model.head) if model.head in updated else None
-    for m in group:
-        p.loss(m, weights=slot, grad=buffer, embed_weights=table, embed_grad=sums)
-    if model.head in updated:
-        done(model.head, buffer or p.home(p.grad(model.head)))
-    for piece in reversed(pieces):
-        for i in piece[:-1]:
-            slot = weights(i)
-            for m in group:
-                p.recompute(i, m, weights=slot, output=True)
-        for i in reversed(piece):
-            slot, buffer = weights(i), grad(i)
-            for m in group:
-                travel.come()
-                if i == piece[-1] and kept.recomputes(i):
-                    p.recompute(i, m, weights=slot)
-                p.backward(i, m, weights=slot, grad=buffer)
-            done(i, buffer or p.home(p.grad(i)))
+    for turn in [[m] for m in group] if singly else [group]:
+        above = _Sweep(p, last, turn, weights, grad, done, kept)
+        above.forward()
+        above.travel.turn()
+        if not singly:
+            below.travel.turn()
+        table = weights(model.embed) if tied else None
+        sums = grad(model.embed) if tied and model.embed in updated else None
+        slot = weights(model.head)
+        buffer = grad(model.head) if model.head in updated else None
+        for m in turn:
+            p.loss(m, weights=slot, grad=buffer, embed_weights=table, embed_grad=sums)
+        if model.head in updated:
+            done(model.head, buffer or p.home(p.grad(model.head)))
+        above.backward()
+    if singly:
+        below.travel.turn()
+    below.backward()
     if model.embed not in updated:
         p.free(*(p.output_grad(model.embed, m) for m in group))
         return
@@ -195,6 +195,60 @@ def sweep(
     for m in group:
         p.backward(model.embed, m, grad=buffer)
     done(model.embed, buffer or p.home(p.grad(model.embed)))
+
+
+def visits(kept: Kept, blocks: Sequence[int], *, turns: int = 1, singly: int = 0) -> list[int]:
+    """The blocks in the order in which `sweep` asks for their weights, if the group has so many micro-batches."""
+    first, last = blocks[: len(blocks) - singly], blocks[len(blocks) - singly :]
+    above = [*last, *kept.backward_visits(last)] * (turns if singly else 1)
+    return [*first, *above, *kept.backward_visits(first)]
+
+
+class _Sweep:
+    """Some neighbouring blocks' forward and backward of a group of micro-batches."""
+
+    def __init__(
+        self,
+        p: Program,
+        blocks: Sequence[int],
+        group: Sequence[int],
+        weights: Place,
+        grad: Place,
+        done: Callable[[int, str], None],
+        kept: Kept,
+    ) -> None:
+        self._program, self._group, self._kept = p, group, kept
+        self._weights, self._grad, self._done = weights, grad, done
+        self._pieces = kept.pieces(blocks)
+        deep = {p.saved(i, m) for i in kept.on_nvme for m in group}
+        returns = [kept.travels(p, i, m) for i in reversed(blocks) for m in group]
+        self.travel = Travel(p, returns, slack=kept.slack, deep=deep)
+
+    def forward(self) -> None:
+        p, kept = self._program, self._kept
+        for piece in self._pieces:
+            for i in piece:
+                slot = self._weights(i)
+                keep: Keep = "all" if not kept.recomputes(i) else "input" if i == piece[0] else "nothing"
+                for m in self._group:
+                    p.forward(i, m, weights=slot, keep=keep)
+                    self.travel.leave(kept.travels(p, i, m))
+
+    def backward(self) -> None:
+        p, kept = self._program, self._kept
+        for piece in reversed(self._pieces):
+            for i in piece[:-1]:
+                slot = self._weights(i)
+                for m in self._group:
+                    p.recompute(i, m, weights=slot, output=True)
+            for i in reversed(piece):
+                slot, buffer = self._weights(i), self._grad(i)
+                for m in self._group:
+                    self.travel.come()
+                    if i == piece[-1] and kept.recomputes(i):
+                        p.recompute(i, m, weights=slot)
+                    p.backward(i, m, weights=slot, grad=buffer)
+                self._done(i, buffer or p.home(p.grad(i)))
 
 
 class Window:
@@ -241,8 +295,7 @@ class Streamed:
         self.ends = (p.model.embed, p.model.head)
         self._end_weights = {i: p.buffer(f"{p.model.layer_name(i)}.weight") for i in self.ends}
         self._end_grads = {i: p.buffer(f"{p.model.layer_name(i)}.grad") for i in self.ends}
-        there_and_back = [*p.model.blocks, *kept.backward_visits(p.model.blocks)]
-        self._window = Window(there_and_back * passes, ahead=slots, fetch=self._block)
+        self._window = Window(visits(kept, p.model.blocks) * passes, ahead=slots, fetch=self._block)
 
     def weights(self, i: int) -> str:
         """The buffer with layer i's weights."""

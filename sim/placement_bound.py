@@ -10,8 +10,7 @@ of every schedule of the language that trains exactly, because each inequality b
   D2H           gradients whose weights the CPU updates; state that passed through; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
-                again, the state that lives there, what the loss touches, and the largest workspace; with several
-                micro-batches, on the average of their turns, see below
+                again, the state that lives there, what the loss touches, and the largest workspace
   host memory   state that is neither on the device nor on NVMe, weights not on the device, activations sent away
   slowdown      GPU work is slower while a copy runs: the time that each link is busy costs the GPU its share
 
@@ -19,11 +18,19 @@ With one micro-batch a step falls into two windows that cannot overlap, since th
 layer whose gradient comes last: a forward, in which activations leave, and a backward, in which they and weights
 come back.
 
-With a > 1 micro-batches a block's weights are on the device at a micro-batch's turn, or are loaded between it and that
-micro-batch's backward. Those served by the same such load are all in flight at the last of their turns, two at the
-last but one, and so on: k of them whose activations are kept take k (k + 1) / 2 places, summed over the turns. With L
-loads, over which a (1 - h) micro-batches are spread, h being held, that is least when all loads serve as many; as
-k^2 / L is convex in both, its tangents 2 t k - t^2 L make it linear, for any t.
+With a > 1 micro-batches each has a turn, and the budget of device memory is that of their average. Let f be how many
+micro-batches' kept activations of a block are there on average, of k that are kept; held ones' weights are there at
+their turns. Squares are replaced by tangents, x^2 >= 2 t x - t^2, which keeps all this linear.
+
+  loads         weights that are not held come between a micro-batch's turn and its backward. Those served by one load
+                are in flight together, one at the first of their turns, two at the next: with L loads for k' of
+                them, a f >= (k'^2 / L + k') / 2 + the held ones
+  sums          until the first backward there is no sum of gradients; if J turns pass before it, the last y of them in
+                spite of kept activations, a f >= (y^2 + y) / 2 + k - y. At the others the sum is on the device, or
+                has been sent down since the backward before: S times for A turns, a f >= (A^2 / S + A) / 2
+  updates       the CPU updates nothing between the first turn and the last. What is not in flight at the last has run
+                backward by then, what is not at the first has not run forward: its GPU time comes on top of the CPU's,
+                and what is in flight has its kept activations on the device at that one turn
 
 Latencies and issue cost are left out, and so is every other effect of order: the bound is not always attained.
 """
@@ -52,6 +59,7 @@ from sim.prediction import memory_of
 
 OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
 FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
+MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
 SLACK = 1e-9  # relative: what the solver may be off by when it solves again
 _ALONE = Terms(issue=False, size_dependent_bandwidth=False, compute_slowdown=False)
 _ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
@@ -86,6 +94,7 @@ class _Program:
 
     areas: list[Areas] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
+    device_last: list[float] = field(default_factory=list)  # bytes at the last turn alone
     host: list[float] = field(default_factory=list)
     nvme: list[float] = field(default_factory=list)
     labels: list[tuple[str, float]] = field(default_factory=list)  # what a column places, and its bytes
@@ -97,6 +106,7 @@ class _Program:
         areas: Areas | None = None,
         *,
         device: float = 0,
+        device_last: float = 0,
         host: float = 0,
         nvme: float = 0,
         label: str = "",
@@ -104,6 +114,7 @@ class _Program:
     ) -> int:
         self.areas.append(areas or {})
         self.device.append(device)
+        self.device_last.append(device_last)
         self.host.append(host)
         self.nvme.append(nvme)
         self.labels.append((label, nbytes))
@@ -133,6 +144,8 @@ def placement_bound(
             areas = costs.compute(i, phase, n * workload.accumulation)
             window = FORWARD if phase in (Phase.EMBED, Phase.FORWARD) else BACKWARD
             _add(fixed, _in_window(areas, window) if windows else areas)
+            if phase == Phase.LOSS:  # but for the last one's
+                _add(fixed, {MIDDLE: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
         _place(lp, costs, i, n, has_nvme=profile.nvme is not None)
     columns = len(lp.areas)  # three more variables: the period and its windows, in units of `scale`
     scale = max(fixed.values())
@@ -148,6 +161,7 @@ def placement_bound(
     limits.append(0.0)
     for bytes_of, free in (
         (lp.device, device_free),
+        (lp.device_last, device_free),
         (lp.host, budget.host_bytes - host_fixed),
         (lp.nvme, float(budget.nvme_bytes)),
     ):
@@ -173,14 +187,15 @@ def placement_bound(
         raise NoPlacement(f"{model.name} does not fit {profile.name}")
     period = float(solved.x[columns])
     # of all placements with that period, the one that does least: what it is busy with is what it must do
-    least = solve([sum(areas.values()) / scale for areas in lp.areas] + [0.0] * 3, period * (1 + SLACK))
+    work = [sum(ns for name, ns in areas.items() if name != MIDDLE) / scale for areas in lp.areas]
+    least = solve([*work, 0.0, 0.0, 0.0], period * (1 + SLACK))
     shares = [float(share) for share in (least if least.success else solved).x[:columns]]
     found = Counter[str](fixed)
     for of_column, share in zip(lp.areas, shares, strict=True):
         _add(found, of_column, share)
     return PlacementBound(
         period_ns=period * scale,
-        areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD))},
+        areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD, MIDDLE))},
         placed=_placed(lp, shares),
     )
 
@@ -192,6 +207,7 @@ def _limits(all_areas: Sequence[Areas], profile: HardwareProfile) -> Iterator[tu
     for name in names:
         limited = 1 if name.startswith(FORWARD) else 2 if name.startswith(BACKWARD) else 0
         yield {name: 1.0}, limited
+    yield {OPTIMIZER: 1.0, MIDDLE: 1.0}, 0
     for limited, window in enumerate(("", FORWARD, BACKWARD)):
         for link in (H2D, D2H):
             if slower and window + GPU in names and window + link in names:
@@ -214,7 +230,7 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> No
     weight, state = (n * costs.nbytes(t, i) for t in ("w", "o"))
     if block:
         saved = n * costs.nbytes("s", i)
-        keep = lp.column(device=saved, label="activations kept", nbytes=saved)
+        keep = lp.column(device=saved if windows else 0.0, label="activations kept", nbytes=saved)
         leave, come = (costs.copy("s", i, kind, n * passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
         twice = costs.compute(i, Phase.RECOMPUTE, n * passes)
         if windows:
@@ -223,11 +239,7 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> No
             )  # fmt: skip
         away = lp.column(_sum(leave, come), host=saved, label="activations on host", nbytes=saved)
         again = lp.column(twice, label="activations recomputed", nbytes=saved)
-        choices = {keep: 1.0, away: 1.0, again: 1.0}
-        if passes > 1:
-            passing = lp.column(device=saved / 2, label="activations kept", nbytes=saved)
-            choices[passing] = 1.0
-        lp.exactly.append((choices, 1.0))
+        lp.exactly.append(({keep: 1, away: 1, again: 1}, 1.0))
     # at the turn the loss reads the head's weights, so those are among what is always there
     on_device = 0.0 if i == costs.model.head else weight
     retained = lp.column(device=on_device, label="weights on device", nbytes=weight)
@@ -238,7 +250,9 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> No
         drive = lp.column(costs.drive("w", i, n), nvme=weight, label="weights on NVMe", nbytes=weight)
         places[drive] = reload[drive] = 1.0
     lp.exactly.append((places, 1.0))
-    resident = lp.column(costs.update(i, Tier.DEVICE, n), device=state, label="state on device", nbytes=state)
+    resident = lp.column(
+        costs.update(i, Tier.DEVICE, n), device=state, device_last=state, label="state on device", nbytes=state
+    )
     through = lp.column(costs.through(i, n), label="state through device", nbytes=state)
     cpu = lp.column(costs.on_cpu(i, n), label="state on CPU", nbytes=state)
     lp.exactly.append(({resident: 1, through: 1, cpu: 1}, 1.0))
@@ -255,15 +269,35 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> No
         returned = lp.column(_in_window(load, BACKWARD) if windows else costs.copy("w", i, Kind.PREFETCH, n * passes))
         lp.at_most.append(({**reload, returned: -passes}, 0.0))
         if passes > 1:
-            lp.at_most.append(({keep: 1, retained: -1}, 0.0))  # of held blocks; others' activations are `passing`
-            together = lp.column(device=saved * passes / 2)  # k^2 / L, of a
-            lp.at_most.append(({passing: 1, together: -passes}, 0.0))
-            for tangent in _powers_up_to(passes):
-                lp.at_most.append(({passing: 2 * tangent, together: -passes, returned: -(tangent**2)}, 0.0))
+            _in_turns(lp, costs, i, n, keep=keep, others=(away, again), retained=retained, returned=returned)
     else:
         once = lp.column(costs.copy("w", i, Kind.PREFETCH, n))
         lp.at_most.append(({cpu: 1, once: -1}, 0.0))
         lp.at_most.append(({**reload, once: -1}, 0.0))
+
+
+def _in_turns(
+    lp: _Program, costs: _Costs, i: int, n: int, *, keep: int, others: Sequence[int], retained: int, returned: int
+) -> None:
+    """What several micro-batches need at their turns, see above: all in fractions of them, loads and sends too."""
+    a = costs.workload.accumulation
+    saved, summed = n * costs.nbytes("s", i), n * costs.nbytes("g", i)
+    flying = lp.column(device=saved * a)  # f / a
+    held = lp.column()  # kept, with weights that are there
+    lp.at_most += [({held: 1, keep: -1}, 0.0), ({held: 1, retained: -1}, 0.0), ({keep: 1, flying: -a}, 0.0)]
+    sum_there, sum_away, before = lp.column(device=summed), lp.column(), lp.column()
+    sent = lp.column(costs.copy("g", i, Kind.OFFLOAD, n * a))
+    lp.at_most.append(({keep: 1, before: -1, sum_there: -1, sum_away: -1}, 0.0))
+    for t in _powers_up_to(a):
+        # loads: half of k'^2 / L + k', k' being what is kept and not held
+        lp.at_most.append(({keep: t + 0.5, held: 0.5 - t, returned: -(t**2) / 2, flying: -a}, 0.0))
+        lp.at_most.append(({keep: 1, before: t - 0.5, flying: -a}, t**2 / (2 * a)))
+        lp.at_most.append(({sum_away: t + 0.5, sent: -(t**2) / 2, flying: -a}, 0.0))
+    forward, backward = (costs.compute(i, phase, n * a).get(GPU, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    lasting = lp.column(device_last=saved * a)  # kept, and in flight at the last turn, and so at the first
+    lp.at_most.append(({lasting: 1, keep: -1}, 0.0))
+    ran = lp.column({MIDDLE: forward + backward})
+    lp.exactly.append(({ran: 1, lasting: 1, **dict.fromkeys(others, 1)}, 1.0))
 
 
 def _powers_up_to(limit: int) -> list[float]:

@@ -3,12 +3,14 @@
 A candidate is a policy with knobs and a split of the step into micro-batches. It is built, dropped if it does not
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
 best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
-coarse grid is. The best point is improved one knob at a time until no step helps. The bound over all placements
-says what is left to gain.
+coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time until
+no step helps. That bound says what is left to gain.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import math
 import time
@@ -22,8 +24,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from sim.bound import bound_of
-from sim.cost import demands
+from sim.bound import bound
 from sim.hardware import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, require_fit
@@ -33,8 +34,10 @@ PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say wh
 EXHAUSTIVE = 400  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; and one with recompute
-GRID = 4  # values of residency on the coarse grid
-EFFORT = 100  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+GRID = 3  # values of residency on the coarse grid
+SLACK = 4  # visits that activations may take to leave or to come, to begin with
+EFFORT = 65  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+GARBAGE = 200_000  # objects between two looks for garbage: ops live long, and looking at all of them takes a sixth
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
 
 
@@ -102,7 +105,14 @@ class Candidate:
     knobs: tuple[tuple[str, Knob], ...] = ()
 
     def with_knobs(self, values: Mapping[str, Knob]) -> Candidate:
-        return replace(self, knobs=tuple(sorted({**dict(self.knobs), **values}.items())))
+        """With these of our own knobs changed; those at their defaults are left out."""
+        changed, usual = {**dict(self.knobs), **values}, _defaults()
+        return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual[name])))
+
+
+@functools.cache
+def _defaults() -> dict[str, Knob]:
+    return {name: knob.default for name, knob in policies.knobs(OURS).items()}
 
 
 def plan(
@@ -140,6 +150,8 @@ def plan(
     search = Search(model, profile, budget, progress, effort)
     finished = True
     limit: PlacementBound | None = None
+    thresholds = gc.get_threshold()
+    gc.set_threshold(GARBAGE, *thresholds[1:])
     try:
         bounded = _by_bound(model, profile, budget, steps)
         limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
@@ -151,9 +163,15 @@ def plan(
                 if search.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * search.period_ns:
                     search.look(workload, whole=search.best is None)
                     search.as_placed(workload, found)
+                    if not number:
+                        search.refine(hold=False)  # fewer of the other splits are worth a look then
             if search.at is None or (search.at.workload.recompute != "none") != again:
                 continue
             search.refine(hold=False)
+            at = search.at
+            for _, workload in some:  # the same with micro-batches of twice or half the size
+                if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
+                    search.evaluate(replace(at, workload=workload))
             for found, workload in some:
                 if search.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * search.period_ns:
                     search.hold(workload)
@@ -165,6 +183,8 @@ def plan(
             search.named(workload)
     except KeyboardInterrupt:
         finished = False
+    finally:
+        gc.set_threshold(*thresholds)
     if search.best is None or limit is None:
         if not finished:
             raise KeyboardInterrupt
@@ -286,28 +306,34 @@ class Search:
         most = max(least, most)
         residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)] if whole else [most]
         orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
+        away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
         for order, resident, offload, defer in itertools.product(
-            orders,
-            dict.fromkeys(residents),
-            (0, blocks // 2 if whole else blocks // 4),
-            (0, blocks // 4) if whole else (0,),
+            orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,)
         ):
-            values = {"order": order, "resident": resident, "offload": offload, "defer": defer}
-            self.evaluate(start.with_knobs({name: value for name, value in values.items() if value}))
+            self.evaluate(start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload}))
 
     def as_placed(self, workload: Workload, bound: PlacementBound) -> None:
-        """Try what the bound's placement would be in whole blocks, and with a block or two less on the device."""
+        """Try what the bound's placement would be in whole blocks; of several micro-batches, both orders at once."""
         blocks, placed = self.model.num_hidden_layers, bound.placed
-        values = {
-            "resident": max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))),
-            "offload": round(placed.get("activations on host", 0.0) * blocks),
-            "through": round(placed.get("state through device", 0.0) * blocks),
-        }
-        for fewer in (0, 1, 2):
-            values["resident"] = max(self.least, values["resident"] - fewer)
-            candidate = replace(self.start, workload=workload).with_knobs({k: v for k, v in values.items() if v})
-            if self.evaluate(candidate) is not None:
-                return
+        start = replace(self.start, workload=workload)
+        resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
+        late = {"resident": resident, "defer": blocks * 3 // 8, "slabs": 16}
+        self.evaluate(
+            start.with_knobs(
+                {
+                    **late,
+                    "offload": round(placed.get("activations on host", 0.0) * blocks),
+                    "through": round(placed.get("state through device", 0.0) * blocks),
+                    "slack": SLACK,
+                }
+            )
+        )
+        # most blocks are then loaded twice for every micro-batch
+        load_ns = self.model.total_params * workload.bytes.weight / self.profile.links.h2d.bandwidth.value * 1e9
+        if workload.accumulation > 1 and 2 * workload.accumulation * load_ns < (self.period_ns or math.inf):
+            for hold in (0, blocks // 6):
+                both = {**late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32, "hold": hold}
+                self.evaluate(start.with_knobs(both))
 
     def hold(self, workload: Workload) -> None:
         """Try one split with as many blocks' weights on the device as it has room for."""
@@ -368,9 +394,11 @@ class Search:
             self.effort -= len(schedule.ops) // 2
             require_fit(schedule, self.profile, self.budget)
             reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
-            reason = reason or self._beaten(schedule)
+            limit = bound(schedule, self.profile)
+            if not reason and self.period_ns is not None and limit.period_ns >= self.period_ns:
+                reason = f"cannot take less than {limit.period_ns / 1e6:,.1f} ms"
             if not reason:
-                prediction = predict(schedule, self.profile, self.budget)
+                prediction = predict(schedule, self.profile, self.budget, limit=limit)
                 period = prediction.period_ns
                 self.effort -= len(schedule.ops) - len(schedule.ops) // 2
                 if self.period_ns is None or period < self.period_ns:
@@ -395,13 +423,6 @@ class Search:
 
     def _built(self, candidate: Candidate) -> Schedule:
         return policies.build(candidate.policy, self.model, candidate.workload, self.budget, **dict(candidate.knobs))
-
-    def _beaten(self, schedule: Schedule) -> str:
-        """Why a schedule cannot be the best: a bound of its own; "" if it may."""
-        if self.period_ns is None:
-            return ""
-        limit = bound_of(schedule, demands(schedule, self.profile)).period_ns
-        return f"cannot take less than {limit / 1e6:,.1f} ms" if limit >= self.period_ns else ""
 
     def _room(self, candidate: Candidate) -> dict[Tier, bool]:
         """Whether a candidate has room in each tier."""
@@ -482,12 +503,12 @@ def knob_space(model: ModelSpec, workload: Workload, *, nvme: bool) -> dict[str,
         "offload": counts,
         "slack": [1, 2, 3, 4],
         "slots": [2, 3, 4],
-        "slabs": [4, 2, 8, 16],
+        "slabs": [4, 2, 8, 16, 32],
     }
     if workload.grad_clip is None:
         space |= {"defer": counts, "through": counts}
     if nvme:
         space["nvme"] = counts
     if workload.accumulation > 1:
-        space["order"] = ["layers", "microbatches"]
+        space |= {"order": ["layers", "microbatches"], "singly": counts}
     return {**space, "hold": counts}

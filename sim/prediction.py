@@ -158,17 +158,18 @@ def predict(
     *,
     terms: Terms = Terms(),
     seed: int | None = None,
+    limit: Bound | None = None,
 ) -> Prediction:
     """Simulate a schedule until its period repeats. One that does not fit is simulated all the same.
 
-    `budget` is the machine's own memory if left out.
+    `budget` is the machine's own memory if left out; `limit` the schedule's bounds, where they are known already.
 
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
         Stuck: some op would never run.
     """
     budget = budget or memory_of(profile)
-    limit = bound(schedule, profile, terms)
+    limit = limit or bound(schedule, profile, terms)
     for steps in STEPS:
         trace = simulate(schedule, profile, steps=steps, terms=terms, seed=seed)
         if length := repeats_after(trace):

@@ -68,6 +68,8 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, every=2": {"keep": 1, "every": 2},
     "streamed, hold=2": {"hold": 2, "resident": 1, "slots": 1},
     "streamed, hold=3, order=microbatches": {"hold": 3, "order": "microbatches", "defer": 1},
+    "streamed, singly=2": {"singly": 2, "hold": 1, "resident": 1},
+    "streamed, singly=3, offload=4": {"singly": 3, "keep": 0, "offload": 4, "through": 1, "defer": 1},
     "streamed, offload=2, swap=nvme": {"keep": 0, "offload": 2, "swap": "nvme"},
     "gemini, every=4": {"every": 4, "placement": "auto"},
     "gemini, placement=auto": {"placement": "auto"},

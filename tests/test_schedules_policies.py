@@ -240,6 +240,7 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "every": st.integers(1, 4),
             "hold": st.integers(0, 7),
             "order": st.sampled_from(["layers", "microbatches"]),
+            "singly": st.integers(0, 7),
         }
     ),
 )

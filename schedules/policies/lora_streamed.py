@@ -88,4 +88,4 @@ def policy(
 
     if keep is not None:
         return build(keep)
-    return build(build(0).blocks_that_fit(memory, copies=workload.accumulation))
+    return build(build(0).blocks_that_fit(memory, copies=[workload.accumulation] * len(model.blocks)))

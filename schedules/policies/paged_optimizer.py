@@ -59,7 +59,7 @@ def policy(
     else:
         paged = model.layers[: round(pressure * len(model.layers))]
     if keep is None:
-        keep = _step(model, workload, paged, kept(0)).blocks_that_fit(memory, copies=1)
+        keep = _step(model, workload, paged, kept(0)).blocks_that_fit(memory, copies=[1] * len(model.blocks))
     return _step(model, workload, paged, kept(keep))
 
 

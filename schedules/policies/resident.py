@@ -38,7 +38,7 @@ def policy(
     """
     if keep is None:
         least = policy(model, workload, memory, keep=0, activations=activations, every=every)
-        keep = least.blocks_that_fit(memory, copies=1)
+        keep = least.blocks_that_fit(memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), p.state(i))

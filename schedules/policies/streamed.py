@@ -3,10 +3,11 @@
 What it does. Weights arrive through a ring of device slots while other layers compute. A layer runs all
 micro-batches before the next one comes, so that weights and gradients cross the link once per step and not
 once per micro-batch (the vertical order of GreedySnake, arXiv 2512.17570); order=microbatches is the usual
-order, for comparison. A gradient leaves as soon as it is whole, and its update runs on the CPU beside the
-rest of the backward. The last `keep` blocks keep their activations, but for `offload` blocks, evenly spread,
-which send theirs to the host and get them back, `slack` visits ahead; what is left keeps its input and runs
-forward again just before its backward. Nothing waits for a whole step to end: the next forward starts as soon as
+order, for comparison; between the two, the last `singly` blocks take micro-batches one by one, so that only one's
+activations are there, and the others all together. A gradient leaves as soon as it is whole, and its update runs on
+the CPU beside the rest of the backward. The last `keep` blocks keep their activations, but for `offload` blocks,
+evenly spread, which send theirs to the host and get them back, `slack` visits ahead; what is left keeps its input and
+runs forward again just before its backward. Nothing waits for a whole step to end: the next forward starts as soon as
 its first layers are updated.
 
 Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer state 8, and a gradient, 2, for
@@ -57,6 +58,7 @@ def policy(
     through: int = 0,
     nvme: int = 0,
     order: Literal["layers", "microbatches"] = "layers",
+    singly: int = 0,
 ) -> Program:
     """Build the step.
 
@@ -79,12 +81,15 @@ def policy(
             their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
         nvme: how many of the streamed blocks have their optimizer state on NVMe.
         order: all micro-batches of a layer, or all layers of a micro-batch.
+        singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
+            the backward of all micro-batches by the others. Has no meaning with order=microbatches.
     """
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
+    alone = min(singly, len(model.blocks)) if len(groups[0]) > 1 else 0
+    away = spread(model.blocks, offload)
+    others = [i for i in model.blocks if i not in away]
 
     def build(keep: int) -> Program:
-        away = spread(model.blocks, offload)
-        others = [i for i in model.blocks if i not in away]
         kept = Kept(
             on_device=others[max(len(others) - keep, 0) :],
             on_host=away if swap == "host" else (),
@@ -94,11 +99,11 @@ def policy(
             every=every,
         )
         step = StreamedStep(
-            model, workload, kept, slots, grad_slots, slabs, defer, resident, hold, through, nvme, visits=len(groups)
+            model, workload, kept, slots, grad_slots, slabs, defer, resident, hold, through, nvme, alone, len(groups)
         )
         step.load_first()
         for group in groups:
-            step.run(group, first=group is groups[0], last=group is groups[-1])
+            step.run(group)
         for i in step.order:
             if i in step.late:
                 step.update(i)
@@ -106,7 +111,8 @@ def policy(
 
     if keep is not None:
         return build(keep)
-    program = build(most := build(0).blocks_that_fit(memory, copies=len(groups[0])))
+    copies = [1 if i >= len(model.blocks) - alone else len(groups[0]) for i in reversed(others)]
+    program = build(most := build(0).blocks_that_fit(memory, copies=copies))
     while most and program.device_bytes() > memory.device_bytes:  # more blocks in flight than `build(0)` had
         program = build(most := most - 1)
     return program

@@ -65,7 +65,7 @@ def policy(
             activations=activations,
             every=every,
         )
-        keep = least.blocks_that_fit(memory, copies=1)
+        keep = least.blocks_that_fit(memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     ends = (model.embed, model.head) if offload_gradients else model.layers
