@@ -31,7 +31,7 @@ from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predic
 
 OURS = "streamed"
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
-EXHAUSTIVE = 400  # placements of one workload; no more are all tried
+EXHAUSTIVE = 900  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; and one with recompute
 GRID = 3  # values of residency on the coarse grid

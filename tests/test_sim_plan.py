@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Tier
+from schedules.schedule import Knob
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
@@ -64,6 +66,22 @@ def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload)
                 limit = placement_bound(model, schedule.workload, profile)
                 assert prediction.period_ns >= limit.period_ns, policy
     assert simulated >= 15
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_order_of_micro_batches_is_faster_than_the_bound(seed: int) -> None:
+    """With memory so short that micro-batches must share loads, or be recomputed, or go away."""
+    chance = random.Random(seed)
+    blocks, model = 4, shallow(4)
+    workload = step(chance.choice([1, 4, 16]), accumulation=chance.choice([2, 3, 8]))
+    name, device = chance.choice(MACHINES), chance.uniform(0.3, 2.0) * state_bytes(model) / 1e9 + 1.0
+    profile = hardware.override(hardware.load(name), [f"gpu.memory={device:.3f}GB"])
+    limit = placement_bound(model, workload, profile)
+    for singly, order, hold in itertools.product((0, 2, blocks), ("layers", "microbatches"), (0, 2)):
+        knobs: dict[str, Knob] = {"singly": singly, "order": order, "hold": hold, "offload": chance.randint(0, blocks)}
+        schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
+        prediction = predict(schedule, profile)
+        assert not prediction.fits or prediction.period_ns >= limit.period_ns, knobs
 
 
 def test_bound_of_a_long_step_that_fits_the_device_is_its_compute() -> None:
