@@ -34,9 +34,9 @@ PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say wh
 EXHAUSTIVE = 900  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; and one with recompute
-GRID = 3  # values of residency on the coarse grid
+GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
-EFFORT = 65  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+EFFORT = 75  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 GARBAGE = 200_000  # objects between two looks for garbage: ops live long, and looking at all of them takes a sixth
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
 
@@ -304,7 +304,10 @@ class Search:
         start = replace(self.start, workload=workload)
         least, most = self.least, self.most
         most = max(least, most)
-        residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)] if whole else [most]
+        # smaller micro-batches leave room for more: all but the head
+        residents = [most, blocks + 1]
+        if whole:
+            residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)]
         orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
         away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
         for order, resident, offload, defer in itertools.product(
@@ -354,29 +357,33 @@ class Search:
         found = (int((spare - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})
 
-    def refine(self, *, hold: bool) -> None:
-        """Change one knob of the best candidate at a time, by large steps and then by small ones, while that helps.
+    def refine(self, *, hold: bool, start: Candidate | None = None) -> None:
+        """Change one knob of a candidate, the best one if none is given, at a time, while that makes it faster.
 
-        How many blocks are held is one of these knobs if `hold`: early on it leads away from better places.
+        By large steps and then by small ones. How many blocks are held is one of these knobs if `hold`: early on it
+        leads away from better places.
         """
-        if self.at is None:
+        at = start or self.at
+        if at is None:
             return
-        space = knob_space(self.model, self.at.workload, nvme="nvme" in dict(self.start.knobs))
+        period = self.tried[at].period_ns
+        assert period is not None, "what is refined has been simulated"
+        space = knob_space(self.model, at.workload, nvme="nvme" in dict(self.start.knobs))
         if not hold:
             del space["hold"]
         stride = max(self.model.num_hidden_layers // 6, 1)
         while stride and self.effort > 0:
-            before = self.at
+            before = at
             for name, values in space.items():
-                here = values.index(dict(self.at.knobs).get(name, values[0]))
+                here = values.index(dict(at.knobs).get(name, values[0]))
                 step = min(stride, max(len(values) // 3, 1))
                 for there in (here + step, here - step):
                     if 0 <= there < len(values) and self.effort > 0:
-                        here_before = self.at
-                        self.evaluate(self.at.with_knobs({name: values[there]}))
-                        if self.at != here_before:
+                        found = self.evaluate(at.with_knobs({name: values[there]}))
+                        if found is not None and found < period:
+                            at, period = at.with_knobs({name: values[there]}), found
                             break
-            if self.at == before:
+            if at == before:
                 stride //= 2
 
     def named(self, workload: Workload) -> None:
