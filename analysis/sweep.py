@@ -1,7 +1,8 @@
 """Models times machines, real and imagined: what each point trains at, and what it costs.
 
-Points are independent, and each is known by a hash of all that decides it: a sweep that was interrupted goes on
-where it stopped, and one that is widened computes only what is new. What does not fit stays, with the reason.
+Each point is known by a hash of all that decides it: a sweep that was interrupted goes on where it stopped, and one
+that is widened computes only what is new. What does not fit stays, with the reason. A plan is a search and may miss
+what the search for the machine beside it found: schedules are handed on between neighbours until none is better off.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedules import policies, presets
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
+from schedules.schedule import Knob
 from schedules.verify import verify
+from schedules.workload import Workload
 from sim import hardware
 from sim.hardware import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]
+T = TypeVar("T", bound="Point | Handed")
 Progress = Callable[[int, int, str], None]  # done, of how many, the last one
 
 
@@ -133,14 +137,20 @@ def evaluate(point: Point) -> Row:
         "reason": "",
     }
     try:
-        prediction, bound_ns = _planned(point) if point.policy == PLAN else _named(point)
+        prediction, knobs, bound_ns = _planned(point) if point.policy == PLAN else _named(point)
     except (Refused, InputError) as error:
         return {**row, "reason": str(error).partition("\n")[0]}
-    workload = prediction.schedule.workload
+    return {**row, "fits": True, "bound_s": bound_ns / 1e9, **_of(prediction, knobs, bound_ns)}
+
+
+def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> Row:
+    """What a row says of the schedule that was found; policy, knobs and split say how to build it."""
+    schedule, workload = prediction.schedule, prediction.schedule.workload
     return {
-        **row,
-        "fits": True,
-        "stale": prediction.schedule.staleness,
+        "stale": schedule.staleness,
+        "schedule": schedule.policy,
+        "knobs": " ".join(f"{name}={value}" for name, value in knobs.items()),
+        "recompute": workload.recompute,
         "micro_batch_size": workload.micro_batch_size,
         "accumulation": workload.accumulation,
         "tokens_per_s": prediction.tokens_per_s,
@@ -149,11 +159,14 @@ def evaluate(point: Point) -> Row:
         "gap": prediction.period_ns / bound_ns - 1.0 if bound_ns else None,
         "binding": prediction.binding,
         **{f"{tier}_gb": prediction.peak_bytes[tier] / 1e9 for tier in Tier},
-        "digest": prediction.schedule.short_digest,
+        "digest": schedule.short_digest,
     }
 
 
-def _planned(point: Point) -> tuple[Prediction, float]:
+Found = tuple[Prediction, Mapping[str, Knob], float]  # with which knobs, and the bound of any schedule in ns
+
+
+def _planned(point: Point) -> Found:
     found = plan(
         point.model,
         point.profile,
@@ -161,10 +174,10 @@ def _planned(point: Point) -> tuple[Prediction, float]:
         tokens_per_step=point.tokens_per_step,
         precision=point.precision,
     )
-    return found.prediction, found.lower_bound_ns
+    return found.prediction, found.chosen.knobs, found.lower_bound_ns
 
 
-def _named(point: Point) -> tuple[Prediction, float]:
+def _named(point: Point) -> Found:
     """A policy as it comes, with the fewest micro-batches that fit."""
     steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, None))
     refused: Refused | None = None
@@ -174,12 +187,77 @@ def _named(point: Point) -> tuple[Prediction, float]:
         prediction = predict(schedule, point.profile)
         if prediction.does_not_fit is None:
             try:
-                return prediction, placement_bound(point.model, schedule.workload, point.profile).period_ns
+                return prediction, {}, placement_bound(point.model, schedule.workload, point.profile).period_ns
             except NoPlacement:
-                return prediction, 0.0
+                return prediction, {}, 0.0
         refused = prediction.does_not_fit
     assert refused is not None, "a step has at least one micro-batch"
     raise refused
+
+
+# ---- what neighbours found
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A planned point, its row, and the rows of points whose schedules are to be tried there."""
+
+    point: Point
+    row: Row
+    others: tuple[Row, ...]
+
+
+def neighbours(points: Sequence[Point]) -> dict[str, list[str]]:
+    """By the key of each planned point, the keys of those beside it: one number changed, to its next value."""
+    groups: dict[tuple[Any, ...], list[Point]] = {}
+    for point in points:
+        if point.policy == PLAN:
+            step = (point.seq_len, point.tokens_per_step, point.precision, len(point.changes))
+            groups.setdefault((point.model, point.machine, *step), []).append(point)
+    found: dict[str, list[str]] = {}
+    for group in groups.values():
+        axes = [list(dict.fromkeys(values)) for values in zip(*(point.changes for point in group), strict=True)]
+        place = {tuple(axis.index(value) for axis, value in zip(axes, p.changes, strict=True)): p.key for p in group}
+        for at, key in place.items():
+            beside = ((*at[:axis], at[axis] + step, *at[axis + 1 :]) for axis in range(len(axes)) for step in (-1, 1))
+            found[key] = [place[there] for there in beside if there in place]
+    return found
+
+
+def hand_on(handed: Handed) -> Row:
+    """The point's row, with the fastest of its own schedule and the others'; runs in any process."""
+    point, row = handed.point, handed.row
+    for other in handed.others:
+        workload = Workload(
+            micro_batch_size=other["micro_batch_size"],
+            accumulation=other["accumulation"],
+            seq_len=point.seq_len,
+            precision=point.precision,
+            recompute=other["recompute"],
+        )
+        knobs = policies.parse_knobs(other["schedule"], other["knobs"].split())
+        try:
+            schedule = policies.build(other["schedule"], point.model, workload, memory_of(point.profile), **knobs)
+        except Refused:
+            continue
+        prediction = predict(schedule, point.profile)
+        if prediction.fits and prediction.period_ns / 1e9 < row["step_s"]:
+            verify(schedule)
+            row = {**row, **_of(prediction, knobs, row["bound_s"] * 1e9)}
+    tried = {*row.get("tried", ()), *(other["digest"] for other in handed.others)}
+    return {**row, "tried": sorted(tried)}
+
+
+def _to_hand_on(points: Sequence[Point], rows: Mapping[str, Row]) -> list[Handed]:
+    """What neighbours have that a point has not tried yet."""
+    found, by_key = list[Handed](), {point.key: point for point in points}
+    for key, beside in neighbours(points).items():
+        row = rows[key]
+        known = {row.get("digest"), *row.get("tried", ())}
+        others = {rows[k]["digest"]: rows[k] for k in beside if rows[k]["fits"] and rows[k]["digest"] not in known}
+        if row["fits"] and others:
+            found.append(Handed(by_key[key], row, tuple(others.values())))
+    return found
 
 
 # ---- all points
@@ -199,33 +277,39 @@ def run(
         InputError: the file cannot be written, or there is no such cluster.
     """
     known = _finished(file)
-    left = {point.key: point for point in wanted if point.key not in known}
-    progress(len(wanted) - len(left), len(wanted), "")
+    left = [point for point in wanted if point.key not in known]
+
+    def keep(rows: Iterator[Row], done: int, of: int, note: str) -> None:
+        """Write each row down as soon as it is known; of several with one key the last counts."""
+        progress(done, of, "")
+        for number, row in enumerate(rows, done + 1):
+            known[row["key"]] = row
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            progress(number, of, f"{row['model']} on {row['machine']}{note}")
+
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _cut_half_a_line(file)
         with file.open("a", encoding="utf-8") as out:
-            for row in _computed(list(left.values()), workers, dask):
-                known[row["key"]] = row
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-                left.pop(row["key"], None)
-                progress(len(wanted) - len(left), len(wanted), f"{row['model']} on {row['machine']}")
+            keep(_computed(evaluate, left, workers, dask), len(wanted) - len(left), len(wanted), "")
+            while handed := _to_hand_on(wanted, known):
+                keep(_computed(hand_on, handed, workers, dask), 0, len(handed), ", with its neighbours' schedules")
     except OSError as error:
         raise InputError(f"cannot write {file}: {error.strerror or error}") from error
     return [known[point.key] for point in wanted]
 
 
-def _computed(left: Sequence[Point], workers: int | None, dask: str | None) -> Iterator[Row]:
+def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, dask: str | None) -> Iterator[Row]:
     if not left:
         return
     if dask is not None:
-        yield from _on_dask(left, dask)
+        yield from _on_dask(do, left, dask)
     elif workers == 1:
-        yield from map(evaluate, left)
+        yield from map(do, left)
     else:
         with ProcessPoolExecutor(workers or os.cpu_count()) as pool:
-            pending = [pool.submit(evaluate, point) for point in left]
+            pending = [pool.submit(do, point) for point in left]
             try:
                 for future in as_completed(pending):
                     yield future.result()
@@ -234,7 +318,7 @@ def _computed(left: Sequence[Point], workers: int | None, dask: str | None) -> I
                 raise
 
 
-def _on_dask(left: Sequence[Point], address: str) -> Iterator[Row]:
+def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterator[Row]:
     try:
         distributed: Any = importlib.import_module("distributed")  # an extra, without types
     except ImportError:
@@ -244,7 +328,7 @@ def _on_dask(left: Sequence[Point], address: str) -> Iterator[Row]:
     except (OSError, ValueError) as error:
         raise InputError(f"no Dask cluster answers at {address}: {error}") from None
     with client:
-        for _, row in distributed.as_completed(client.map(evaluate, list(left), pure=False), with_results=True):
+        for _, row in distributed.as_completed(client.map(do, list(left), pure=False), with_results=True):
             yield row
 
 
@@ -315,8 +399,6 @@ def months_column(rental: str) -> str:
 
 
 def _flops_per_token(model: ModelSpec, row: Row) -> float:
-    from schedules.workload import Workload
-
     workload = Workload(micro_batch_size=1, seq_len=row["seq_len"])
     return model.model_flops_per_step(workload) / workload.tokens_per_step
 

@@ -75,6 +75,11 @@ class Plan:
         return self.bound.period_ns
 
     @property
+    def chosen(self) -> Tried:
+        """The candidate that the prediction is of."""
+        return min((one for one in self.tried if one.period_ns is not None), key=lambda one: one.period_ns or 0.0)
+
+    @property
     def gap(self) -> float:
         """By what fraction the period exceeds the bound over all schedules."""
         return self.prediction.period_ns / self.lower_bound_ns - 1.0

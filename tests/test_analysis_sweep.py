@@ -189,6 +189,45 @@ def test_the_key_of_a_point_changes_with_whatever_decides_its_row() -> None:
     assert len({point.key for point in [base, *others]}) == 6
 
 
+def planned(machine: str, vary: list[str]) -> list[sweep.Point]:
+    return some([machine], vary=vary, names=[sweep.PLAN])
+
+
+def test_neighbours_differ_in_one_number_by_one_value() -> None:
+    points = planned("h200", ["host.memory=1GB,2GB,3GB", "links.h2d.bandwidth=10GB/s,50GB/s"])
+    named = {point.key: point.changes for point in points}
+    beside = {named[key]: [named[other] for other in others] for key, others in sweep.neighbours(points).items()}
+    slow, fast = "links.h2d.bandwidth=10GB/s", "links.h2d.bandwidth=50GB/s"
+    assert beside[("host.memory=2GB", slow)] == [
+        ("host.memory=1GB", slow), ("host.memory=3GB", slow), ("host.memory=2GB", fast)
+    ]  # fmt: skip
+    assert len(beside[("host.memory=1GB", fast)]) == 2
+    assert sweep.neighbours(some(["h200", "rtx4090"])) == {}  # named policies are what they are
+    assert all(others == [] for others in sweep.neighbours(some(["h200", "rtx4090"], names=[sweep.PLAN])).values())
+
+
+def test_a_schedule_that_a_neighbour_found_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a search that finds the worst schedule on all machines but the first, all end with the first one's."""
+    points = planned("h200", ["host.memory=1GB,2GB,3GB"])
+    real = sweep.evaluate
+
+    def poor(point: sweep.Point) -> sweep.Row:
+        row = real(point)
+        if point.changes == points[0].changes:
+            return row
+        worst = real(replace(point, policy="megatrain_released"))
+        return {**worst, "key": point.key, "policy": sweep.PLAN}
+
+    monkeypatch.setattr(sweep, "evaluate", poor)
+    first, second, third = sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)
+    assert first["schedule"] != "megatrain_released" and poor(points[1])["step_s"] > first["step_s"]
+    for row in (second, third):
+        assert row["step_s"] == first["step_s"] and row["schedule"] == first["schedule"]
+        assert row["gap"] == pytest.approx(row["step_s"] / row["bound_s"] - 1.0)
+    monkeypatch.setattr(sweep, "hand_on", None)  # a second run has nothing left to try
+    assert sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet) == [first, second, third]
+
+
 def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(
