@@ -76,15 +76,18 @@ def row(
     seq_len: int,
     tokens_per_step: int,
     machine: str | None = None,
+    workers: int = 1,
 ) -> tuple[Row, dict[str, float]]:
     """The plan's row, and tokens/s by named policy, NaN for those that do not fit; `machine` renames the profile.
+
+    `workers` processes plan.
 
     Raises:
         InputError: the step is no whole number of sequences.
     """
     name = machine or profile.name
     try:
-        found = plan(model, profile, seq_len=seq_len, tokens_per_step=tokens_per_step)
+        found = plan(model, profile, seq_len=seq_len, tokens_per_step=tokens_per_step, workers=workers)
     except Refused as error:
         return _nothing(model, name, seq_len, tokens_per_step, str(error)), {}
     named = _named(found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -45,14 +46,15 @@ RIVAL = (
 )  # fmt: skip
 # it counts neither the kernels between the products nor their slowdown
 PRODUCTS_ONLY = ("gpu.copy_slowdown=0fraction", "gpu.memory_bandwidth=1000TB/s")
+CORES = os.cpu_count() or 1
 Point = tuple[str, str, tuple[str, ...], str, int, int]
 
 
 def planned(point: Point) -> tuple[plans.Row, dict[str, float]]:
-    """One row; runs in a process of its own."""
+    """One row, planned on all cores."""
     model, machine, changes, name, seq_len, tokens = point
     profile = hardware.override(hardware.load(machine), list(changes))
-    return plans.row(presets.load(model), profile, seq_len=seq_len, tokens_per_step=tokens, machine=name)
+    return plans.row(presets.load(model), profile, seq_len=seq_len, tokens_per_step=tokens, machine=name, workers=CORES)
 
 
 def rival() -> str:
@@ -65,8 +67,9 @@ def rival() -> str:
     for (told, changes), (moments, precision) in itertools.product(models, (("fp32", "bf16"), ("bf16", "bf16_16bit"))):
         profile = hardware.override(hardware.load("h100"), list(changes))
         found = plan(
-            presets.load("llama-3-8b"), profile, seq_len=4096, micro_batch_size=4, accumulation=4, precision=precision
-        )
+            presets.load("llama-3-8b"), profile, seq_len=4096, micro_batch_size=4, accumulation=4,
+            precision=precision, workers=CORES,
+        )  # fmt: skip
         alone = found.schedule.workload.tokens_per_step / (found.bound.areas_ns["gpu"] / 1e9)
         rate = found.prediction.tokens_per_s
         lines.append(
@@ -103,30 +106,34 @@ def brute_force(instance: int) -> float | None:
     return found.prediction.period_ns / best - 1.0
 
 
+def against_brute_force(instances: int, out: Path) -> None:
+    """Write down how many plans of random small instances are slower than the best of all placements, and faster."""
+    with ProcessPoolExecutor() as pool:
+        work = pool.map(brute_force, range(instances), chunksize=4)
+        gaps = [gap for gap in track(work, "planning small instances", total=instances) if gap is not None]
+    worse = [gap for gap in gaps if gap > 0]
+    told = (
+        f"{len(gaps)} of {instances} small instances (one to four blocks, memory drawn at random) have room for "
+        f"something. The plan is slower than the best of all placements in {len(worse)}, at most by "
+        f"{max(worse, default=0.0):.2%}, and faster, by what a placement does not say, in "
+        f"{sum(gap < 0 for gap in gaps)}."
+    )
+    command = f"`python benchmarks/plans.py --brute-force {instances}`"
+    write_text(out / "brute_force.md", f"# Plans against brute force\n\n{told} Made by {command}.\n")
+    print(told)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
     parser.add_argument("--brute-force", type=int, metavar="N")
     chosen = parser.parse_args()
-    with ProcessPoolExecutor() as pool:
-        if chosen.brute_force:
-            instances = range(chosen.brute_force)
-            work = pool.map(brute_force, instances, chunksize=4)
-            gaps = [gap for gap in track(work, "planning small instances", total=len(instances)) if gap is not None]
-            worse = [gap for gap in gaps if gap > 0]
-            told = (
-                f"{len(gaps)} of {len(instances)} small instances (one to four blocks, memory drawn at random) have "
-                f"room for something. The plan is slower than the best of all placements in {len(worse)}, at most by "
-                f"{max(worse, default=0.0):.2%}, and faster, by what a placement does not say, in "
-                f"{sum(gap < 0 for gap in gaps)}."
-            )
-            command = f"`python benchmarks/plans.py --brute-force {len(instances)}`"
-            write_text(chosen.out / "brute_force.md", f"# Plans against brute force\n\n{told} Made by {command}.\n")
-            print(told)
-            return
-        grid: list[Point] = [(model, machine, (), machine, SEQ, TOKENS) for model in MODELS for machine in MACHINES]
-        points = [*grid, *SPECIAL]
-        found = list(track(pool.map(planned, points), "planning", total=len(points)))
+    if chosen.brute_force:
+        against_brute_force(chosen.brute_force, chosen.out)
+        return
+    grid: list[Point] = [(model, machine, (), machine, SEQ, TOKENS) for model in MODELS for machine in MACHINES]
+    points = [*grid, *SPECIAL]
+    found = [planned(point) for point in track(points, "planning")]
     table = plans.frame(found)
     figure.save(figure.figure_of(plans.against_bound(table)), chosen.out / "plans", table)
     fits = table[table["reason"] == ""]
@@ -135,7 +142,7 @@ def main() -> None:
         "",
         f"Predicted from datasheet profiles; nothing here was measured. One step is {TOKENS:,} tokens in sequences of "
         f"{SEQ:,} unless the machine's name says otherwise, bf16 weights and gradients, fp32 moments. Made by "
-        "`python benchmarks/plans.py`.",
+        f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores.",
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "
         f"{(fits['gap'] <= 0.03).sum()}, the median gap is {fits['gap'].median():.1%}, the largest "

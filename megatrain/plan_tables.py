@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,15 +17,19 @@ from sim.plan import Plan, plan
 from sim.prediction import memory_of
 
 MORE_DEVICE, MORE_HOST = 16 * 2**30, 64 * 10**9  # bytes of the question "what if there were more"
-SOME = 30  # candidates of a second search, which only has to find what more memory brings
+SOME = 25  # candidates of a search that begins with a good schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """Answers of `sim.whatif`, and what more memory would bring to a plan made for it."""
+    """Answers of `sim.whatif`, and what more of each resource would bring.
+
+    Both gains are fractions of tokens/s; `gains` is of the schedule as it is, `planned_gains` of a plan made anew.
+    """
 
     criticality: dict[str, float]
     gains: dict[str, float]
+    planned_gains: dict[str, float]
     required_bandwidth: dict[str, float | None]
     smallest_device_bytes: int | None
     smallest_host_bytes: int | None
@@ -39,29 +44,31 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
     """Ask everything of a plan; some seconds for a large model."""
     prediction, workload = found.prediction, found.schedule.workload
     model, profile = found.schedule.model, prediction.profile
-    note("more of each resource")
     gains = whatif.marginal_gains(prediction)
     budget = memory_of(profile)
-    for name, larger in (
-        (
-            f"device memory, +{MORE_DEVICE / 2**30:.0f} GiB",
-            replace(budget, device_bytes=budget.device_bytes + MORE_DEVICE),
-        ),
-        (f"host memory, +{MORE_HOST / 1e9:.0f} GB", replace(budget, host_bytes=budget.host_bytes + MORE_HOST)),
-    ):
+    device, host = budget.device_bytes + MORE_DEVICE, budget.host_bytes + MORE_HOST
+    machines = {
+        f"{name}, +{whatif.MORE - 1:.0%}": (machine, budget) for name, machine in whatif.faster(profile).items()
+    }
+    machines[f"device memory, +{MORE_DEVICE / 2**30:.0f} GiB"] = profile, replace(budget, device_bytes=device)
+    machines[f"host memory, +{MORE_HOST / 1e9:.0f} GB"] = profile, replace(budget, host_bytes=host)
+    planned_gains = {}
+    for name, (machine, memory) in machines.items():
         note(name)
         again = plan(
             model,
-            profile,
+            machine,
             seq_len=workload.seq_len,
             micro_batch_size=workload.micro_batch_size,
             accumulation=workload.accumulation,
             precision=workload.precision,
             grad_clip=workload.grad_clip,
-            memory=larger,
+            memory=memory,
+            first=[found.chosen],
             effort=SOME,
+            workers=os.cpu_count() or 1,
         )
-        gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
+        planned_gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
     note("the least memory")
     least = whatif.smallest_memory(model, profile, workload)
     note("the bandwidth it takes")
@@ -69,7 +76,8 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
     note("the longest sequence and largest batch")
     return WhatIf(
         criticality=whatif.criticality(prediction),
-        gains=gains,
+        gains={f"{name}, +{whatif.MORE - 1:.0%}": gain for name, gain in gains.items()},
+        planned_gains=planned_gains,
         required_bandwidth=needed,
         smallest_device_bytes=least.device_bytes,
         smallest_host_bytes=least.host_bytes,
@@ -194,9 +202,11 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
 
 
 def _show_what_if(answers: WhatIf) -> None:
-    gains = sorted(answers.gains.items(), key=lambda item: -item[1])
-    rows = [[name if "+" in name else f"{name}, +25 %", f"{gain:+.1%}"] for name, gain in gains]
-    print_table("what more would bring, in tokens/s", ["", ""], rows)
+    gains = sorted(answers.planned_gains.items(), key=lambda item: -item[1])
+    rows = [
+        [name, f"{answers.gains[name]:+.1%}" if name in answers.gains else "", f"{gain:+.1%}"] for name, gain in gains
+    ]
+    print_table("what more would bring, in tokens/s", ["", "this schedule", "planned anew"], rows)
     critical = [[name, f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
     print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
     limits = [

@@ -35,7 +35,10 @@ class MissingCost(InputError):
 
     def __init__(self, signature: str, machine: str) -> None:
         super().__init__(f"profile {machine} has no measured time for {signature}; measure it with: megatrain profile")
-        self.signature = signature
+        self.signature, self.machine = signature, machine
+
+    def __reduce__(self) -> tuple[type[MissingCost], tuple[str, str]]:
+        return type(self), (self.signature, self.machine)  # it may come from another process
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ A candidate is a policy with knobs and a split of the step into micro-batches. I
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
 best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
 coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time until
-no step helps. That bound says what is left to gain.
+no step helps. That bound says what is left to gain. Candidates are judged a few at a time, by several processes if
+asked for; what is found does not depend on how many.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import functools
 import gc
 import itertools
 import math
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from schedules import policies
@@ -34,22 +38,29 @@ PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say wh
 EXHAUSTIVE = 900  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; and one with recompute
+LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
-EFFORT = 75  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
+ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
+EFFORT = 100  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 GARBAGE = 200_000  # objects between two looks for garbage: ops live long, and looking at all of them takes a sixth
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not."""
+    """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
+
+    `over` is how many bytes it lacked, zero if it has room.
+    """
 
     policy: str
     workload: Workload
     knobs: Mapping[str, Knob]
     period_ns: float | None
     reason: str
+    over: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +143,16 @@ def plan(
     grad_clip: float | None = None,
     memory: MemoryBudget | None = None,
     progress: Progress | None = None,
+    first: Sequence[Tried] = (),
     effort: int = EFFORT,
+    workers: int = 1,
 ) -> Plan:
     """Search for the fastest exact schedule of a step.
 
     The step is given as `tokens_per_step`, split into micro-batches as is best, or as a micro-batch size and an
-    accumulation (1 if left out). `effort` limits how many candidates are evaluated. Ctrl-C ends the search; the
-    best schedule found so far is returned then.
+    accumulation (1 if left out). `first` are candidates of another search, tried before all others. `effort` limits
+    how many candidates are evaluated; `workers` processes share them, more than ROUND have nothing to do. Ctrl-C
+    ends the search; the best schedule found so far is returned then.
 
     Raises:
         InputError: the step is not given, or is no whole number of sequences.
@@ -152,44 +166,17 @@ def plan(
         for workload in splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
         for mode in (RECOMPUTED if not model.num_experts else RECOMPUTED[:1])
     ]
-    search = Search(model, profile, budget, progress, effort)
     finished = True
     limit: PlacementBound | None = None
-    thresholds = gc.get_threshold()
-    gc.set_threshold(GARBAGE, *thresholds[1:])
-    try:
-        bounded = _by_bound(model, profile, budget, steps)
-        limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
-        # what computes nothing again first: with that known, the bound rules most of the others out
-        for again in (False, True):
-            some = [(found, workload) for found, workload in bounded if (workload.recompute != "none") == again]
-            for number, (found, workload) in enumerate(some):
-                search.share = number / (4 * len(some)) + 0.5 * again
-                if search.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * search.period_ns:
-                    search.look(workload, whole=search.best is None)
-                    search.as_placed(workload, found)
-                    if not number:
-                        search.refine(hold=False)  # fewer of the other splits are worth a look then
-            if search.at is None or (search.at.workload.recompute != "none") != again:
-                continue
-            search.refine(hold=False)
-            at = search.at
-            for _, workload in some:  # the same with micro-batches of twice or half the size
-                if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
-                    search.evaluate(replace(at, workload=workload))
-            for found, workload in some:
-                if search.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * search.period_ns:
-                    search.hold(workload)
-            search.refine(hold=True)
-        search.share = 0.9
-        of_best = search.workload or steps[0]
-        of_bound = bounded[0][1] if bounded else of_best
-        for workload in dict.fromkeys([of_best, *(replace(w, recompute="none") for w in (of_best, of_bound))]):
-            search.named(workload)
-    except KeyboardInterrupt:
-        finished = False
-    finally:
-        gc.set_threshold(*thresholds)
+    with _rarely_collecting_garbage(), _judges(_Case(model, profile, budget), workers) as judge:
+        search = Search(model, profile, budget, judge, progress, effort)
+        try:
+            bounded = _by_bound(model, profile, budget, steps)
+            limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
+            search.evaluate(*(Candidate(policy=t.policy, workload=t.workload).with_knobs(t.knobs) for t in first))
+            search.all_of(steps, bounded)
+        except KeyboardInterrupt:
+            finished = False
     if search.best is None or limit is None:
         if not finished:
             raise KeyboardInterrupt
@@ -202,6 +189,105 @@ def plan(
         seconds=time.perf_counter() - begun,
         finished=finished,
     )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What all candidates of a search are for."""
+
+    model: ModelSpec
+    profile: HardwareProfile
+    budget: MemoryBudget
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
+
+    `lacking` says what it had no room for.
+    """
+
+    tried: Tried
+    prediction: Prediction | None
+    effort: int
+    lacking: str
+
+
+Judge = Callable[[list[Candidate], float], Iterable[_Verdict]]  # candidates, and the best period so far in ns
+
+
+def _judge(case: _Case, candidate: Candidate, best_ns: float) -> _Verdict:
+    """Build a candidate, and simulate it if it fits and its bound leaves hope."""
+    period, reason, over, lacking, effort = None, "", 0, "", 0
+    prediction: Prediction | None = None
+    try:
+        schedule = policies.build(
+            candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
+        )
+        effort = len(schedule.ops) // 2
+        require_fit(schedule, case.profile, case.budget)
+        reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
+        limit = bound(schedule, case.profile)
+        if not reason and limit.period_ns >= best_ns:
+            reason = f"cannot take less than {limit.period_ns / 1e6:,.1f} ms"
+        if not reason:
+            prediction = predict(schedule, case.profile, case.budget, limit=limit)
+            period = prediction.period_ns
+            effort = len(schedule.ops)
+    except DoesNotFit as error:
+        reason, over = f"does not fit: {error.tier} {error.over / 1e9:+,.1f} GB", error.over
+        lacking = str(error).partition("\n")[0]
+    except policies.PolicyError as error:
+        reason = str(error)
+    tried = Tried(
+        policy=candidate.policy,
+        workload=candidate.workload,
+        knobs=dict(candidate.knobs),
+        period_ns=period,
+        reason=reason,
+        over=over,
+    )
+    return _Verdict(tried, prediction if period is not None and period < best_ns else None, effort, lacking)
+
+
+@contextmanager
+def _rarely_collecting_garbage() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(GARBAGE, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def _judges(case: _Case, workers: int) -> Iterator[Judge]:
+    """What judges a round of candidates: here, or in processes that each know the case."""
+    if workers == 1:
+        yield lambda candidates, best_ns: (_judge(case, candidate, best_ns) for candidate in candidates)
+        return
+    pool = ProcessPoolExecutor(min(workers, ROUND), initializer=_begin_to_judge, initargs=(case,))
+    try:
+        yield functools.partial(_judged_by, pool)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _judged_by(pool: Executor, candidates: list[Candidate], best_ns: float) -> Iterable[_Verdict]:
+    return pool.map(_judge_here, candidates, [best_ns] * len(candidates))
+
+
+_here: list[_Case] = []  # in a process that judges: what for
+
+
+def _begin_to_judge(case: _Case) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches
+    gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
+    _here.append(case)
+
+
+def _judge_here(candidate: Candidate, best_ns: float) -> _Verdict:
+    return _judge(_here[0], candidate, best_ns)
 
 
 _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
@@ -266,6 +352,7 @@ class Search:
     model: ModelSpec
     profile: HardwareProfile
     budget: MemoryBudget
+    judge: Judge
     progress: Progress | None = None
     effort: int = EFFORT  # from the start on: ops that may still be evaluated
     best: Prediction | None = None
@@ -273,9 +360,11 @@ class Search:
     start: Candidate = field(default_factory=lambda: Candidate(policy=OURS, workload=_NO_STEP))
     least: int = 0  # layers that must and
     most: int = 0  # may live on the device
+    begun: bool = False  # these are known
     share: float = 0.0
     tried: dict[Candidate, Tried] = field(default_factory=dict)
-    shortest: DoesNotFit | None = None
+    rooms: dict[Candidate, dict[Tier, bool]] = field(default_factory=dict)
+    shortest: tuple[int, str] | None = None  # bytes that the closest candidate lacked, and what for
 
     def __post_init__(self) -> None:
         self.effort *= len(policies.build(OURS, self.model, _NO_STEP, self.budget).ops)
@@ -290,6 +379,62 @@ class Search:
         """Of the best schedule so far."""
         return None if self.best is None else self.best.schedule.workload
 
+    def all_of(self, steps: list[Workload], bounded: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search all splits that could fit, `bounded`, and at the end every named policy."""
+        if max((workload.accumulation for _, workload in bounded), default=1) >= LONG:
+            self.a_part_first([workload for _, workload in bounded])
+        self.splits(bounded)
+        self.share = 0.9
+        of_best = self.workload or steps[0]
+        of_bound = bounded[0][1] if bounded else of_best
+        for workload in dict.fromkeys([of_best, *(replace(w, recompute="none") for w in (of_best, of_bound))]):
+            self.named(workload)
+
+    def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search with our own knobs all splits that could fit."""
+        # what computes nothing again first: with that known, the bound rules most of the others out
+        for again in (False, True):
+            some = [(found, workload) for found, workload in bounded if (workload.recompute != "none") == again]
+            for number, (found, workload) in enumerate(some):
+                self.share = number / (4 * len(some)) + 0.5 * again
+                if self.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * self.period_ns:
+                    self.look(workload, whole=self.best is None or not self.begun)
+                    self.as_placed(workload, found)
+                    if not number:
+                        self.refine(hold=False)  # fewer of the other splits are worth a look then
+            if self.at is None or (self.at.workload.recompute != "none") != again:
+                continue
+            self.refine(hold=False)
+            at = self.at
+            for _, workload in some:  # the same with micro-batches of twice or half the size
+                if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
+                    self.evaluate(replace(at, workload=workload))
+            for found, workload in some:
+                if self.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * self.period_ns:
+                    self.hold(workload)
+            self.refine(hold=True)
+
+    def a_part_first(self, steps: list[Workload]) -> None:
+        """Search a step of 1 / PART as many micro-batches, in as much less time, and try here what is best there."""
+        parts = [replace(w, accumulation=w.accumulation // PART) for w in steps if w.accumulation % PART == 0]
+        progress, share = self.progress, 0.1
+
+        def told(best: Prediction | None, done: float, note: str) -> None:
+            if progress is not None:
+                progress(best, share * done, f"1 / {PART} of the step: {note}")
+
+        of_part = Search(self.model, self.profile, self.budget, self.judge, told)
+        of_part.effort = self.effort // 2
+        of_part.splits(_by_bound(self.model, self.profile, self.budget, parts))
+        self.effort -= self.effort // 2 - of_part.effort
+        best: dict[Workload, Candidate] = {}
+        for candidate, tried in sorted(of_part.tried.items(), key=lambda item: item[1].period_ns or math.inf):
+            if tried.period_ns is not None:
+                best.setdefault(candidate.workload, candidate)
+        for workload, candidate in list(best.items())[:STARTS]:
+            whole = replace(candidate, workload=replace(workload, accumulation=workload.accumulation * PART))
+            self.evaluate(*(whole.with_knobs({"order": order}) for order in ("layers", "microbatches")))
+
     def look(self, workload: Workload, *, whole: bool) -> None:
         """Try one split of the step: all candidates if they are few, else a coarse grid, or only its corners."""
         start = Candidate(policy=OURS, workload=workload)
@@ -297,12 +442,13 @@ class Search:
         placements = {name: values for name, values in space.items() if name in PLACEMENT}
         if math.prod(map(len, placements.values())) <= EXHAUSTIVE:
             effort = self.effort
-            for chosen in itertools.product(*placements.values()):
-                self.evaluate(start.with_knobs(dict(zip(placements, chosen, strict=True))))
+            every = itertools.product(*placements.values())
+            self.evaluate(*(start.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
             self.effort = effort  # there are few: what follows may still take its own
             return
         blocks = self.model.num_hidden_layers
         if whole:
+            self.begun = True
             start = self._off_the_device(start)
             self.start = self._off_the_host(start)
             self.least, self.most = self._residents(self.start)
@@ -315,10 +461,14 @@ class Search:
             residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)]
         orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
         away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
-        for order, resident, offload, defer in itertools.product(
-            orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,)
-        ):
-            self.evaluate(start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload}))
+        chosen = itertools.product(orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,))
+        self.evaluate(
+            *(
+                start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload})
+                for order, resident, offload, defer in chosen
+                if self._hopeful(workload, resident, order)
+            )
+        )
 
     def as_placed(self, workload: Workload, bound: PlacementBound) -> None:
         """Try what the bound's placement would be in whole blocks; of several micro-batches, both orders at once."""
@@ -326,29 +476,33 @@ class Search:
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
         late = {"resident": resident, "defer": blocks * 3 // 8, "slabs": 16}
-        self.evaluate(
-            start.with_knobs(
-                {
-                    **late,
-                    "offload": round(placed.get("activations on host", 0.0) * blocks),
-                    "through": round(placed.get("state through device", 0.0) * blocks),
-                    "slack": SLACK,
-                }
-            )
-        )
+        away: dict[str, Knob] = {"offload": round(placed.get("activations on host", 0.0) * blocks)}
+        through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
+        # fractions need no buffers to pass through: less of what needs them until there is room
+        for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):
+            candidate = start.with_knobs({**late, **knobs})
+            self.evaluate(candidate)
+            if not self.tried[candidate].over:
+                break
         # most blocks are then loaded twice for every micro-batch
-        load_ns = self.model.total_params * workload.bytes.weight / self.profile.links.h2d.bandwidth.value * 1e9
-        if workload.accumulation > 1 and 2 * workload.accumulation * load_ns < (self.period_ns or math.inf):
-            for hold in (0, blocks // 6):
-                both = {**late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32, "hold": hold}
-                self.evaluate(start.with_knobs(both))
+        if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
+            both = {**late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
+            self.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
+
+    def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
+        """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
+        layers, one = self.model.num_hidden_layers + 2, self.model.params(0)
+        weights = one * workload.bytes.weight
+        if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.budget.device_bytes:
+            return False
+        loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
+        return loads * weights / self.profile.links.h2d.bandwidth.value * 1e9 < (self.period_ns or math.inf)
 
     def hold(self, workload: Workload) -> None:
         """Try one split with as many blocks' weights on the device as it has room for."""
         for order in ("layers", "microbatches") if workload.accumulation > 1 else ("layers",):
             start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
-            for hold in self._holds(start):
-                self.evaluate(start.with_knobs({"hold": hold}))
+            self.evaluate(*(start.with_knobs({"hold": hold}) for hold in self._holds(start)))
 
     def _holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none."""
@@ -362,13 +516,12 @@ class Search:
         found = (int((spare - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})
 
-    def refine(self, *, hold: bool, start: Candidate | None = None) -> None:
-        """Change one knob of a candidate, the best one if none is given, at a time, while that makes it faster.
+    def refine(self, *, hold: bool) -> None:
+        """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
 
-        By large steps and then by small ones. How many blocks are held is one of these knobs if `hold`: early on it
-        leads away from better places.
+        How many blocks are held is one of these knobs if `hold`: early on it leads away from better places.
         """
-        at = start or self.at
+        at = self.at
         if at is None:
             return
         period = self.tried[at].period_ns
@@ -377,73 +530,62 @@ class Search:
         if not hold:
             del space["hold"]
         stride = max(self.model.num_hidden_layers // 6, 1)
+        too_far = set[tuple[str, int]]()  # by how much a knob was changed when there was no room
         while stride and self.effort > 0:
             before = at
             for name, values in space.items():
                 here = values.index(dict(at.knobs).get(name, values[0]))
                 step = min(stride, max(len(values) // 3, 1))
-                for there in (here + step, here - step):
-                    if 0 <= there < len(values) and self.effort > 0:
-                        found = self.evaluate(at.with_knobs({name: values[there]}))
-                        if found is not None and found < period:
-                            at, period = at.with_knobs({name: values[there]}), found
-                            break
+                ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
+                if self.effort <= 0:
+                    break
+                there = [at.with_knobs({name: values[here + way]}) for way in ways]
+                for way, candidate, found in zip(ways, there, self.evaluate(*there), strict=True):
+                    if self.tried[candidate].over:
+                        too_far.add((name, way))
+                    if found is not None and found < period * (1.0 - WORTH_A_STEP):
+                        at, period = candidate, found
             if at == before:
                 stride //= 2
 
     def named(self, workload: Workload) -> None:
         """Every exact policy with the knobs it comes with."""
-        for name in policies.comparable():
-            self.evaluate(Candidate(policy=name, workload=workload))
+        self.evaluate(*(Candidate(policy=name, workload=workload) for name in policies.comparable()))
 
-    def evaluate(self, candidate: Candidate) -> float | None:
-        """The period of a candidate in ns; None if it does not fit or cannot beat the best."""
-        if candidate in self.tried:
-            return self.tried[candidate].period_ns
-        period, reason = None, ""
-        try:
-            schedule = self._built(candidate)
-            self.effort -= len(schedule.ops) // 2
-            require_fit(schedule, self.profile, self.budget)
-            reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
-            limit = bound(schedule, self.profile)
-            if not reason and self.period_ns is not None and limit.period_ns >= self.period_ns:
-                reason = f"cannot take less than {limit.period_ns / 1e6:,.1f} ms"
-            if not reason:
-                prediction = predict(schedule, self.profile, self.budget, limit=limit)
-                period = prediction.period_ns
-                self.effort -= len(schedule.ops) - len(schedule.ops) // 2
-                if self.period_ns is None or period < self.period_ns:
-                    self.best = prediction
-                    self.at = candidate if candidate.policy == OURS else self.at
-        except DoesNotFit as error:
-            reason = f"does not fit: {error.tier} {error.over / 1e9:+,.1f} GB"
-            if self.shortest is None or error.over < self.shortest.over:
-                self.shortest = error
-        except policies.PolicyError as error:
-            reason = str(error)
-        self.tried[candidate] = Tried(
-            policy=candidate.policy,
-            workload=candidate.workload,
-            knobs=dict(candidate.knobs),
-            period_ns=period,
-            reason=reason,
-        )
+    def evaluate(self, *candidates: Candidate) -> list[float | None]:
+        """The periods of candidates in ns; None for one that does not fit or cannot beat the best."""
+        new = [candidate for candidate in dict.fromkeys(candidates) if candidate not in self.tried]
+        for first in range(0, len(new), ROUND):
+            some = new[first : first + ROUND]
+            verdicts = self.judge(some, self.period_ns or math.inf)
+            for candidate, verdict in zip(some, verdicts, strict=True):
+                self._heard(candidate, verdict)
+        return [self.tried[candidate].period_ns for candidate in candidates]
+
+    def _heard(self, candidate: Candidate, verdict: _Verdict) -> None:
+        self.tried[candidate] = tried = verdict.tried
+        self.effort -= verdict.effort
+        if verdict.prediction is not None and verdict.prediction.period_ns < (self.period_ns or math.inf):
+            self.best = verdict.prediction
+            self.at = candidate if candidate.policy == OURS else self.at
+        if tried.over and (self.shortest is None or tried.over < self.shortest[0]):
+            self.shortest = tried.over, verdict.lacking
         if self.progress is not None:
             self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
-        return period
 
     def _built(self, candidate: Candidate) -> Schedule:
         return policies.build(candidate.policy, self.model, candidate.workload, self.budget, **dict(candidate.knobs))
 
     def _room(self, candidate: Candidate) -> dict[Tier, bool]:
         """Whether a candidate has room in each tier."""
-        limits = zip(Tier, vars(self.budget).values(), strict=True)
-        try:
-            peaks = peak_bytes(self._built(candidate), self.profile)
-        except policies.PolicyError:
-            return dict.fromkeys(Tier, False)
-        return {tier: peaks[tier] <= limit for tier, limit in limits}
+        if candidate not in self.rooms:
+            limits = zip(Tier, vars(self.budget).values(), strict=True)
+            try:
+                peaks = peak_bytes(self._built(candidate), self.profile)
+                self.rooms[candidate] = {tier: peaks[tier] <= limit for tier, limit in limits}
+            except policies.PolicyError:
+                self.rooms[candidate] = dict.fromkeys(Tier, False)
+        return self.rooms[candidate]
 
     def _residents(self, start: Candidate) -> tuple[int, int]:
         """The fewest layers that must live on the device, for the host has no room, and the most that may."""
@@ -486,7 +628,7 @@ class Search:
                 f"{have / 1e9:,.1f} GB"
             )
         elif self.shortest is not None:
-            told.append(f"the closest one {str(self.shortest).partition(chr(10))[0]}")
+            told.append(f"the closest one {self.shortest[1]}")
         endless = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60)
         least = policies.build(OURS, model, workload, endless, keep=0, inputs=model.num_hidden_layers, slabs=1)
         peaks = peak_bytes(least, self.profile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import random
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,10 @@ from schedules.schedule import Knob
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
+from sim.cost import MissingCost
 from sim.hardware import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
-from sim.plan import NothingFits, Plan, plan, splits
+from sim.plan import PART, NothingFits, Plan, plan, splits
 from sim.prediction import memory_of, predict
 
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
@@ -248,6 +250,38 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sim.plan, "predict", interrupted)
     found = plan(shallow(6), hardware.load("h200"), seq_len=512, tokens_per_step=8 * 512)
     assert not found.finished and found.prediction.fits
+
+
+def test_several_processes_find_the_same() -> None:
+    model, profile = shallow(6), hardware.load("rtx4090")
+    alone, shared = (plan(model, profile, seq_len=512, tokens_per_step=8 * 512, workers=n) for n in (1, 2))
+    assert shared.schedule == alone.schedule and shared.tried == alone.tried
+    assert shared.prediction.period_ns == alone.prediction.period_ns == alone.chosen.period_ns
+
+
+def test_a_plan_that_begins_with_another_is_not_slower() -> None:
+    model = shallow(8)
+    small, large = (machine("h200", device_gb=gb, host_gb=40) for gb in (9.0, 12.0))
+    found = plan(model, small, seq_len=512, micro_batch_size=8)
+    again = plan(model, large, seq_len=512, micro_batch_size=8, first=[found.chosen], effort=1)
+    assert again.tried[0].knobs == found.chosen.knobs
+    assert again.prediction.period_ns <= found.prediction.period_ns
+
+
+def test_a_step_of_many_micro_batches_is_planned_by_a_part_of_it() -> None:
+    """The schedule that is best for a quarter of the step is among those tried for all of it."""
+    found = plan(shallow(6), hardware.load("rtx4090"), seq_len=512, tokens_per_step=32 * 512, workers=2)
+    assert found.prediction.fits
+    tried = [tried.workload for tried in found.tried]
+    assert tried[0].accumulation >= PART and {w.micro_batch_size * w.accumulation for w in tried} == {32}
+
+
+def test_what_a_process_cannot_judge_is_told() -> None:
+    """A measured profile without times; the error may have to come from another process."""
+    measured = replace(hardware.load("h200"), mode="measured")
+    with pytest.raises(MissingCost, match="has no measured time for qwen") as told:
+        plan(shallow(6), measured, seq_len=512, micro_batch_size=4, workers=2)
+    assert pickle.loads(pickle.dumps(told.value)).signature == told.value.signature
 
 
 def test_a_smaller_budget_than_the_machine_is_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,6 +67,7 @@ def plan(
             precision=precision,
             grad_clip=clip,
             progress=progress,
+            workers=os.cpu_count() or 1,
         )
         bar.update(task, completed=1.0)
         if noise is None:
