@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Target = Annotated[str, typer.Argument(help="A model's name, its config.json, or a schedule file.", show_default=False)]
 Policy = Annotated[str, typer.Option("--policy", "-p", help="A policy's name, or a file of your own.")]
-Hardware = Annotated[str, typer.Option("--hardware", "-H", help="A machine's name, or a profile file.")]
+Hardware = Annotated[str, typer.Option("--hardware", "-H", "--profile", help="A machine's name, or a profile file.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Change a number: host.memory=256GiB. Repeatable.")]
 Knob = Annotated[list[str] | None, typer.Option("--knob", "-k", help="Set a policy's knob: slots=3. Repeatable.")]
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch.")]
