@@ -442,8 +442,9 @@ class Search:
         placements = {name: values for name, values in space.items() if name in PLACEMENT}
         if math.prod(map(len, placements.values())) <= EXHAUSTIVE:
             effort = self.effort
-            every = itertools.product(*placements.values())
-            self.evaluate(*(start.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
+            for begin in dict.fromkeys((start, self._off_the_host(self._off_the_device(start)))):
+                every = itertools.product(*placements.values())
+                self.evaluate(*(begin.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
             self.effort = effort  # there are few: what follows may still take its own
             return
         blocks = self.model.num_hidden_layers
