@@ -4,21 +4,15 @@ A candidate is a policy with knobs and a split of the step into micro-batches. I
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
 best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
 coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time until
-no step helps. That bound says what is left to gain. Candidates are judged a few at a time, by several processes if
-asked for; what is found does not depend on how many.
+no step helps. That bound says what is left to gain.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
 import itertools
 import math
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from schedules import policies
@@ -28,12 +22,11 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from sim.bound import bound
+from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judges, rarely_collecting_garbage
 from sim.hardware import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
-from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, require_fit
+from sim.prediction import Prediction, memory_of, peak_bytes
 
-OURS = "streamed"
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 900  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
@@ -42,25 +35,8 @@ LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
-ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
 EFFORT = 100  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
-GARBAGE = 200_000  # objects between two looks for garbage: ops live long, and looking at all of them takes a sixth
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
-
-    `over` is how many bytes it lacked, zero if it has room.
-    """
-
-    policy: str
-    workload: Workload
-    knobs: Mapping[str, Knob]
-    period_ns: float | None
-    reason: str
-    over: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,25 +88,6 @@ class Plan:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A schedule that can be built."""
-
-    policy: str
-    workload: Workload
-    knobs: tuple[tuple[str, Knob], ...] = ()
-
-    def with_knobs(self, values: Mapping[str, Knob]) -> Candidate:
-        """With these of our own knobs changed; those at their defaults are left out."""
-        changed, usual = {**dict(self.knobs), **values}, _defaults()
-        return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual[name])))
-
-
-@functools.cache
-def _defaults() -> dict[str, Knob]:
-    return {name: knob.default for name, knob in policies.knobs(OURS).items()}
-
-
 def plan(
     model: ModelSpec,
     profile: HardwareProfile,
@@ -168,7 +125,7 @@ def plan(
     ]
     finished = True
     limit: PlacementBound | None = None
-    with _rarely_collecting_garbage(), _judges(_Case(model, profile, budget), workers) as judge:
+    with rarely_collecting_garbage(), judges(Case(model, profile, budget), workers) as judge:
         search = Search(model, profile, budget, judge, progress, effort)
         try:
             bounded = _by_bound(model, profile, budget, steps)
@@ -189,105 +146,6 @@ def plan(
         seconds=time.perf_counter() - begun,
         finished=finished,
     )
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What all candidates of a search are for."""
-
-    model: ModelSpec
-    profile: HardwareProfile
-    budget: MemoryBudget
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
-
-    `lacking` says what it had no room for.
-    """
-
-    tried: Tried
-    prediction: Prediction | None
-    effort: int
-    lacking: str
-
-
-Judge = Callable[[list[Candidate], float], Iterable[_Verdict]]  # candidates, and the best period so far in ns
-
-
-def _judge(case: _Case, candidate: Candidate, best_ns: float) -> _Verdict:
-    """Build a candidate, and simulate it if it fits and its bound leaves hope."""
-    period, reason, over, lacking, effort = None, "", 0, "", 0
-    prediction: Prediction | None = None
-    try:
-        schedule = policies.build(
-            candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
-        )
-        effort = len(schedule.ops) // 2
-        require_fit(schedule, case.profile, case.budget)
-        reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
-        limit = bound(schedule, case.profile)
-        if not reason and limit.period_ns >= best_ns:
-            reason = f"cannot take less than {limit.period_ns / 1e6:,.1f} ms"
-        if not reason:
-            prediction = predict(schedule, case.profile, case.budget, limit=limit)
-            period = prediction.period_ns
-            effort = len(schedule.ops)
-    except DoesNotFit as error:
-        reason, over = f"does not fit: {error.tier} {error.over / 1e9:+,.1f} GB", error.over
-        lacking = str(error).partition("\n")[0]
-    except policies.PolicyError as error:
-        reason = str(error)
-    tried = Tried(
-        policy=candidate.policy,
-        workload=candidate.workload,
-        knobs=dict(candidate.knobs),
-        period_ns=period,
-        reason=reason,
-        over=over,
-    )
-    return _Verdict(tried, prediction if period is not None and period < best_ns else None, effort, lacking)
-
-
-@contextmanager
-def _rarely_collecting_garbage() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    gc.set_threshold(GARBAGE, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-@contextmanager
-def _judges(case: _Case, workers: int) -> Iterator[Judge]:
-    """What judges a round of candidates: here, or in processes that each know the case."""
-    if workers == 1:
-        yield lambda candidates, best_ns: (_judge(case, candidate, best_ns) for candidate in candidates)
-        return
-    pool = ProcessPoolExecutor(min(workers, ROUND), initializer=_begin_to_judge, initargs=(case,))
-    try:
-        yield functools.partial(_judged_by, pool)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _judged_by(pool: Executor, candidates: list[Candidate], best_ns: float) -> Iterable[_Verdict]:
-    return pool.map(_judge_here, candidates, [best_ns] * len(candidates))
-
-
-_here: list[_Case] = []  # in a process that judges: what for
-
-
-def _begin_to_judge(case: _Case) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches
-    gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
-    _here.append(case)
-
-
-def _judge_here(candidate: Candidate, best_ns: float) -> _Verdict:
-    return _judge(_here[0], candidate, best_ns)
 
 
 _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
@@ -563,7 +421,7 @@ class Search:
                 self._heard(candidate, verdict)
         return [self.tried[candidate].period_ns for candidate in candidates]
 
-    def _heard(self, candidate: Candidate, verdict: _Verdict) -> None:
+    def _heard(self, candidate: Candidate, verdict: Verdict) -> None:
         self.tried[candidate] = tried = verdict.tried
         self.effort -= verdict.effort
         if verdict.prediction is not None and verdict.prediction.period_ns < (self.period_ns or math.inf):

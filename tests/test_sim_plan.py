@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sim.plan
+import sim.candidate
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
@@ -247,7 +247,7 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return predict(*arguments, **more)
 
-    monkeypatch.setattr(sim.plan, "predict", interrupted)
+    monkeypatch.setattr(sim.candidate, "predict", interrupted)
     found = plan(shallow(6), hardware.load("h200"), seq_len=512, tokens_per_step=8 * 512)
     assert not found.finished and found.prediction.fits
 

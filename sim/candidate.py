@@ -1,0 +1,159 @@
+"""A schedule that could be planned, and the verdict on it: built, weighed, bounded, and simulated if there is hope.
+
+Candidates are judged a round at a time, here or by several processes; what is found does not depend on how many.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from schedules import policies
+from schedules.model import ModelSpec
+from schedules.schedule import Knob
+from schedules.workload import MemoryBudget, Workload
+from sim.bound import bound
+from sim.hardware import HardwareProfile
+from sim.prediction import DoesNotFit, Prediction, predict, require_fit
+
+OURS = "streamed"
+ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
+GARBAGE = 200_000  # objects between two looks for garbage: ops live long, and looking at all of them takes a sixth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that can be built."""
+
+    policy: str
+    workload: Workload
+    knobs: tuple[tuple[str, Knob], ...] = ()
+
+    def with_knobs(self, values: Mapping[str, Knob]) -> Candidate:
+        """With these of our own knobs changed; those at their defaults are left out."""
+        changed, usual = {**dict(self.knobs), **values}, _defaults()
+        return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual[name])))
+
+
+@functools.cache
+def _defaults() -> dict[str, Knob]:
+    return {name: knob.default for name, knob in policies.knobs(OURS).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
+
+    `over` is how many bytes it lacked, zero if it has room.
+    """
+
+    policy: str
+    workload: Workload
+    knobs: Mapping[str, Knob]
+    period_ns: float | None
+    reason: str
+    over: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all candidates of a search are for."""
+
+    model: ModelSpec
+    profile: HardwareProfile
+    budget: MemoryBudget
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
+
+    `lacking` says what it had no room for.
+    """
+
+    tried: Tried
+    prediction: Prediction | None
+    effort: int
+    lacking: str
+
+
+Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and the best period so far in ns
+
+
+def _judge(case: Case, candidate: Candidate, best_ns: float) -> Verdict:
+    """Build a candidate, and simulate it if it fits and its bound leaves hope."""
+    period, reason, over, lacking, effort = None, "", 0, "", 0
+    prediction: Prediction | None = None
+    try:
+        schedule = policies.build(
+            candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
+        )
+        effort = len(schedule.ops) // 2
+        require_fit(schedule, case.profile, case.budget)
+        reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
+        limit = bound(schedule, case.profile)
+        if not reason and limit.period_ns >= best_ns:
+            reason = f"cannot take less than {limit.period_ns / 1e6:,.1f} ms"
+        if not reason:
+            prediction = predict(schedule, case.profile, case.budget, limit=limit)
+            period = prediction.period_ns
+            effort = len(schedule.ops)
+    except DoesNotFit as error:
+        reason, over = f"does not fit: {error.tier} {error.over / 1e9:+,.1f} GB", error.over
+        lacking = str(error).partition("\n")[0]
+    except policies.PolicyError as error:
+        reason = str(error)
+    tried = Tried(
+        policy=candidate.policy,
+        workload=candidate.workload,
+        knobs=dict(candidate.knobs),
+        period_ns=period,
+        reason=reason,
+        over=over,
+    )
+    return Verdict(tried, prediction if period is not None and period < best_ns else None, effort, lacking)
+
+
+@contextmanager
+def rarely_collecting_garbage() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(GARBAGE, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def judges(case: Case, workers: int) -> Iterator[Judge]:
+    """What judges a round of candidates: here, or in processes that each know the case."""
+    if workers == 1:
+        yield lambda candidates, best_ns: (_judge(case, candidate, best_ns) for candidate in candidates)
+        return
+    pool = ProcessPoolExecutor(min(workers, ROUND), initializer=_begin_to_judge, initargs=(case,))
+    try:
+        yield functools.partial(_judged_by, pool)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _judged_by(pool: Executor, candidates: list[Candidate], best_ns: float) -> Iterable[Verdict]:
+    return pool.map(_judge_here, candidates, [best_ns] * len(candidates))
+
+
+_here: list[Case] = []  # in a process that judges: what for
+
+
+def _begin_to_judge(case: Case) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches
+    gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
+    _here.append(case)
+
+
+def _judge_here(candidate: Candidate, best_ns: float) -> Verdict:
+    return _judge(_here[0], candidate, best_ns)
