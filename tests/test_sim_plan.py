@@ -127,7 +127,7 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> 
     )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     blocks=st.integers(1, 5),
     name=st.sampled_from(MACHINES),
