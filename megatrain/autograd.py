@@ -2,8 +2,9 @@
 
 Autograd saves every tensor that backward reads. Here saved-tensor hooks sort them while a layer runs forward:
 views of a parameter or of the layer's input become names, resolved at backward against whichever buffers
-hold them by then; all else goes into a `Saved`, whose bytes can be counted, moved to the host and back. So
-weights may leave after forward and come back elsewhere before backward, and nothing is recomputed.
+hold them by then; what the layer says can be made `again` becomes a recipe; all else goes into a `Saved`, whose bytes
+can be counted, moved to the host and back. So weights may leave after forward and come back elsewhere before backward,
+and nothing is recomputed but what the layer itself wants to be.
 
 The graph's leaves still alias the buffers that forward ran in, but backward never reads them there. The
 version check of autograd does not apply to hooked tensors: overwriting a slot between forward and
@@ -13,8 +14,10 @@ backward is the point, and that it holds the right layer again is for the schedu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -76,11 +79,25 @@ class Sink:
         return Sink(self.view, True)
 
 
+@dataclass(slots=True, eq=False)
+class _Recipe:
+    """A tensor that backward makes again from others, once for all that read it, and holds while one is to come."""
+
+    make: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]  # until the first reader is known
+    handles: list[Tensor | _View] = field(default_factory=list)
+    readers: int = 0
+    made: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Part of a named tensor (`of` is a name) or of a kept storage (`of` is its number); units: elements."""
+    """Part of a named tensor (`of` is a name), of a kept storage (`of` is its number) or of what a recipe makes.
 
-    of: str | int
+    Units: elements.
+    """
+
+    of: str | int | _Recipe
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
@@ -109,6 +126,7 @@ class _Bag:
         self._constants = {t.untyped_storage().data_ptr() for t in constants}
         self._device = device
         self._numbers: dict[int, int] = {}  # storage address -> its number
+        self._recipes: dict[int, _Recipe] = {}  # storage address -> how to make it again
         self.storages: list[Tensor] = []  # uint8, one dimension, whole storages
         self.dropped = False
         self.bound: Mapping[str, Tensor] = {}  # set for the time of a backward
@@ -127,6 +145,11 @@ class _Bag:
         few_words = storage.nbytes() <= 16 and not t.is_floating_point()
         if address in self._constants or few_words or t.device != self._device or not storage.nbytes():
             return t.detach()
+        if recipe := self._recipes.get(address):
+            if not recipe.readers:  # nothing is kept for what nobody reads
+                recipe.handles, recipe.inputs = [self.pack(t) for t in recipe.inputs], ()
+            recipe.readers += 1
+            return _View(recipe, t.dtype, int(t.storage_offset()), tuple(t.shape), t.stride())
         if address not in self._numbers:
             self._numbers[address] = len(self.storages)
             self.storages.append(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage))
@@ -137,9 +160,48 @@ class _Bag:
             return handle
         if isinstance(handle.of, str):
             return handle.of_base(self.bound[handle.of])
+        if isinstance(handle.of, _Recipe):
+            return handle.of_base(self._made(handle.of))
         if self.dropped:
             raise SavedError("the saved activations are not on the device: bind them to a buffer first")
         return handle.of_base(self.storages[handle.of].view(handle.dtype))
+
+    @contextmanager
+    def again(self, t: Tensor, recipe: _Recipe) -> Iterator[None]:
+        # only for as long as `t` is sure to be there: its address may be another tensor's afterwards
+        address = t.untyped_storage().data_ptr()
+        self._recipes[address] = recipe
+        try:
+            yield
+        finally:
+            del self._recipes[address]
+
+    def _made(self, recipe: _Recipe) -> Tensor:
+        made = recipe.made
+        if made is None:
+            with torch.no_grad():
+                made = recipe.make(*(self.unpack(handle) for handle in recipe.handles))
+        recipe.readers -= 1
+        recipe.made = made if recipe.readers else None
+        return made
+
+
+_RUNNING: ContextVar[_Bag | None] = ContextVar("_RUNNING", default=None)  # the forward that this thread runs
+
+
+@contextmanager
+def again(t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
+    """Within, `t` is not kept for a backward that reads it, which calls `make(*inputs)` for it, once.
+
+    `t` is a whole storage, and `make` gives the same numbers in the same layout; the inputs are kept if `t` is read.
+    Where no `forward` of this module runs, autograd keeps what it keeps.
+    """
+    bag = _RUNNING.get()
+    if bag is None:
+        yield
+        return
+    with bag.again(t, _Recipe(make, inputs)):
+        yield
 
 
 class Saved:
@@ -229,8 +291,12 @@ def forward(
     leaves = {name: p.detach().requires_grad_(name in chosen) for name, p in params.items()}
     leaf = x.detach().requires_grad_()
     bag = _Bag({**params, INPUT: x}, layer.constants, x.device)
-    with torch.enable_grad(), saved_tensors_hooks(bag.pack, bag.unpack):
-        y = layer.forward(leaves, leaf)
+    token = _RUNNING.set(bag)
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(bag.pack, bag.unpack):
+            y = layer.forward(leaves, leaf)
+    finally:
+        _RUNNING.reset(token)
     return y.detach(), Saved(bag, get_gradient_edge(y), leaves, leaf)
 
 

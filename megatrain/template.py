@@ -9,8 +9,10 @@ What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain.autograd import Sink
+from megatrain.autograd import Sink, again
 from megatrain.pointwise import PLAIN, Pointwise
 from schedules.errors import InputError
 from schedules.model import ModelSpec
@@ -114,21 +116,35 @@ class _MlpAgain(torch.autograd.Function):
         rows, d_rows, dx = x.flatten(0, -2), grads[0].flatten(0, -2), torch.empty_like(x)
         sums: list[Tensor | None] = [None] * len(params)
         parts = _parts(len(rows), ctx.chunk)
+
+        def add(at: int, grad: Tensor) -> None:
+            total = sums[at]
+            if total is not None:
+                total.add_(grad)
+            else:  # a sum over many chunks in bf16 would lose what is small
+                sums[at] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if len(parts) > 1 else grad
+
         for part in parts:
             leaf = rows[part].detach().requires_grad_()
             leaves = [p.detach().requires_grad_(t) for p, t in zip(params, trained, strict=True)]
+            wanted = [(at, p) for at, p in enumerate(leaves) if p.requires_grad]
+            hooks = [p.register_post_accumulate_grad_hook(functools.partial(_deliver, add, at)) for at, p in wanted]
             with torch.enable_grad():
                 y = ctx.mlp(dict(zip(ctx.names, leaves, strict=True)), leaf)
-            wanted = [p for p in leaves if p.requires_grad]
-            d_leaf, *found = torch.autograd.grad(y, [leaf, *wanted], d_rows[part])
-            dx.view_as(rows)[part] = d_leaf
-            for at, grad in zip([at for at, t in enumerate(trained) if t], found, strict=True):
-                if len(parts) > 1:  # a sum over many chunks in bf16 would lose what is small
-                    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-                total = sums[at]
-                sums[at] = grad if total is None else total.add_(grad)
-        typed = [s if s is None else s.to(p.dtype) for s, p in zip(sums, params, strict=True)]
-        return dx, None, None, None, *typed
+            torch.autograd.backward(y, d_rows[part], inputs=[leaf, *(p for _, p in wanted)])
+            for hook in hooks:
+                hook.remove()
+            dx.view_as(rows)[part] = leaf.grad
+        for at, (total, p) in enumerate(zip(sums, params, strict=True)):  # one by one: twice all of them is too much
+            sums[at] = None if total is None else total.to(p.dtype)
+        return dx, None, None, None, *sums
+
+
+def _deliver(add: Callable[[int, Tensor], None], at: int, leaf: Tensor) -> None:
+    """Hand a gradient on as soon as it is there: no two of a chunk exist at once."""
+    assert leaf.grad is not None
+    add(at, leaf.grad)
+    leaf.grad = None
 
 
 def _parts(rows: int, chunk: int) -> list[slice]:
@@ -240,7 +256,8 @@ class Embed:
 class Block:
     """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP.
 
-    cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type. With `mlp_chunk`
+    cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type. With
+    `pointwise_again` the outputs of norms and gate are not kept, and backward computes them again; with `mlp_chunk`
     the MLP keeps its input only, and is computed again in backward, that many tokens at a time.
     """
 
@@ -251,6 +268,7 @@ class Block:
     cos: Tensor
     sin: Tensor
     pointwise: Pointwise = PLAIN
+    pointwise_again: bool = False
     mlp_chunk: int | None = None
 
     @property
@@ -259,18 +277,28 @@ class Block:
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`."""
-        normed = rms_norm(x, params["input_layernorm.weight"], self.eps, self.pointwise)
-        x = x + self._attention(params, normed)
-        normed = rms_norm(x, params["post_attention_layernorm.weight"], self.eps, self.pointwise)
-        if self.mlp_chunk is None:
-            return x + self._mlp(params, normed)
-        own = {name: p for name, p in params.items() if name.startswith("mlp.")}
-        again: Tensor = _MlpAgain.apply(normed, self._mlp, self.mlp_chunk, tuple(own), *own.values())  # type: ignore[no-untyped-call]
-        return x + again
+        x = x + self._after_norm(x, params["input_layernorm.weight"], lambda y: self._attention(params, y))
+        return x + self._after_norm(x, params["post_attention_layernorm.weight"], lambda y: self._mlp(params, y))
+
+    def _after_norm(self, x: Tensor, weight: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = rms_norm(x, weight, self.eps, self.pointwise)
+        with self._derived(normed, lambda x, weight: self.pointwise.rms_forward(x, weight, self.eps)[0], x, weight):
+            return branch(normed)
+
+    def _derived(self, t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
+        return again(t, make, *inputs) if self.pointwise_again else nullcontext()
 
     def _mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self.mlp_chunk is None:
+            return self._whole_mlp(params, x)
+        own = {name: p for name, p in params.items() if name.startswith("mlp.")}
+        return _MlpAgain.apply(x, self._whole_mlp, self.mlp_chunk, tuple(own), *own.values())  # type: ignore[no-any-return, no-untyped-call]
+
+    def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         gate, up = _linear(params, "mlp.gate_proj", x), _linear(params, "mlp.up_proj", x)
-        return _linear(params, "mlp.down_proj", swiglu(gate, up, self.pointwise))
+        product = swiglu(gate, up, self.pointwise)
+        with self._derived(product, self.pointwise.swiglu_forward, gate, up):
+            return _linear(params, "mlp.down_proj", product)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
@@ -385,9 +413,10 @@ def templates(
     device: torch.device,
     dtype: torch.dtype,
     pointwise: Pointwise = PLAIN,
+    pointwise_again: bool = False,
     mlp_chunk: int | None = None,
 ) -> Templates:
-    """Templates for sequences of up to `seq_len` tokens; `mlp_chunk` as in Block.
+    """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block.
 
     Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
     Raises TemplateError for a mixture of experts, attention sinks, an unknown rope_scaling, or a sliding
@@ -413,6 +442,7 @@ def templates(
         cos=angles.cos().to(device, dtype),
         sin=angles.sin().to(device, dtype),
         pointwise=pointwise,
+        pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
     )
     kinds = {model.layer_kind(i) for i in model.blocks}

@@ -94,6 +94,7 @@ class Trainer(Generic[E]):
             device=backend.device,
             dtype=float_type(workload.bytes.activation),
             pointwise=pointwise,
+            pointwise_again=workload.recompute != "none",
             mlp_chunk=MLP_CHUNK_TOKENS if workload.recompute == "mlp" else None,
         )
         with ExitStack() as opened:  # no file may be left behind

@@ -7,7 +7,7 @@ that are missing, and the verifier, which demands that none is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,7 +145,8 @@ def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
     waits: list[Wait] = []
     for instance, op in unrolled(ops, 2):
         clock = order.start(op)
-        for first in _latest_first(hazard.first for hazard in accesses.hazards(op)):
+        hazards = (hazard.first for hazard in accesses.hazards(op))
+        for first in sorted({first for first in hazards if not order.implies(clock, first)}, reverse=True):
             if order.implies(clock, first):
                 continue
             clock = order.after(clock, first)
@@ -154,7 +155,3 @@ def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
         order.finish(op, instance, clock)
         accesses.record(op, instance)
     return tuple(waits)
-
-
-def _latest_first(instances: Iterable[Instance]) -> list[Instance]:
-    return sorted(set(instances), reverse=True)

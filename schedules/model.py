@@ -362,10 +362,10 @@ class ModelSpec:
 
     def recomputed_flops(self, i: int, workload: Workload) -> int:
         """FLOPs that the backward of block i spends on what the workload wants computed again: gate and up."""
-        if workload.recompute == "none" or not self.is_block(i):
+        if workload.recompute != "mlp" or not self.is_block(i):
             return 0
         if self.num_experts:
-            raise ModelError(f"{self.name}: experts are not computed again inside a block; use recompute none")
+            raise ModelError(f"{self.name}: experts are not computed again inside a block, only what is pointwise")
         again = 2 * self.hidden_size * self.mlp_width
         if workload.lora_rank is not None:
             again += 2 * workload.lora_rank * (self.hidden_size + self.mlp_width)
@@ -399,13 +399,14 @@ class ModelSpec:
         """Bytes that block i keeps from forward for its backward, without its input and its weights.
 
         Per token, in activation elements (h hidden, q and kv projection widths, f MLP width):
-          h        normalised input, read by the q, k, v projections
+          h        normalised input, read by the q, k, v projections; unless computed again
           q + 2kv  queries and keys after rotary and values, read by attention
           q        attention output, read by attention's backward and by the o projection
           q + kv   queries and keys before their norm, with qk_norm only
           h        residual sum after attention, the second norm's input
-          h        its normalised value, read by gate and up; with experts k copies more, one per choice
-          3f       gate, up, and their product, unless backward computes them again
+          h        its normalised value, read by gate and up; with experts k copies more, one per choice; unless
+                   computed again
+          3f       gate, up, and their product; 2f if the product is computed again, none if all is
           k h      the experts' outputs, weighted by the router, with experts only
           rank     per adapter, what lies between its two matrices
         and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
@@ -417,17 +418,17 @@ class ModelSpec:
             return 0
         h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width
         heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
-        elements = 3 * h + 2 * q + 2 * kv + (3 * f if workload.recompute == "none" else 0)
+        elements = h + 2 * q + 2 * kv + {"none": 2 * h + 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
         words = 2 + heads
         if self.qk_norm:
             elements += q + kv
             words += heads + kv_heads
         if self.num_experts:
-            elements += 2 * k * h
+            elements += (2 if workload.recompute == "none" else 1) * k * h
             words += self.num_experts + 3 * k
         if workload.lora_rank is not None:
             count = len(self.adapter_shapes(i, workload.lora_rank)) // 2
-            elements += workload.lora_rank * (count if workload.recompute == "none" else count - MLP_PROJECTIONS)
+            elements += workload.lora_rank * (count - (MLP_PROJECTIONS if workload.recompute == "mlp" else 0))
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
 
 

@@ -449,12 +449,10 @@ class Program:
     def device_bytes(self) -> int:
         """Bytes of the device that the program takes as written so far, its largest workspace included."""
         held = sum(size for buffer, size in self._sizes.items() if self._tiers[buffer] == Tier.DEVICE)
-        workspace = max(
-            workspace_bytes(self.model, op.layer, op.phase, self.workload)
-            for op in self._ops
-            if op.kind == Kind.COMPUTE and op.layer is not None
-        )
-        return held + workspace
+        ran = {(op.layer, op.phase) for op in self._ops if op.kind == Kind.COMPUTE and op.layer is not None}
+        one_of = {(self.model.layer_kind(i), phase): i for i, phase in ran}
+        workspaces = (workspace_bytes(self.model, i, phase, self.workload) for (_, phase), i in one_of.items())
+        return held + max(workspaces)
 
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
         """How many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches at once.

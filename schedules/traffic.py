@@ -27,8 +27,8 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
     token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
     and norm input, output and both gradients.
     Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too. Frozen weights have no gradient;
-    adapters beside them move, per token, their input and output and what lies between. An MLP that is computed again
-    in backward reads its input and the weights of gate and up, and writes gate, up and their product, once more.
+    adapters beside them move, per token, their input and output and what lies between. What backward computes again is
+    added as `_again_bytes`.
     Raises ModelError for a phase that layer i does not compute.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
@@ -43,11 +43,7 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
             activations += tokens * sum(sum(shape) for shape in shapes) * b.activation
             weights += trained * b.weight
         if phase == Phase.BACKWARD:
-            again = 0
-            if workload.recompute == "mlp":
-                h, f = model.hidden_size, model.mlp_width
-                again = tokens * (2 * h + 5 * f) * b.activation + 2 * h * f * b.weight
-            return 2 * activations + weights + trained * b.grad + again
+            return 2 * activations + weights + trained * b.grad + _again_bytes(model, workload)
         return activations + weights
     if i == model.embed and phase == Phase.EMBED:
         return tokens * model.hidden_size * (b.weight + b.activation)
@@ -62,6 +58,23 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
         moved = 2 * (b.weight + (b.grad if workload.lora_rank is None else 0))
         return chunks * matrix * moved + 5 * logits + 8 * model.hidden_bytes(workload)
     raise ModelError(f"{model.name}: layer {model.layer_name(i)} has no compute op of phase {phase}")
+
+
+def _again_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Bytes that a block's backward moves for what it computes again.
+
+    4h       pointwise: two norms, read and written; with experts the second one's copies, too
+    3f       and gate, up and their product
+    2h + 2f  mlp: also the input of gate and up, and what they write, and their weights
+    """
+    h, f, k = model.hidden_size, model.mlp_width, model.num_experts_per_tok
+    elements, weights = 0, 0
+    if workload.recompute != "none":
+        elements += 4 * h + 3 * f + (h + k * h if model.num_experts else 0)
+    if workload.recompute == "mlp":
+        elements += 2 * h + 2 * f
+        weights += 2 * h * f
+    return workload.tokens_per_microbatch * elements * workload.bytes.activation + weights * workload.bytes.weight
 
 
 def _block_traffic(model: ModelSpec) -> int:
@@ -117,8 +130,9 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs. Experts add their copies of the
     hidden state. Embedding: none forward; an fp32 index sort of the tokens is ignored.
-    An MLP computed again: what is as wide as it, in backward with its gradient, for a chunk of tokens, and the
-    fp32 sums of its gradients over the chunks.
+    An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
+    over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
+    gradient of it.
     """
     if i == model.head:
         chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
@@ -148,9 +162,10 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
     if phase == Phase.BACKWARD:
         sizes = {name: math.prod(shape) for name, shape in shapes(model, workload, i).items()}
         sums = sum(size for name, size in sizes.items() if name.startswith("mlp.")) * FP32
-        mlp = chunk * (6 * f + 2 * h) * a + sums + tokens * 2 * h * a
-        attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32) + max(sizes.values(), default=0) * a
-        return max(mlp, attention)
+        largest = max(sizes.values(), default=0) * workload.bytes.grad
+        mlp = tokens * 2 * h * a + chunk * (5 * f + h) * a + sums
+        attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32)
+        return largest + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
         return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a
     return max(tokens * (h + 3 * q + 3 * kv), tokens * 2 * h + chunk * 3 * f) * a

@@ -56,7 +56,7 @@ PRECISIONS: dict[str, Precision] = {
 _LATER = ("task", "lora_rank", "recompute")  # fields that files written before them lack
 OPTIMIZERS = ("adamw",)
 TASKS = ("train", "evaluate")
-RECOMPUTED = ("none", "mlp")
+RECOMPUTED = ("none", "pointwise", "mlp")  # each includes the one before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ class Workload:
     clip. The task is to train the model, or to evaluate its loss and nothing else. With `lora_rank` the model's own
     weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks (LoRA, Hu
     et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it keeps its activations, and computes
-    again in its backward: with "mlp" what is as wide as the MLP, a chunk of tokens at a time.
+    again in its backward: with "pointwise" what takes no product of matrices, the outputs of its norms and of the
+    MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens at a time.
     Raises ValueError when a value has no meaning.
     """
 

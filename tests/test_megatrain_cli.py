@@ -37,7 +37,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["simulate", "tiny", "--set", "host.memory=1"], 2, "host.memory"),
         (["simulate", "tiny", "--precision", "fp16"], 2, "bf16"),
         (["simulate", "tiny", "--clip", "nan"], 2, "grad_clip"),
-        (["simulate", "tiny", "--recompute", "all"], 2, "known are none, mlp"),
+        (["simulate", "tiny", "--recompute", "all"], 2, "known are none, pointwise, mlp"),
         (["simulate", "qwen3-30b-a3b", "--recompute", "mlp"], 2, "experts are not computed again"),
         (["simulate", "tiny", "-p", "zero3_offload", "-k", "activations=disk"], 2, "'nvme'"),
         (["simulate", "tiny", "-p", "resident", "-k", "activations=host", "-k", "every=2"], 2, "share an input"),

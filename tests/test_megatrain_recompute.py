@@ -1,8 +1,9 @@
-"""An MLP that keeps its input and is computed again in backward, chunk by chunk: the same training in less memory."""
+"""What blocks do not keep and compute again in backward: the same training in less memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from schedules import policies, presets, trained
 from schedules.op import Kind, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.verify import verify
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.prediction import peak_bytes
 
@@ -43,11 +44,13 @@ def workload(**options: Any) -> Workload:
     return Workload(**{"micro_batch_size": 2, "seq_len": 16, "precision": "fp32", "recompute": "mlp", **options})
 
 
-def one_block(chunk: int | None, dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, dict[str, Tensor], int]:
+def one_block(
+    dtype: torch.dtype, *, bias: bool = False, pointwise_again: bool = False, mlp_chunk: int | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor], int]:
     """Output, input's gradient, parameters' gradients, and bytes kept, of a block on the same numbers each time."""
     model = replace(MODEL, mlp_bias=bias)
     shapes = model.parameter_shapes(0)
-    layers = templates(model, seq_len=16, device=CPU, dtype=dtype, mlp_chunk=chunk)
+    layers = templates(model, seq_len=16, device=CPU, dtype=dtype, pointwise_again=pointwise_again, mlp_chunk=mlp_chunk)
     block = layers.blocks[model.layer_kind(0)]
     generator = torch.Generator().manual_seed(0)
     flat = (0.2 * torch.randn(model.params(0), generator=generator)).to(dtype)
@@ -65,7 +68,8 @@ def one_block(chunk: int | None, dtype: torch.dtype, *, bias: bool) -> tuple[Ten
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 32, 1000])
 def test_a_block_computes_the_same_and_keeps_less(chunk: int, bias: bool) -> None:
-    plain, again = one_block(None, torch.float32, bias=bias), one_block(chunk, torch.float32, bias=bias)
+    plain = one_block(torch.float32, bias=bias)
+    again = one_block(torch.float32, bias=bias, pointwise_again=True, mlp_chunk=chunk)
     assert torch.allclose(again[0], plain[0], rtol=1e-5, atol=1e-6)
     assert torch.allclose(again[1], plain[1], rtol=1e-5, atol=1e-6)
     for name, grad in plain[2].items():
@@ -73,12 +77,62 @@ def test_a_block_computes_the_same_and_keeps_less(chunk: int, bias: bool) -> Non
     work = workload()
     assert again[3] == MODEL.saved_bytes(0, work)
     assert plain[3] == MODEL.saved_bytes(0, replace(work, recompute="none"))
-    assert plain[3] - again[3] == 3 * work.tokens_per_microbatch * MODEL.mlp_width * 4
+    assert plain[3] - again[3] == work.tokens_per_microbatch * (3 * MODEL.mlp_width + 2 * MODEL.hidden_size) * 4
+
+
+@pytest.mark.parametrize("mlp_chunk", [None, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_differs_where_only_pointwise_functions_are_computed_again(
+    dtype: torch.dtype, mlp_chunk: int | None
+) -> None:
+    plain, again = (one_block(dtype, pointwise_again=on, mlp_chunk=mlp_chunk) for on in (False, True))
+    assert torch.equal(again[0], plain[0])
+    assert torch.equal(again[1], plain[1])
+    for name, grad in plain[2].items():
+        assert torch.equal(again[2][name], grad), name
+    precision, mode = ("fp32" if dtype == torch.float32 else "bf16"), "pointwise" if mlp_chunk is None else "mlp"
+    assert again[3] == MODEL.saved_bytes(0, workload(precision=precision, recompute=mode))
+
+
+def test_what_is_made_again_is_made_once_and_only_where_it_is_read() -> None:
+    made: list[str] = []
+
+    @dataclass
+    class Layer:
+        constants: tuple[Tensor, ...] = ()
+
+        def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+            def double(name: str, t: Tensor) -> Tensor:
+                made.append(name)
+                return t * 2.0
+
+            read, unread = x.exp() * 2.0, x.cos() * 2.0
+            with autograd.again(read, lambda t: double("read", t), read.detach() / 2.0):
+                y = read * params["a"] + read * params["b"]
+            with autograd.again(unread, lambda t: double("unread", t), unread.detach() / 2.0):
+                return y + unread
+
+    x, params = torch.randn(5), {"a": torch.randn(5), "b": torch.randn(5)}
+    _, saved = autograd.forward(Layer(), params, x)
+    assert saved.nbytes == 2 * x.nbytes  # what exp made, and what the recipe needs; cos has the input of the layer
+    grads = {name: torch.empty(5) for name in params}
+    autograd.backward(saved, params, x, torch.ones(5), {name: Sink(view, False) for name, view in grads.items()})
+    assert made == ["read"]
+    assert torch.allclose(grads["a"], 2.0 * x.exp()) and torch.equal(grads["a"], grads["b"])
+
+
+def test_outside_of_a_forward_of_ours_nothing_is_made_again() -> None:
+    x = torch.randn(5, requires_grad=True)
+    product = x * 2.0
+    with autograd.again(product, lambda: pytest.fail("autograd has kept it")):
+        y = product.square()
+    y.sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, 8.0 * x)
 
 
 def test_gradients_of_many_chunks_in_bf16_are_summed_in_fp32() -> None:
-    whole, parts = (one_block(chunk, torch.bfloat16, bias=False)[2] for chunk in (1000, 1))
-    exact = one_block(None, torch.float32, bias=False)[2]
+    whole, parts = (one_block(torch.bfloat16, mlp_chunk=chunk)[2] for chunk in (1000, 1))
+    exact = one_block(torch.float32)[2]
     for name in whole:
         if name.startswith("mlp."):
             scale = exact[name].abs().max()
@@ -106,11 +160,12 @@ def text(work: Workload) -> ByteText:
     return ByteText(text=read_bytes(standard_library(), 1 << 14), workload=work, seed=5)
 
 
+@pytest.mark.parametrize("mode", RECOMPUTED[1:])
 @pytest.mark.parametrize("name", POLICIES)
-def test_training_by_schedule_is_plain_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_by_schedule_is_plain_training(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "MLP_CHUNK_TOKENS", 12)  # three chunks
-    schedule = policies.build(name, MODEL, workload(accumulation=2), ROOM, **POLICIES[name])
-    assert schedule.workload.recompute == "mlp"
+    schedule = policies.build(name, MODEL, workload(accumulation=2, recompute=mode), ROOM, **POLICIES[name])
+    assert schedule.workload.recompute == mode
     found = trained_by(schedule)
     rank = schedule.workload.lora_rank
     right = reference.train(
@@ -132,9 +187,11 @@ def test_training_by_schedule_is_plain_training(name: str, monkeypatch: pytest.M
 
 
 def test_what_is_computed_again_is_executed_and_not_counted() -> None:
-    plain, again = (
-        policies.build("resident", MODEL, workload(recompute=mode), ROOM, keep=2) for mode in ("none", "mlp")
+    plain, cheap, again = (
+        policies.build("resident", MODEL, workload(recompute=mode), ROOM, keep=2) for mode in RECOMPUTED
     )
+    assert [op.flops for op in cheap.ops] == [op.flops for op in plain.ops]
+    assert sum(op.nbytes for op in cheap.ops) > sum(op.nbytes for op in plain.ops)
     assert MODEL.model_flops_per_step(plain.workload) == MODEL.model_flops_per_step(again.workload)
     extra = {op.name: op.flops for op in again.ops}
     for op in plain.ops:
@@ -143,22 +200,29 @@ def test_what_is_computed_again_is_executed_and_not_counted() -> None:
         assert extra[op.name] - op.flops == (gate_and_up if inside else 0), op.name
 
 
-def test_every_policy_is_safe_with_it() -> None:
+@pytest.mark.parametrize("mode", RECOMPUTED[1:])
+def test_every_policy_is_safe_with_it(mode: str) -> None:
     for name in policies.names():
-        verify(policies.build(name, MODEL, workload(accumulation=2, grad_clip=1.0), ROOM))
+        verify(policies.build(name, MODEL, workload(accumulation=2, grad_clip=1.0, recompute=mode), ROOM))
 
 
 def test_a_long_sequence_fits_a_device_that_it_did_not_fit() -> None:
     model, machine = presets.load("qwen2.5-7b"), hardware.load("gh200")
     peaks = {}
-    for mode in ("none", "mlp"):
+    for mode in RECOMPUTED:
         work = Workload(micro_batch_size=1, seq_len=1 << 19, recompute=mode)
         room = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 42)
         schedule = policies.build("streamed", model, work, room, keep=0, inputs=model.num_hidden_layers)
         peaks[mode] = peak_bytes(schedule, machine)[Tier.DEVICE]
-    assert peaks["mlp"] < machine.gpu.memory.value < peaks["none"]
+    assert peaks["mlp"] < machine.gpu.memory.value < peaks["pointwise"] < peaks["none"]
 
 
-def test_experts_are_refused() -> None:
+def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> None:
+    model, room = presets.load("qwen3-30b-a3b"), MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
     with pytest.raises(policies.PolicyError, match="experts are not computed again"):
-        policies.build("streamed", presets.load("qwen3-30b-a3b"), workload(precision="bf16"), ROOM)
+        policies.build("streamed", model, workload(precision="bf16"), room)
+    plain, cheap = (workload(precision="bf16", recompute=mode) for mode in ("none", "pointwise"))
+    # two norms' outputs, the second once more for each expert chosen, and the gates' products
+    less = 2 * model.hidden_size + model.num_experts_per_tok * model.hidden_size + model.mlp_width
+    assert model.saved_bytes(0, plain) - model.saved_bytes(0, cheap) == 2 * plain.tokens_per_microbatch * less
+    verify(policies.build("streamed", model, cheap, room))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedules.errors import InputError
-from schedules.workload import PRECISIONS
+from schedules.workload import PRECISIONS, RECOMPUTED
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,7 +31,10 @@ Seq = Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequenc
 Precision = Annotated[str, typer.Option("--precision", help=", ".join(PRECISIONS))]
 Clip = Annotated[float | None, typer.Option("--clip", help="Clip gradients to this global norm.")]
 Recompute = Annotated[
-    str, typer.Option("--recompute", help="What blocks compute again in backward though they keep the rest: none, mlp.")
+    str,
+    typer.Option(
+        "--recompute", help=f"What blocks compute again in backward though they keep the rest: {', '.join(RECOMPUTED)}."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
