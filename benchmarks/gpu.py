@@ -32,7 +32,7 @@ import gpu_rivals
 import gpu_steps
 import rehearsal
 import torch
-from gpu_steps import Case, Row
+from gpu_steps import PLANNED, Case, Row
 
 from megatrain.session import machine_name
 from schedules.errors import Refused
@@ -54,7 +54,7 @@ HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
 def cases(models: tuple[str, ...]) -> Iterator[Case]:
     """Steps by schedule, the most telling first: our own policy and the tight budget, then the others."""
-    first = [case for case in _all_cases(models) if case.policy == "streamed"]
+    first = [case for case in _all_cases(models) if case.policy in ("streamed", PLANNED)]
     yield from first
     yield from (case for case in _all_cases(models) if case not in first)
 
@@ -83,12 +83,18 @@ def _all_cases(models: tuple[str, ...]) -> Iterator[Case]:
                 accumulation=accumulation,
                 precision="bf16_16bit",
             )
+        seq, micro, accumulation = BATCHES[-1]  # where activations are what fills the GPU
+        large = Case(model=model, policy="streamed", seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
+        yield dataclasses.replace(large, recompute="pointwise")
+        yield dataclasses.replace(large, policy=PLANNED)
         if model == "llama-3.1-8b":  # fp32 moments, and the bf16 ones of those who publish this point
             tight = Case(
                 model=model, policy="streamed", seq_len=4096, micro_batch_size=1, accumulation=16, device_gib=12
             )
-            yield tight
-            yield dataclasses.replace(tight, precision="bf16_16bit")
+            for recompute in ("none", "pointwise"):
+                yield dataclasses.replace(tight, recompute=recompute)
+                yield dataclasses.replace(tight, recompute=recompute, precision="bf16_16bit")
+            yield dataclasses.replace(tight, policy=PLANNED, precision="bf16_16bit")
 
 
 def ways(options: tuple[bool, bool] | None, case: Case) -> Case:
@@ -254,7 +260,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="the folder of the results")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="for steps and rivals")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="for steps")
+    parser.add_argument("--policies", nargs="+", default=[*POLICIES, PLANNED], help="for steps")
     parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
     parser.add_argument("--budget-s", type=float, default=500.0, help="seconds after which nothing more is begun")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -42,6 +43,8 @@ from sim.hardware import HardwareProfile, Measured, Table, Value
 Row = dict[str, Any]
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 
+PLANNED = "planned"
+SOURCE = "measured by benchmarks/gpu.py"
 WARM_UP, STEPS = 2, 6  # a period needs the ends of two steps: five periods
 ALONE_STEPS = 3  # with every op by itself; the last one counts
 DEVICE_RESERVE = 2 << 30  # for what no schedule counts: libraries' workspaces, fragments, the rotary table
@@ -51,7 +54,8 @@ DEVICE_RESERVE = 2 << 30  # for what no schedule counts: libraries' workspaces, 
 class Case:
     """One row: a model, a policy and a batch. `device_gib` limits the GPU's memory, all of it if None.
 
-    `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
+    The policy PLANNED is the planner's schedule, for this machine, of a step of as many tokens, however split.
+    `recompute` as in Workload. `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
     """
 
     model: str
@@ -60,6 +64,7 @@ class Case:
     micro_batch_size: int
     accumulation: int = 1
     precision: str = "bf16"
+    recompute: str = "none"
     device_gib: float | None = None
     knobs: dict[str, Any] = dataclasses.field(default_factory=dict)
     fused: bool = False
@@ -69,7 +74,8 @@ class Case:
     def key(self) -> str:
         knobs = "".join(f" {name}={value}" for name, value in self.knobs.items())
         limit = f" in {self.device_gib:g} GiB" if self.device_gib else ""
-        ways = "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
+        ways = "" if self.recompute == "none" else f" {self.recompute} again"
+        ways += "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
         return (
             f"{self.model} {self.policy}{knobs} {self.accumulation}x{self.micro_batch_size}x{self.seq_len} "
             f"{self.precision}{limit}{ways}"
@@ -82,14 +88,17 @@ class Case:
             accumulation=self.accumulation,
             seq_len=self.seq_len,
             precision=self.precision,
+            recompute=self.recompute,
         )
 
 
-def schedule_of(case: Case, host_bytes: int) -> Schedule:
+def schedule_of(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Schedule:
     """The case's schedule. With resident="fit", the least number of resident layers that the host has room for."""
     model, total = presets.load(case.model), torch.cuda.get_device_properties(0).total_memory
     limit = int(case.device_gib * 2**30) if case.device_gib else total
     budget = MemoryBudget(device_bytes=limit - DEVICE_RESERVE, host_bytes=host_bytes)
+    if case.policy == PLANNED:
+        return _planned(case, model, machine, budget)
 
     def build(knobs: dict[str, Any]) -> Schedule:
         return policies.build(case.policy, model, case.workload, budget, **knobs)
@@ -105,6 +114,23 @@ def schedule_of(case: Case, host_bytes: int) -> Schedule:
             needed = schedule.allocated_bytes(tier) / 2**30
             raise Refused(f"does not fit: {needed:.1f} GiB of {tier} memory, {available / 2**30:.1f} GiB available")
     return schedule
+
+
+def _planned(case: Case, model: ModelSpec, machine: dict[str, list[Row]], budget: MemoryBudget) -> Schedule:
+    try:
+        from sim.plan import plan
+    except ImportError as error:
+        raise Refused(f"left out: {error}") from None
+    found = plan(
+        model,
+        machine_of(machine),
+        seq_len=case.seq_len,
+        tokens_per_step=case.workload.tokens_per_step,
+        precision=case.precision,
+        memory=budget,
+        workers=os.cpu_count() or 1,
+    )
+    return found.schedule
 
 
 class PooledBackend(CudaBackend):
@@ -157,7 +183,7 @@ def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
 
 def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: Path | None, spin: bool) -> Row:
     """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused."""
-    schedule = schedule_of(case, host_bytes)
+    schedule = schedule_of(case, host_bytes, machine)
     verified = verify(schedule)
     gc.collect()  # the case before may have left cycles that hold device memory and slabs
     PooledBackend.trim([b.nbytes for b in schedule.buffers if b.tier == Tier.HOST])
@@ -248,16 +274,35 @@ def _alone(
     return spans.astype(int).tolist(), float(np.diff(trace.step_end_ns)[-1]) / 1e9
 
 
+def _value(number: float, unit: str) -> Value:
+    return Value(value=float(number), unit=unit, source=SOURCE)
+
+
+def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
+    """This machine for the planner: the H200's datasheet, with the bandwidths and the slowdown that were measured."""
+    base = hardware.load("h200")
+    links, host, gpu = base.links, base.host, base.gpu
+    if rows := machine.get("links"):
+        largest = rows[-1]
+        links = dataclasses.replace(
+            links,
+            h2d=dataclasses.replace(links.h2d, bandwidth=_value(largest["h2d_GB_s"]["median"] * 1e9, "B/s")),
+            d2h=dataclasses.replace(links.d2h, bandwidth=_value(largest["d2h_GB_s"]["median"] * 1e9, "B/s")),
+            duplex=_value(sum(one["median"] for one in largest["both_GB_s"]) * 1e9, "B/s"),
+        )
+    if rows := machine.get("dram"):
+        host = dataclasses.replace(host, memory_bandwidth=_value(max(row["GB_s"] for row in rows) * 1e9, "B/s"))
+    if rows := machine.get("gemm"):
+        slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
+        gpu = dataclasses.replace(gpu, copy_slowdown=_value(slowdown, "fraction"))
+    return dataclasses.replace(base, gpu=gpu, links=links, host=host)
+
+
 def profile_of(
     schedule: Schedule, machine: dict[str, list[Row]], durations_ns: list[int], handing_ns: dict[str, float]
 ) -> HardwareProfile:
-    """This machine for the simulator: the H200's datasheet, every number that was measured in its place."""
-    base = hardware.load("h200")
-    source = "measured by benchmarks/gpu.py"
-
-    def value(number: float, unit: str) -> Value:
-        return Value(value=float(number), unit=unit, source=source)
-
+    """This machine for the simulator: as for the planner, with what this schedule's ops take alone."""
+    base = machine_of(machine)
     times: dict[str, list[int]] = defaultdict(list)
     rates = []
     for op, duration in zip(schedule.ops, durations_ns, strict=True):
@@ -265,30 +310,17 @@ def profile_of(
             times[signature(op, schedule.model, schedule.workload)].append(duration)
         if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and duration:
             rates.append(op.params / duration * 1e9)
-    links, host, issue, gpu = base.links, base.host, base.issue, base.gpu
-    if rows := machine.get("links"):
-        largest = rows[-1]
-        links = dataclasses.replace(
-            links,
-            h2d=dataclasses.replace(links.h2d, bandwidth=value(largest["h2d_GB_s"]["median"] * 1e9, "B/s")),
-            d2h=dataclasses.replace(links.d2h, bandwidth=value(largest["d2h_GB_s"]["median"] * 1e9, "B/s")),
-            duplex=value(sum(one["median"] for one in largest["both_GB_s"]) * 1e9, "B/s"),
-        )
-    if rows := machine.get("dram"):
-        host = dataclasses.replace(host, memory_bandwidth=value(max(row["GB_s"] for row in rows) * 1e9, "B/s"))
+    host, issue = base.host, base.issue
     if rates:
-        host = dataclasses.replace(host, adam_params_per_s=value(statistics.median(rates), "params/s"))
-    if rows := machine.get("gemm"):
-        slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
-        gpu = dataclasses.replace(gpu, copy_slowdown=value(slowdown, "fraction"))
+        host = dataclasses.replace(host, adam_params_per_s=_value(statistics.median(rates), "params/s"))
     issue = dataclasses.replace(
         issue,
-        compute=value(handing_ns.get(str(Kind.COMPUTE), issue.compute.value), "ns"),
-        copy=value(handing_ns.get("copy", issue.copy.value), "ns"),
+        compute=_value(handing_ns.get(str(Kind.COMPUTE), issue.compute.value), "ns"),
+        copy=_value(handing_ns.get("copy", issue.copy.value), "ns"),
     )
     op_times = {key: round(statistics.median(found)) for key, found in times.items()}
-    measured = Measured(op_times=Table(values=op_times, unit="ns", source=f"{source}, each op alone, in place"))
-    return dataclasses.replace(base, mode="measured", gpu=gpu, links=links, host=host, issue=issue, measured=measured)
+    measured = Measured(op_times=Table(values=op_times, unit="ns", source=f"{SOURCE}, each op alone, in place"))
+    return dataclasses.replace(base, mode="measured", host=host, issue=issue, measured=measured)
 
 
 def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:

@@ -28,12 +28,12 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     rows = {part: body["rows"][part].values() for part in PARTS}
     errors = [row["error"] for part in PARTS for row in rows[part] if "error" in row]
     assert [error for error in errors if not error.startswith("left out")] == []
-    assert len(rows["ways"]) == 4 and len(rows["steps"]) == 12 and len(rows["rivals"]) == 6
+    assert len(rows["ways"]) == 4 and len(rows["steps"]) == 14 and len(rows["rivals"]) == 6
     for row in [*rows["ways"], *rows["steps"]]:
         assert row["tokens_per_s"] > 0 and row["predicted_step_s"] > 0 and row["bound_step_s"] > 0
         assert row["startup_s"] > 0 and row["handing_over_us"] and row["host_peak_GB"] > 0
         assert len(row["losses"]) == 8
-    assert sum("spin_step_s" in row for row in rows["steps"]) == 2
+    assert sum("spin_step_s" in row for row in rows["steps"]) == 3
     assert len(list((tmp_path / "traces").iterdir())) >= 10
     assert first.stdout.strip() == (tmp_path / "gpu.md").read_text().strip()
     again = rehearse(tmp_path, "--parts", *PARTS)
