@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,25 +130,31 @@ def row(
 
 
 def _named(found: Plan) -> dict[str, float]:
-    """Tokens/s of every exact policy as it comes, with micro-batches that suit it; NaN where it does not fit."""
+    """Tokens/s of every exact policy as it comes; NaN where it does not fit.
+
+    With micro-batches that suit it, and with or without what is pointwise computed again, whichever is faster: that
+    is a matter of a block's kernels, not of a policy.
+    """
     profile, model = found.prediction.profile, found.schedule.model
     workload = found.schedule.workload
     steps = list(splits(workload.seq_len, workload.tokens_per_step, None, None, workload.precision, workload.grad_clip))
-    rates = {}
-    for name in policies.comparable():
-        tried: list[float] = []
+    rates: dict[str, list[float]] = {}
+    for name, mode in itertools.product(policies.comparable(), ("none", "pointwise")):
+        fitting = 0
         for step in steps:
-            built = policies.build(name, model, step, memory_of(profile))
-            if built.staleness or (built.allocated_bytes(Tier.NVME) and profile.nvme is None):
+            built = policies.build(name, model, replace(step, recompute=mode), memory_of(profile))
+            if built.staleness:
+                break
+            tried = rates.setdefault(name, [])
+            if built.allocated_bytes(Tier.NVME) and profile.nvme is None:
                 break
             prediction = predict(built, profile)
             if prediction.fits:
                 tried.append(prediction.tokens_per_s)
-            if len(tried) == FITTING or step.accumulation > MOST:
+                fitting += 1
+            if fitting == FITTING or step.accumulation > MOST:
                 break
-        if not built.staleness:
-            rates[name] = max(tried, default=math.nan)
-    return rates
+    return {name: max(tried, default=math.nan) for name, tried in rates.items()}
 
 
 def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int, reason: str) -> Row:

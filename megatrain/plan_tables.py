@@ -64,7 +64,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             precision=workload.precision,
             grad_clip=workload.grad_clip,
             memory=memory,
-            first=[found.chosen],
+            first=[found.schedule],
             effort=SOME,
             workers=os.cpu_count() or 1,
         )

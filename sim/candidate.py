@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from schedules import policies
 from schedules.model import ModelSpec
-from schedules.schedule import Knob
+from schedules.schedule import Knob, Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim.bound import bound
 from sim.hardware import HardwareProfile
@@ -37,7 +37,7 @@ class Candidate:
     def with_knobs(self, values: Mapping[str, Knob]) -> Candidate:
         """With these of our own knobs changed; those at their defaults are left out."""
         changed, usual = {**dict(self.knobs), **values}, _defaults()
-        return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual[name])))
+        return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual.get(name))))
 
 
 @functools.cache
@@ -85,14 +85,15 @@ class Verdict:
 Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and the best period so far in ns
 
 
-def _judge(case: Case, candidate: Candidate, best_ns: float) -> Verdict:
-    """Build a candidate, and simulate it if it fits and its bound leaves hope."""
+def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule | None = None) -> Verdict:
+    """Build a candidate, unless its schedule is given, and simulate it if it fits and its bound leaves hope."""
     period, reason, over, lacking, effort = None, "", 0, "", 0
     prediction: Prediction | None = None
     try:
-        schedule = policies.build(
-            candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
-        )
+        if schedule is None:
+            schedule = policies.build(
+                candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
+            )
         effort = len(schedule.ops) // 2
         require_fit(schedule, case.profile, case.budget)
         reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
@@ -133,7 +134,7 @@ def rarely_collecting_garbage() -> Iterator[None]:
 def judges(case: Case, workers: int) -> Iterator[Judge]:
     """What judges a round of candidates: here, or in processes that each know the case."""
     if workers == 1:
-        yield lambda candidates, best_ns: (_judge(case, candidate, best_ns) for candidate in candidates)
+        yield lambda candidates, best_ns: (judge(case, candidate, best_ns) for candidate in candidates)
         return
     pool = ProcessPoolExecutor(min(workers, ROUND), initializer=_begin_to_judge, initargs=(case,))
     try:
@@ -156,4 +157,4 @@ def _begin_to_judge(case: Case) -> None:
 
 
 def _judge_here(candidate: Candidate, best_ns: float) -> Verdict:
-    return _judge(_here[0], candidate, best_ns)
+    return judge(_here[0], candidate, best_ns)

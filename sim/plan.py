@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from schedules import policies
 from schedules.errors import InputError, Refused
@@ -22,7 +23,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judges, rarely_collecting_garbage
+from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judge, judges, rarely_collecting_garbage
 from sim.hardware import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction, memory_of, peak_bytes
@@ -30,10 +31,13 @@ from sim.prediction import Prediction, memory_of, peak_bytes
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 900  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
-WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; and one with recompute
+WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
+ASIDE = 3  # of so many parts of the effort, one is kept for the modes that are less likely
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
+ALL = 1e-6  # less than this fraction is nothing
+_CHEAP = ("pointwise", "none", "mlp")
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 EFFORT = 100  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
@@ -100,19 +104,22 @@ def plan(
     grad_clip: float | None = None,
     memory: MemoryBudget | None = None,
     progress: Progress | None = None,
-    first: Sequence[Tried] = (),
+    first: Sequence[Schedule] = (),
     effort: int = EFFORT,
     workers: int = 1,
 ) -> Plan:
     """Search for the fastest exact schedule of a step.
 
     The step is given as `tokens_per_step`, split into micro-batches as is best, or as a micro-batch size and an
-    accumulation (1 if left out). `first` are candidates of another search, tried before all others. `effort` limits
-    how many candidates are evaluated; `workers` processes share them, more than ROUND have nothing to do. Ctrl-C
-    ends the search; the best schedule found so far is returned then.
+    accumulation (1 if left out). The search begins with the schedules `first`, as they are and with their policies and
+    knobs: the plan is not slower than any of them that fits. `effort` limits how many candidates are evaluated;
+    `workers` processes share them, more than ROUND have nothing to do. Ctrl-C ends the search; the best schedule
+    found so far is returned then.
 
     Raises:
-        InputError: the step is not given, or is no whole number of sequences.
+        InputError: the step is not given, or is no whole number of sequences; or a schedule to begin with is of another
+            model or step.
+        ScheduleError: it is not safe.
         NothingFits: no schedule fits the machine.
         MissingCost: a measured profile lacks a time.
     """
@@ -121,7 +128,8 @@ def plan(
     steps = [
         replace(workload, recompute=mode)
         for workload in splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
-        for mode in (RECOMPUTED if not model.num_experts else RECOMPUTED[:1])
+        for mode in RECOMPUTED
+        if not (mode == "mlp" and model.num_experts)
     ]
     finished = True
     limit: PlacementBound | None = None
@@ -130,7 +138,8 @@ def plan(
         try:
             bounded = _by_bound(model, profile, budget, steps)
             limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
-            search.evaluate(*(Candidate(policy=t.policy, workload=t.workload).with_knobs(t.knobs) for t in first))
+            for schedule in first:
+                search.begin_with(schedule, steps)
             search.all_of(steps, bounded)
         except KeyboardInterrupt:
             finished = False
@@ -185,6 +194,20 @@ def splits(
         size = sequences // count
         if size * count == sequences and micro_batch_size in (None, size) and accumulation in (None, count):
             yield workload(size, count)
+
+
+def _words(workload: Workload) -> str:
+    clip = "no clipping" if workload.grad_clip is None else f"clipped to {workload.grad_clip:g}"
+    size = f"{workload.accumulation} x {workload.micro_batch_size} sequences of {workload.seq_len:,} tokens"
+    return f"{size}, {workload.precision}, {clip}"
+
+
+def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:
+    """The modes of recompute: where not all activations can stay as they are, what costs next to nothing goes first."""
+    plain = [found for found, workload in bounded if workload.recompute == "none"]
+    best = min(plain, key=lambda found: found.period_ns, default=None)
+    ample = best is not None and best.placed["activations kept"] > 1.0 - ALL
+    return sorted({workload.recompute for _, workload in bounded}, key=RECOMPUTED.index if ample else _CHEAP.index)
 
 
 def _by_bound(
@@ -248,29 +271,54 @@ class Search:
         for workload in dict.fromkeys([of_best, *(replace(w, recompute="none") for w in (of_best, of_bound))]):
             self.named(workload)
 
+    def begin_with(self, schedule: Schedule, steps: list[Workload]) -> None:
+        """Try a schedule as it is, and what its policy makes of its knobs here."""
+        if schedule.model != self.model:
+            other = schedule.model.name
+            raise InputError(f"cannot begin with a schedule of {other}: the plan is for {self.model.name}")
+        if schedule.workload not in steps:
+            raise InputError(f"cannot begin with a schedule of another step: {_words(schedule.workload)}")
+        verify(schedule)
+        as_it_is = Candidate(
+            policy=schedule.policy, workload=schedule.workload, knobs=tuple(sorted(schedule.knobs.items()))
+        )
+        case = Case(self.model, self.profile, self.budget)
+        self._heard(as_it_is, judge(case, as_it_is, self.period_ns or math.inf, schedule))
+        if schedule.policy == OURS:
+            self.evaluate(as_it_is.with_knobs({}))
+
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search with our own knobs all splits that could fit."""
-        # what computes nothing again first: with that known, the bound rules most of the others out
-        for again in (False, True):
-            some = [(found, workload) for found, workload in bounded if (workload.recompute != "none") == again]
-            for number, (found, workload) in enumerate(some):
-                self.share = number / (4 * len(some)) + 0.5 * again
-                if self.period_ns is None or found.period_ns < WORTH_A_LOOK[again] * self.period_ns:
-                    self.look(workload, whole=self.best is None or not self.begun)
-                    self.as_placed(workload, found)
-                    if not number:
-                        self.refine(hold=False)  # fewer of the other splits are worth a look then
-            if self.at is None or (self.at.workload.recompute != "none") != again:
-                continue
-            self.refine(hold=False)
-            at = self.at
-            for _, workload in some:  # the same with micro-batches of twice or half the size
-                if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
-                    self.evaluate(replace(at, workload=workload))
-            for found, workload in some:
-                if self.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * self.period_ns:
-                    self.hold(workload)
-            self.refine(hold=True)
+        for place, mode in enumerate(_likeliest_first(bounded)):
+            aside = 0 if place else self.effort // ASIDE
+            self.effort -= aside
+            if self.at is not None:
+                self.as_before(mode)
+            if self.effort > 0 or self.at is None or self.few(bounded[0][1]):
+                self.in_mode(place, [(found, workload) for found, workload in bounded if workload.recompute == mode])
+            self.effort = max(self.effort, 0) + aside
+
+    def in_mode(self, place: int, some: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
+        for number, (found, workload) in enumerate(some):
+            self.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
+            hope = WORTH_A_LOOK[place > 0 and not self.few(workload)]
+            if self.period_ns is None or found.period_ns < hope * self.period_ns:
+                self.look(workload, whole=self.best is None or not self.begun)
+                self.as_placed(workload, found)
+                if not number:
+                    self.refine(hold=False)  # fewer of the other splits are worth a look then
+        if self.at is None or self.at.workload not in [workload for _, workload in some]:
+            return
+        self.refine(hold=False)
+        at = self.at
+        for _, workload in some:  # the same with micro-batches of twice or half the size
+            if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
+                self.evaluate(replace(at, workload=workload))
+        for found, workload in some:
+            if self.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * self.period_ns:
+                self.hold(workload)
+        self.refine(hold=True)
 
     def a_part_first(self, steps: list[Workload]) -> None:
         """Search a step of 1 / PART as many micro-batches, in as much less time, and try here what is best there."""
@@ -293,12 +341,29 @@ class Search:
             whole = replace(candidate, workload=replace(workload, accumulation=workload.accumulation * PART))
             self.evaluate(*(whole.with_knobs({"order": order}) for order in ("layers", "microbatches")))
 
+    def as_before(self, mode: str) -> None:
+        """Try the best schedule with blocks that compute more or less again, so that fewer or more must go away."""
+        at = self.at
+        assert at is not None
+        other = replace(at, workload=replace(at.workload, recompute=mode))
+        away = cast("int", dict(at.knobs).get("offload", 0))
+        blocks = self.model.num_hidden_layers
+        offloads = {away, away // 2, away * 3 // 4, min(away * 4 // 3, blocks), min(away + blocks // 4, blocks)}
+        self.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
+
+    def few(self, workload: Workload) -> bool:
+        """Whether all placements of a step can be tried."""
+        return math.prod(map(len, self._placements(workload).values())) <= EXHAUSTIVE
+
+    def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
+        space = knob_space(self.model, workload, begun=self.start)
+        return {name: values for name, values in space.items() if name in PLACEMENT}
+
     def look(self, workload: Workload, *, whole: bool) -> None:
         """Try one split of the step: all candidates if they are few, else a coarse grid, or only its corners."""
         start = Candidate(policy=OURS, workload=workload)
-        space = knob_space(self.model, workload, nvme="nvme" in dict(self.start.knobs))
-        placements = {name: values for name, values in space.items() if name in PLACEMENT}
-        if math.prod(map(len, placements.values())) <= EXHAUSTIVE:
+        if self.few(workload):
+            placements = self._placements(workload)
             effort = self.effort
             for begin in dict.fromkeys((start, self._off_the_host(self._off_the_device(start)))):
                 every = itertools.product(*placements.values())
@@ -335,7 +400,7 @@ class Search:
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
         late = {"resident": resident, "defer": blocks * 3 // 8, "slabs": 16}
-        away: dict[str, Knob] = {"offload": round(placed.get("activations on host", 0.0) * blocks)}
+        away: dict[str, Knob] = {"offload": math.floor(placed.get("activations on host", 0.0) * blocks)}
         through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
         # fractions need no buffers to pass through: less of what needs them until there is room
         for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):
@@ -385,7 +450,7 @@ class Search:
             return
         period = self.tried[at].period_ns
         assert period is not None, "what is refined has been simulated"
-        space = knob_space(self.model, at.workload, nvme="nvme" in dict(self.start.knobs))
+        space = knob_space(self.model, at.workload, begun=self.start)
         if not hold:
             del space["hold"]
         stride = max(self.model.num_hidden_layers // 6, 1)
@@ -400,12 +465,24 @@ class Search:
                     break
                 there = [at.with_knobs({name: values[here + way]}) for way in ways]
                 for way, candidate, found in zip(ways, there, self.evaluate(*there), strict=True):
+                    if self.tried[candidate].over and name == "offload" and way > 0:
+                        candidate, found = self._with_room(candidate)
                     if self.tried[candidate].over:
                         too_far.add((name, way))
                     if found is not None and found < period * (1.0 - WORTH_A_STEP):
                         at, period = candidate, found
             if at == before:
                 stride //= 2
+
+    def _with_room(self, candidate: Candidate) -> tuple[Candidate, float | None]:
+        """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
+        thrifty = candidate.with_knobs({"slack": 1})
+        (found,) = self.evaluate(thrifty)
+        inputs = cast("int", dict(candidate.knobs).get("inputs", 0))
+        if self.tried[thrifty].over and inputs:
+            thrifty = thrifty.with_knobs({"inputs": inputs * 5 // 6})
+            (found,) = self.evaluate(thrifty)
+        return thrifty, found
 
     def named(self, workload: Workload) -> None:
         """Every exact policy with the knobs it comes with."""
@@ -507,8 +584,11 @@ def _first(values: range, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def knob_space(model: ModelSpec, workload: Workload, *, nvme: bool) -> dict[str, list[Knob]]:
-    """The knobs of `streamed` that are searched, each with its values in order."""
+def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
+    """The knobs of `streamed` that are searched, each with its values in order.
+
+    What only want of room asks for is among them where `begun`, with which all begins, has it.
+    """
     blocks = model.num_hidden_layers
     counts: list[Knob] = list(range(blocks + 1))
     space: dict[str, list[Knob]] = {
@@ -520,8 +600,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, nvme: bool) -> dict[str,
     }
     if workload.grad_clip is None:
         space |= {"defer": counts, "through": counts}
-    if nvme:
-        space["nvme"] = counts
+    space |= {name: counts for name in ("inputs", "nvme") if name in dict(begun.knobs)}
     if workload.accumulation > 1:
         space |= {"order": ["layers", "microbatches"], "singly": counts}
     return {**space, "hold": counts}

@@ -36,6 +36,10 @@ def plan(
     prove: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds to prove how much another order could gain; few layers.")
     ] = None,
+    start: Annotated[
+        list[Path] | None,
+        typer.Option("--start", help="Begin with this schedule file: if it fits, the plan is not slower. Repeatable."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -49,6 +53,7 @@ def plan(
     from sim.plan import plan as search
 
     profile, spec = machine_of(hardware, change), presets.load(model)
+    begun_with = [codec.read(path) for path in start or ()]
     fixed = batch is not None and accumulation is not None
     with progress_bar() as bar:
         task = bar.add_task("planning", total=1.0, note="")
@@ -67,6 +72,7 @@ def plan(
             precision=precision,
             grad_clip=clip,
             progress=progress,
+            first=begun_with,
             workers=os.cpu_count() or 1,
         )
         bar.update(task, completed=1.0)

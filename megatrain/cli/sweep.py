@@ -13,10 +13,16 @@ from megatrain.cli.options import Json, Precision, Seq, print_json, progress_bar
 
 
 def sweep(
-    models: Annotated[list[str], typer.Argument(help="Models to train.", show_default=False)],
+    models: Annotated[
+        list[str],
+        typer.Option("--models", "-m", help="A model to train, or several: a,b. Repeatable.", show_default=False),
+    ],
     prices: Annotated[Path, typer.Option("--prices", help="Your prices, as docs/prices.yaml.", show_default=False)],
     hardware: Annotated[
-        list[str] | None, typer.Option("--hardware", "-H", help="Repeatable; every machine with a price if left out.")
+        list[str] | None,
+        typer.Option(
+            "--hardware", "-H", help="A machine, or several: a,b. Repeatable; every one with a price if left out."
+        ),
     ] = None,
     vary: Annotated[
         list[str] | None, typer.Option("--vary", help="A number and its values: host.memory=128GiB,256GiB. Repeatable.")
@@ -48,8 +54,8 @@ def sweep(
         if name != sweeps.PLAN:
             known.load(name)
     points = sweeps.points(
-        [presets.load(model) for model in models],
-        hardware or list(costs.machines),
+        [presets.load(model) for model in _listed(models)],
+        _listed(hardware) if hardware else list(costs.machines),
         vary or [],
         chosen,
         seq_len=seq,
@@ -78,3 +84,7 @@ def sweep(
             of_model.sort_values("cost", na_position="last"), buying.columns(costs), title=str(model), note=note
         )
     print(f"pictures and all numbers: {page}")
+
+
+def _listed(values: list[str]) -> list[str]:
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]

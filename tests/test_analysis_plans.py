@@ -1,0 +1,47 @@
+"""The table of plans: beside every named policy, with what does not fit as a row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from analysis import plans
+from schedules import policies, presets
+from schedules.workload import Workload
+from sim import hardware
+from sim.prediction import memory_of, predict
+
+MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=3, vocab_size=8192)
+SMALL = hardware.override(hardware.load("rtx4090"), ["gpu.memory=6GB"])
+STEP = {"seq_len": 512, "tokens_per_step": 4 * 512}
+
+
+def test_a_row_has_the_plan_and_the_best_that_every_policy_does() -> None:
+    row, named = plans.row(MODEL, SMALL, **STEP, machine="small")
+    assert row.machine == "small" and row.reason == ""
+    assert row.best_named_tokens_per_s == max(rate for rate in named.values() if not math.isnan(rate))
+    assert row.tokens_per_s >= row.best_named_tokens_per_s == named[row.best_named]
+    assert row.gap == pytest.approx(row.step_s / row.bound_s - 1.0)
+
+
+def test_a_named_policy_has_what_suits_it() -> None:
+    """More micro-batches where fewer do not fit, and what is pointwise computed again where that is faster."""
+    _, named = plans.row(MODEL, SMALL, **STEP)
+    budget, found = memory_of(SMALL), []
+    for (size, count), mode in [(split, mode) for split in ((4, 1), (2, 2)) for mode in ("none", "pointwise")]:
+        workload = Workload(micro_batch_size=size, accumulation=count, seq_len=512, recompute=mode)
+        prediction = predict(policies.build("streamed", MODEL, workload, budget), SMALL)
+        assert prediction.fits
+        found.append(prediction.tokens_per_s)
+    assert named["streamed"] == max(found)
+
+
+def test_what_does_not_fit_is_a_row_with_its_reason() -> None:
+    nowhere = replace(hardware.override(SMALL, ["gpu.memory=1GB", "host.memory=1GB"]), nvme=None)
+    row, named = plans.row(MODEL, nowhere, **STEP)
+    assert math.isnan(row.tokens_per_s) and not named and "no schedule of qwen2.5-7b fits" in row.reason
+    table = plans.frame([plans.row(MODEL, SMALL, **STEP), (row, named)])
+    lines = plans.markdown(table).splitlines()
+    assert len(lines) == 4 and "nothing fits" in lines[-1]
