@@ -131,7 +131,7 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, eff
 @pytest.mark.parametrize("name", MACHINES)
 @settings(max_examples=50, deadline=None)
 @given(
-    blocks=st.integers(1, 8),
+    blocks=st.sampled_from([1, 2, 6, 8, 10]),  # few are all tried, which takes long with three or four
     batch=st.sampled_from([1, 4, 32]),
     accumulation=st.sampled_from([1, 2, 4]),
     device=st.sampled_from([0.6, 1.0, 3.0]),
@@ -272,10 +272,10 @@ def test_a_plan_that_begins_with_another_is_not_slower() -> None:
 
 def test_a_plan_may_begin_with_a_schedule_that_no_search_would_find() -> None:
     """Written by hand, with the best one's ops: it is tried as it is, and what is found is not slower."""
-    model, profile = shallow(4), hardware.load("rtx4090")
-    best = plan(model, profile, seq_len=512, tokens_per_step=8 * 512).schedule
+    model, profile = shallow(6), hardware.load("rtx4090")
+    best = plan(model, profile, seq_len=512, micro_batch_size=8).schedule
     own = replace(best, policy="mine", knobs={})
-    found = plan(model, profile, seq_len=512, tokens_per_step=8 * 512, first=[own], effort=1)
+    found = plan(model, profile, seq_len=512, micro_batch_size=8, first=[own], effort=1)
     assert found.tried[0].policy == "mine" and found.tried[0].period_ns is not None
     assert found.prediction.period_ns <= found.tried[0].period_ns
 
