@@ -177,12 +177,14 @@ class ModelSpec:
 
     def layer_index(self, name: str) -> int:
         """The inverse of `layer_name`. Raises ModelError when no layer has that name."""
-        i = {"embed": self.embed, "head": self.head}.get(name)
-        if i is None and name.isdecimal() and (i := int(name)) not in self.blocks:
-            i = None
-        if i is None or self.layer_name(i) != name:
+        i = self._indices.get(name)
+        if i is None:
             raise ModelError(f"{self.name} has no layer {name!r}; it has embed, 0 to {self.head - 1}, and head")
         return i
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {self.layer_name(i): i for i in self.layers}
 
     def window(self, i: int) -> int | None:
         """How many keys, its own included, a token of block i may attend to; None for all before it."""

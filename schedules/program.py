@@ -20,7 +20,7 @@ from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import Tensor, parse
+from schedules.tensor import named, parse
 from schedules.traffic import elementwise_bytes, workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
@@ -55,31 +55,31 @@ class Program:
 
     def weight(self, i: int) -> str:
         """The weights of layer i."""
-        return str(Tensor(tensors.WEIGHT, self.model.layer_name(i)))
+        return named(tensors.WEIGHT, self.model.layer_name(i))
 
     def adapter(self, i: int) -> str:
         """The adapters of block i, which are trained in place of its weights where the workload says so."""
-        return str(Tensor(tensors.ADAPTER, self.model.layer_name(i)))
+        return named(tensors.ADAPTER, self.model.layer_name(i))
 
     def grad(self, i: int, *, wide: bool = False) -> str:
         """The gradient of what is trained of layer i, in fp32 if `wide`."""
-        return str(Tensor(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i)))
+        return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i))
 
     def state(self, i: int) -> str:
         """The optimizer state of layer i."""
-        return str(Tensor(tensors.STATE, self.model.layer_name(i)))
+        return named(tensors.STATE, self.model.layer_name(i))
 
     def output(self, i: int, m: int) -> str:
         """The output of layer i for micro-batch m."""
-        return str(Tensor(tensors.OUTPUT, self.model.layer_name(i), m))
+        return named(tensors.OUTPUT, self.model.layer_name(i), m)
 
     def saved(self, i: int, m: int) -> str:
         """What layer i keeps inside for its backward of micro-batch m."""
-        return str(Tensor(tensors.SAVED, self.model.layer_name(i), m))
+        return named(tensors.SAVED, self.model.layer_name(i), m)
 
     def output_grad(self, i: int, m: int) -> str:
         """The gradient of layer i's output for micro-batch m."""
-        return str(Tensor(tensors.OUTPUT_GRAD, self.model.layer_name(i), m))
+        return named(tensors.OUTPUT_GRAD, self.model.layer_name(i), m)
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""

@@ -37,8 +37,14 @@ class Tensor:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        parts = [self.cls, self.layer] if self.layer else [self.cls]
-        return ".".join(parts if self.microbatch is None else [*parts, str(self.microbatch)])
+        return named(self.cls, self.layer, self.microbatch)
+
+
+@functools.cache
+def named(cls: str, layer: str = "", microbatch: int | None = None) -> str:
+    """The name that `parse` reads; schedules ask for the same ones all the time."""
+    parts = [cls, layer] if layer else [cls]
+    return ".".join(parts if microbatch is None else [*parts, str(microbatch)])
 
 
 @functools.cache

@@ -39,7 +39,8 @@ SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # less than this fraction is nothing
 _CHEAP = ("pointwise", "none", "mlp")
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
-EFFORT = 100  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+MANY = 100  # candidates of which few are expected to be any better
+EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
 
 
@@ -268,8 +269,7 @@ class Search:
         self.share = 0.9
         of_best = self.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
-        for workload in dict.fromkeys([of_best, *(replace(w, recompute="none") for w in (of_best, of_bound))]):
-            self.named(workload)
+        self.named(of_best, replace(of_best, recompute="none"), replace(of_bound, recompute="none"))
 
     def begin_with(self, schedule: Schedule, steps: list[Workload]) -> None:
         """Try a schedule as it is, and what its policy makes of its knobs here."""
@@ -316,7 +316,7 @@ class Search:
             if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
                 self.evaluate(replace(at, workload=workload))
         for found, workload in some:
-            if self.period_ns is not None and found.period_ns < WORTH_A_LOOK[True] * self.period_ns:
+            if self.effort > 0 and found.period_ns < WORTH_A_LOOK[True] * (self.period_ns or math.inf):
                 self.hold(workload)
         self.refine(hold=True)
 
@@ -484,15 +484,17 @@ class Search:
             (found,) = self.evaluate(thrifty)
         return thrifty, found
 
-    def named(self, workload: Workload) -> None:
+    def named(self, *workloads: Workload) -> None:
         """Every exact policy with the knobs it comes with."""
-        self.evaluate(*(Candidate(policy=name, workload=workload) for name in policies.comparable()))
+        known = itertools.product(workloads, policies.comparable())
+        # few of them are a new best, so that nothing is lost by judging all against the one so far
+        self.evaluate(*(Candidate(policy=name, workload=workload) for workload, name in known), at_once=MANY)
 
-    def evaluate(self, *candidates: Candidate) -> list[float | None]:
-        """The periods of candidates in ns; None for one that does not fit or cannot beat the best."""
+    def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[float | None]:
+        """The periods of candidates in ns; None for one that does not fit or cannot beat the best of rounds before."""
         new = [candidate for candidate in dict.fromkeys(candidates) if candidate not in self.tried]
-        for first in range(0, len(new), ROUND):
-            some = new[first : first + ROUND]
+        for first in range(0, len(new), at_once):
+            some = new[first : first + at_once]
             verdicts = self.judge(some, self.period_ns or math.inf)
             for candidate, verdict in zip(some, verdicts, strict=True):
                 self._heard(candidate, verdict)
