@@ -1,9 +1,10 @@
 """Plans over many models and machines, beside every named policy and the bound: python benchmarks/plans.py
 
-    python benchmarks/plans.py [--out analysis/results/plans] [--brute-force 1000]
+    python benchmarks/plans.py [--out analysis/results/plans] [--brute-force 1000] [--more-memory]
 
 All predicted, from datasheet profiles. Writes plans.csv, the picture, the table and the point of a rival's planner.
-`--brute-force N` plans N random small instances and compares each with the best of all its placements instead.
+`--brute-force N` plans N random small instances and compares each with the best of all its placements instead;
+`--more-memory` plans steps on machines that differ in their memory alone, and tells where more of it was slower.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.progress import track
 from analysis import figure, plans
 from analysis.files import write_text
 from schedules import policies, presets
+from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim import hardware
 from sim.plan import NothingFits, plan
@@ -46,6 +48,18 @@ RIVAL = (
 )  # fmt: skip
 # it counts neither the kernels between the products nor their slowdown
 PRODUCTS_ONLY = ("gpu.copy_slowdown=0fraction", "gpu.memory_bandwidth=1000TB/s")
+# (model, machine, sequence, tokens per step), on each of these shares of its own memory
+LADDERS = (
+    ("qwen2.5-7b", "h100", 2048, 16384),
+    ("qwen2.5-7b", "rtx4090", 2048, 16384),
+    ("llama-3.1-8b", "rtx5090", 4096, 32768),
+    ("llama-3.1-8b", "h100", 4096, 65536),
+    ("qwen2.5-14b", "a100-pcie", 2048, 16384),
+    ("qwen2.5-14b", "rtx5090", 2048, 16384),
+    ("qwen2.5-32b", "h100", 2048, 16384),
+    ("llama-3.2-3b", "rtx4090", 4096, 65536),
+)
+SHARES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 CORES = os.cpu_count() or 1
 Point = tuple[str, str, tuple[str, ...], str, int, int]
 
@@ -123,11 +137,58 @@ def against_brute_force(instances: int, out: Path) -> None:
     print(told)
 
 
+def ladder(case: tuple[str, str, int, int, str]) -> tuple[list[float], list[float]]:
+    """Periods, ns, with more and more of one memory: each planned alone, and each begun with the one before."""
+    name, machine, seq_len, tokens, tier = case
+    model, profile = presets.load(name), hardware.load(machine)
+    own = memory_of(profile)
+    alone: list[float] = []
+    handed: list[float] = []
+    before: list[Schedule] = []
+    for share in SHARES:
+        budget = replace(own, **{tier: int(getattr(own, tier) * share)})
+        step = {"seq_len": seq_len, "tokens_per_step": tokens, "memory": budget}
+        try:
+            found = plan(model, profile, **step)  # type: ignore[arg-type]
+        except NothingFits:
+            continue
+        alone.append(found.prediction.period_ns)
+        if handed and found.prediction.period_ns > handed[-1]:
+            found = plan(model, profile, **step, first=before)  # type: ignore[arg-type]
+        handed.append(found.prediction.period_ns)
+        before = [found.schedule]
+    return alone, handed
+
+
+def with_more_memory(out: Path) -> None:
+    """Write down how often a plan with more memory is slower than one with less."""
+    cases = [(*point, tier) for point in LADDERS for tier in ("device_bytes", "host_bytes")]
+    with ProcessPoolExecutor() as pool:
+        found = list(track(pool.map(ladder, cases), "planning with more memory", total=len(cases)))
+    alone = [pair for periods, _ in found for pair in itertools.combinations(periods, 2)]
+    handed = [pair for _, periods in found for pair in itertools.combinations(periods, 2)]
+    slower = [more / less - 1.0 for less, more in alone if more > less]
+    never = sum(more > less for less, more in handed)
+    shares = ", ".join(f"{share:g}" for share in SHARES)
+    told = (
+        f"{len(LADDERS)} steps on machines with {shares} times their device or host memory: {len(alone)} pairs of a "
+        f"plan with less and one with more. Planned alone, as a search that begins anew each time, more memory is "
+        f"slower in {len(slower)} of them, at most by {max(slower, default=0.0):.1%}. Each begun with the plan before "
+        f"(`megatrain plan --start FILE`, and what `sweep` and `--what-if` do of themselves), in {never}."
+    )
+    write_text(out / "more_memory.md", f"# More memory\n\n{told} Made by `python benchmarks/plans.py --more-memory`.\n")
+    print(told)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
     parser.add_argument("--brute-force", type=int, metavar="N")
+    parser.add_argument("--more-memory", action="store_true")
     chosen = parser.parse_args()
+    if chosen.more_memory:
+        with_more_memory(chosen.out)
+        return
     if chosen.brute_force:
         against_brute_force(chosen.brute_force, chosen.out)
         return
@@ -156,6 +217,7 @@ def main() -> None:
         "![shares of the bound](plans.png)",
         "",
         "[Against brute force](brute_force.md): small instances, all placements tried.",
+        "[With more memory](more_memory.md): whether a plan is ever slower.",
         "",
         "## What does not fit",
         "",
