@@ -28,7 +28,7 @@ from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim import hardware
 from sim.plan import NothingFits, plan
-from sim.prediction import memory_of, predict
+from sim.prediction import DoesNotFit, memory_of, predict, require_fit
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-70b", "gpt-oss-120b")
 MACHINES = ("a100-pcie", "h100", "gh200", "h200", "b200", "rtx4090", "rtx5090")
@@ -109,8 +109,12 @@ def brute_force(instance: int) -> float | None:
     budget, best, counts = memory_of(profile), math.inf, range(blocks + 1)
     for resident, offload, defer, through in itertools.product(range(blocks + 3), counts, counts, counts):
         knobs = {"resident": resident, "offload": offload, "defer": defer, "through": through}
-        prediction = predict(policies.build("streamed", model, workload, budget, **knobs), profile, budget)
-        best = min(best, prediction.period_ns if prediction.fits else math.inf)
+        schedule = policies.build("streamed", model, workload, budget, **knobs)
+        try:
+            require_fit(schedule, profile, budget)
+        except DoesNotFit:
+            continue
+        best = min(best, predict(schedule, profile, budget).period_ns)
     try:
         found = plan(
             model, profile, seq_len=512, micro_batch_size=workload.micro_batch_size, accumulation=workload.accumulation

@@ -32,7 +32,7 @@ PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say wh
 EXHAUSTIVE = 900  # placements of one workload; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
-ASIDE = 3  # of so many parts of the effort, one is kept for the modes that are less likely
+ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
@@ -289,12 +289,14 @@ class Search:
 
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search with our own knobs all splits that could fit."""
-        for place, mode in enumerate(_likeliest_first(bounded)):
-            aside = 0 if place else self.effort // ASIDE
+        modes = _likeliest_first(bounded)
+        for place, mode in enumerate(modes):
+            aside = self.effort // ASIDE if mode != modes[-1] else 0
             self.effort -= aside
+            worth_it = self.effort > 0 or self.at is None or self.few(bounded[0][1])
             if self.at is not None:
                 self.as_before(mode)
-            if self.effort > 0 or self.at is None or self.few(bounded[0][1]):
+            if worth_it:
                 self.in_mode(place, [(found, workload) for found, workload in bounded if workload.recompute == mode])
             self.effort = max(self.effort, 0) + aside
 
@@ -386,10 +388,12 @@ class Search:
         orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
         away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
         chosen = itertools.product(orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,))
+        # and where even buffers are tight, all that can leave the device
+        all_away = [(order, least, {"offload": blocks, "slack": 1}, 0) for order in orders]
         self.evaluate(
             *(
                 start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload})
-                for order, resident, offload, defer in chosen
+                for order, resident, offload, defer in (*chosen, *all_away)
                 if self._hopeful(workload, resident, order)
             )
         )

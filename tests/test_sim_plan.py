@@ -20,7 +20,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob
 from schedules.verify import ScheduleError, verify
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.cost import MissingCost
 from sim.hardware import HardwareProfile
@@ -75,7 +75,8 @@ def test_no_order_of_micro_batches_is_faster_than_the_bound(seed: int) -> None:
     """With memory so short that micro-batches must share loads, or be recomputed, or go away."""
     chance = random.Random(seed)
     blocks, model = 4, shallow(4)
-    workload = step(chance.choice([1, 4, 16]), accumulation=chance.choice([2, 3, 8]))
+    batch, accumulation = chance.choice([1, 4, 16]), chance.choice([2, 3, 8])
+    workload = step(batch, accumulation=accumulation, recompute=RECOMPUTED[seed % len(RECOMPUTED)])
     name, device = chance.choice(MACHINES), chance.uniform(0.3, 2.0) * state_bytes(model) / 1e9 + 1.0
     profile = hardware.override(hardware.load(name), [f"gpu.memory={device:.3f}GB"])
     limit = placement_bound(model, workload, profile)
