@@ -29,7 +29,7 @@ from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction, memory_of, peak_bytes
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
-EXHAUSTIVE = 900  # placements of one workload; no more are all tried
+EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
@@ -113,9 +113,9 @@ def plan(
 
     The step is given as `tokens_per_step`, split into micro-batches as is best, or as a micro-batch size and an
     accumulation (1 if left out). The search begins with the schedules `first`, as they are and with their policies and
-    knobs: the plan is not slower than any of them that fits. `effort` limits how many candidates are evaluated;
-    `workers` processes share them, more than ROUND have nothing to do. Ctrl-C ends the search; the best schedule
-    found so far is returned then.
+    knobs: the plan is not slower than any of them that fits. `effort` limits how many candidates are evaluated; below
+    EFFORT that holds also where there are few. `workers` processes share them. Ctrl-C ends the search; the best
+    schedule found so far is returned then.
 
     Raises:
         InputError: the step is not given, or is no whole number of sequences; or a schedule to begin with is of another
@@ -240,6 +240,8 @@ class Search:
     best: Prediction | None = None
     at: Candidate | None = None  # the best with our own knobs
     start: Candidate = field(default_factory=lambda: Candidate(policy=OURS, workload=_NO_STEP))
+    thorough: bool = field(init=False)  # few placements are all tried
+    ways: int = 1  # splits and modes of the step
     least: int = 0  # layers that must and
     most: int = 0  # may live on the device
     begun: bool = False  # these are known
@@ -249,6 +251,7 @@ class Search:
     shortest: tuple[int, str] | None = None  # bytes that the closest candidate lacked, and what for
 
     def __post_init__(self) -> None:
+        self.thorough = self.effort >= EFFORT
         self.effort *= len(policies.build(OURS, self.model, _NO_STEP, self.budget).ops)
 
     @property
@@ -290,6 +293,7 @@ class Search:
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search with our own knobs all splits that could fit."""
         modes = _likeliest_first(bounded)
+        self.ways = len(bounded)
         for place, mode in enumerate(modes):
             aside = self.effort // ASIDE if mode != modes[-1] else 0
             self.effort -= aside
@@ -354,8 +358,9 @@ class Search:
         self.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
 
     def few(self, workload: Workload) -> bool:
-        """Whether all placements of a step can be tried."""
-        return math.prod(map(len, self._placements(workload).values())) <= EXHAUSTIVE
+        """Whether all placements of a step are tried."""
+        placements = math.prod(map(len, self._placements(workload).values()))
+        return self.thorough and placements * self.ways <= EXHAUSTIVE
 
     def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
         space = knob_space(self.model, workload, begun=self.start)
