@@ -27,8 +27,9 @@ from schedules import policies, presets
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim import hardware
-from sim.plan import NothingFits, plan
+from sim.plan import plan
 from sim.prediction import DoesNotFit, memory_of, predict, require_fit
+from sim.search import NothingFits
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-70b", "gpt-oss-120b")
 MACHINES = ("a100-pcie", "h100", "gh200", "h200", "b200", "rtx4090", "rtx5090")

@@ -25,8 +25,9 @@ from sim import hardware
 from sim.cost import MissingCost
 from sim.hardware import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
-from sim.plan import EFFORT, PART, NothingFits, Plan, plan, splits
+from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, predict
+from sim.search import EFFORT, PART, NothingFits
 
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
 

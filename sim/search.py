@@ -1,0 +1,469 @@
+"""The search of the planner: over the knobs of `streamed`, and every exact policy beside it.
+
+A candidate is a policy with knobs and a split of the step into micro-batches. It is built, dropped if it does not
+fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
+best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
+coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time until
+no step helps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from schedules import policies
+from schedules.errors import InputError, Refused
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from schedules.schedule import Knob, Schedule
+from schedules.verify import verify
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judge
+from sim.hardware import HardwareProfile
+from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
+from sim.prediction import Prediction, peak_bytes
+
+PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
+EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
+SPLITS = 6  # ways to split a step into micro-batches that are looked at
+WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
+ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
+LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
+GRID = 4  # values of residency on the coarse grid
+SLACK = 4  # visits that activations may take to leave or to come, to begin with
+ALL = 1e-6  # less than this fraction is nothing
+_CHEAP = ("pointwise", "none", "mlp")
+WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
+MANY = 100  # candidates of which few are expected to be any better
+EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
+
+_NO_STEP = Workload(micro_batch_size=1, seq_len=1)
+
+
+class NothingFits(Refused):
+    """No schedule fits; the message names the smallest shortage found."""
+
+
+def _words(workload: Workload) -> str:
+    clip = "no clipping" if workload.grad_clip is None else f"clipped to {workload.grad_clip:g}"
+    size = f"{workload.accumulation} x {workload.micro_batch_size} sequences of {workload.seq_len:,} tokens"
+    return f"{size}, {workload.precision}, {clip}"
+
+
+def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:
+    """The modes of recompute: where not all activations can stay as they are, what costs next to nothing goes first."""
+    plain = [found for found, workload in bounded if workload.recompute == "none"]
+    best = min(plain, key=lambda found: found.period_ns, default=None)
+    ample = best is not None and best.placed["activations kept"] > 1.0 - ALL
+    return sorted({workload.recompute for _, workload in bounded}, key=RECOMPUTED.index if ample else _CHEAP.index)
+
+
+def by_bound(
+    model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget, steps: list[Workload]
+) -> list[tuple[PlacementBound, Workload]]:
+    """The splits that could fit, the fewest micro-batches first, each with its bound."""
+    found = []
+    for workload in steps:
+        try:
+            found.append((placement_bound(model, workload, profile, budget), workload))
+        except NoPlacement:
+            continue
+        if len({other.accumulation for _, other in found}) > SPLITS:
+            found.pop()
+            break  # smaller micro-batches move more for what they do, and take longer to look at
+    return found
+
+
+@dataclass
+class Search:
+    """What has been tried, and the best of it."""
+
+    model: ModelSpec
+    profile: HardwareProfile
+    budget: MemoryBudget
+    judge: Judge
+    progress: Progress | None = None
+    effort: int = EFFORT  # from the start on: ops that may still be evaluated
+    best: Prediction | None = None
+    at: Candidate | None = None  # the best with our own knobs
+    start: Candidate = field(default_factory=lambda: Candidate(policy=OURS, workload=_NO_STEP))
+    thorough: bool = field(init=False)  # few placements are all tried
+    ways: int = 1  # splits and modes of the step
+    least: int = 0  # layers that must and
+    most: int = 0  # may live on the device
+    begun: bool = False  # these are known
+    share: float = 0.0
+    tried: dict[Candidate, Tried] = field(default_factory=dict)
+    rooms: dict[Candidate, dict[Tier, bool]] = field(default_factory=dict)
+    shortest: tuple[int, str] | None = None  # bytes that the closest candidate lacked, and what for
+
+    def __post_init__(self) -> None:
+        self.thorough = self.effort >= EFFORT
+        self.effort *= len(policies.build(OURS, self.model, _NO_STEP, self.budget).ops)
+
+    @property
+    def period_ns(self) -> float | None:
+        """Of the best schedule so far."""
+        return None if self.best is None else self.best.period_ns
+
+    @property
+    def workload(self) -> Workload | None:
+        """Of the best schedule so far."""
+        return None if self.best is None else self.best.schedule.workload
+
+    def all_of(self, steps: list[Workload], bounded: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search all splits that could fit, `bounded`, and at the end every named policy."""
+        if max((workload.accumulation for _, workload in bounded), default=1) >= LONG:
+            self.a_part_first([workload for _, workload in bounded])
+        self.splits(bounded)
+        self.share = 0.9
+        of_best = self.workload or steps[0]
+        of_bound = bounded[0][1] if bounded else of_best
+        self.named(of_best, replace(of_best, recompute="none"), replace(of_bound, recompute="none"))
+
+    def begin_with(self, schedule: Schedule, steps: list[Workload]) -> None:
+        """Try a schedule as it is, and what its policy makes of its knobs here."""
+        if schedule.model != self.model:
+            other = schedule.model.name
+            raise InputError(f"cannot begin with a schedule of {other}: the plan is for {self.model.name}")
+        if schedule.workload not in steps:
+            raise InputError(f"cannot begin with a schedule of another step: {_words(schedule.workload)}")
+        verify(schedule)
+        as_it_is = Candidate(
+            policy=schedule.policy, workload=schedule.workload, knobs=tuple(sorted(schedule.knobs.items()))
+        )
+        case = Case(self.model, self.profile, self.budget)
+        self._heard(as_it_is, judge(case, as_it_is, self.period_ns or math.inf, schedule))
+        if schedule.policy == OURS:
+            self.evaluate(as_it_is.with_knobs({}))
+
+    def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search with our own knobs all splits that could fit."""
+        modes = _likeliest_first(bounded)
+        self.ways = len(bounded)
+        for place, mode in enumerate(modes):
+            aside = self.effort // ASIDE if mode != modes[-1] else 0
+            self.effort -= aside
+            worth_it = self.effort > 0 or self.at is None or self.few(bounded[0][1])
+            if self.at is not None:
+                self.as_before(mode)
+            if worth_it:
+                self.in_mode(place, [(found, workload) for found, workload in bounded if workload.recompute == mode])
+            self.effort = max(self.effort, 0) + aside
+
+    def in_mode(self, place: int, some: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
+        for number, (found, workload) in enumerate(some):
+            self.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
+            hope = WORTH_A_LOOK[place > 0 and not self.few(workload)]
+            if self.period_ns is None or found.period_ns < hope * self.period_ns:
+                self.look(workload, whole=self.best is None or not self.begun)
+                self.as_placed(workload, found)
+                if not number:
+                    self.refine(hold=False)  # fewer of the other splits are worth a look then
+        if self.at is None or self.at.workload not in [workload for _, workload in some]:
+            return
+        self.refine(hold=False)
+        at = self.at
+        for _, workload in some:  # the same with micro-batches of twice or half the size
+            if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
+                self.evaluate(replace(at, workload=workload))
+        for found, workload in some:
+            if self.effort > 0 and found.period_ns < WORTH_A_LOOK[True] * (self.period_ns or math.inf):
+                self.hold(workload)
+        self.refine(hold=True)
+
+    def a_part_first(self, steps: list[Workload]) -> None:
+        """Search a step of 1 / PART as many micro-batches, in as much less time, and try here what is best there."""
+        parts = [replace(w, accumulation=w.accumulation // PART) for w in steps if w.accumulation % PART == 0]
+        progress, share = self.progress, 0.1
+
+        def told(best: Prediction | None, done: float, note: str) -> None:
+            if progress is not None:
+                progress(best, share * done, f"1 / {PART} of the step: {note}")
+
+        of_part = Search(self.model, self.profile, self.budget, self.judge, told)
+        of_part.effort = self.effort // 2
+        of_part.splits(by_bound(self.model, self.profile, self.budget, parts))
+        self.effort -= self.effort // 2 - of_part.effort
+        best: dict[Workload, Candidate] = {}
+        for candidate, tried in sorted(of_part.tried.items(), key=lambda item: item[1].period_ns or math.inf):
+            if tried.period_ns is not None:
+                best.setdefault(candidate.workload, candidate)
+        for workload, candidate in list(best.items())[:STARTS]:
+            whole = replace(candidate, workload=replace(workload, accumulation=workload.accumulation * PART))
+            self.evaluate(*(whole.with_knobs({"order": order}) for order in ("layers", "microbatches")))
+
+    def as_before(self, mode: str) -> None:
+        """Try the best schedule with blocks that compute more or less again, so that fewer or more must go away."""
+        at = self.at
+        assert at is not None
+        other = replace(at, workload=replace(at.workload, recompute=mode))
+        away = cast("int", dict(at.knobs).get("offload", 0))
+        blocks = self.model.num_hidden_layers
+        offloads = {away, away // 2, away * 3 // 4, min(away * 4 // 3, blocks), min(away + blocks // 4, blocks)}
+        self.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
+
+    def few(self, workload: Workload) -> bool:
+        """Whether all placements of a step are tried."""
+        placements = math.prod(map(len, self._placements(workload).values()))
+        return self.thorough and placements * self.ways <= EXHAUSTIVE
+
+    def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
+        space = knob_space(self.model, workload, begun=self.start)
+        return {name: values for name, values in space.items() if name in PLACEMENT}
+
+    def look(self, workload: Workload, *, whole: bool) -> None:
+        """Try one split of the step: all candidates if they are few, else a coarse grid, or only its corners."""
+        start = Candidate(policy=OURS, workload=workload)
+        if self.few(workload):
+            placements = self._placements(workload)
+            effort = self.effort
+            for begin in dict.fromkeys((start, self._off_the_host(self._off_the_device(start)))):
+                every = itertools.product(*placements.values())
+                self.evaluate(*(begin.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
+            self.effort = effort  # there are few: what follows may still take its own
+            return
+        blocks = self.model.num_hidden_layers
+        if whole:
+            self.begun = True
+            start = self._off_the_device(start)
+            self.start = self._off_the_host(start)
+            self.least, self.most = self._residents(self.start)
+        start = replace(self.start, workload=workload)
+        least, most = self.least, self.most
+        most = max(least, most)
+        # smaller micro-batches leave room for more: all but the head
+        residents = [most, blocks + 1]
+        if whole:
+            residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)]
+        orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
+        away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
+        chosen = itertools.product(orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,))
+        # and where even buffers are tight, all that can leave the device
+        all_away = [(order, least, {"offload": blocks, "slack": 1}, 0) for order in orders]
+        self.evaluate(
+            *(
+                start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload})
+                for order, resident, offload, defer in (*chosen, *all_away)
+                if self._hopeful(workload, resident, order)
+            )
+        )
+
+    def as_placed(self, workload: Workload, bound: PlacementBound) -> None:
+        """Try what the bound's placement would be in whole blocks; of several micro-batches, both orders at once."""
+        blocks, placed = self.model.num_hidden_layers, bound.placed
+        start = replace(self.start, workload=workload)
+        resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
+        late = {"resident": resident, "defer": blocks * 3 // 8, "slabs": 16}
+        away: dict[str, Knob] = {"offload": math.floor(placed.get("activations on host", 0.0) * blocks)}
+        through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
+        # fractions need no buffers to pass through: less of what needs them until there is room
+        for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):
+            candidate = start.with_knobs({**late, **knobs})
+            self.evaluate(candidate)
+            if not self.tried[candidate].over:
+                break
+        # most blocks are then loaded twice for every micro-batch
+        if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
+            both = {**late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
+            self.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
+
+    def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
+        """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
+        layers, one = self.model.num_hidden_layers + 2, self.model.params(0)
+        weights = one * workload.bytes.weight
+        if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.budget.device_bytes:
+            return False
+        loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
+        return loads * weights / self.profile.links.h2d.bandwidth.value * 1e9 < (self.period_ns or math.inf)
+
+    def hold(self, workload: Workload) -> None:
+        """Try one split with as many blocks' weights on the device as it has room for."""
+        for order in ("layers", "microbatches") if workload.accumulation > 1 else ("layers",):
+            start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
+            self.evaluate(*(start.with_knobs({"hold": hold}) for hold in self._holds(start)))
+
+    def _holds(self, start: Candidate) -> list[int]:
+        """How many blocks may have their weights on the device: beside all activations, and beside none."""
+        blocks, workload = self.model.num_hidden_layers, start.workload
+        adding_up = dict(start.knobs).get("order") == "microbatches"
+        one = self.model.params(0) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
+        kept = self.model.saved_bytes(0, workload) * (1 if adding_up else workload.accumulation)
+        spare = (
+            self.budget.device_bytes - peak_bytes(self._built(start.with_knobs({"keep": 0})), self.profile)[Tier.DEVICE]
+        )
+        found = (int((spare - kept * count) // one) for count in (blocks, 0))
+        return sorted({min(hold, blocks) for hold in found if hold > 0})
+
+    def refine(self, *, hold: bool) -> None:
+        """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
+
+        How many blocks are held is one of these knobs if `hold`: early on it leads away from better places.
+        """
+        at = self.at
+        if at is None:
+            return
+        period = self.tried[at].period_ns
+        assert period is not None, "what is refined has been simulated"
+        space = knob_space(self.model, at.workload, begun=self.start)
+        if not hold:
+            del space["hold"]
+        stride = max(self.model.num_hidden_layers // 6, 1)
+        too_far = set[tuple[str, int]]()  # by how much a knob was changed when there was no room
+        while stride and self.effort > 0:
+            before = at
+            for name, values in space.items():
+                here = values.index(dict(at.knobs).get(name, values[0]))
+                step = min(stride, max(len(values) // 3, 1))
+                ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
+                if self.effort <= 0:
+                    break
+                there = [at.with_knobs({name: values[here + way]}) for way in ways]
+                for way, candidate, found in zip(ways, there, self.evaluate(*there), strict=True):
+                    if self.tried[candidate].over and name == "offload" and way > 0:
+                        candidate, found = self._with_room(candidate)
+                    if self.tried[candidate].over:
+                        too_far.add((name, way))
+                    if found is not None and found < period * (1.0 - WORTH_A_STEP):
+                        at, period = candidate, found
+            if at == before:
+                stride //= 2
+
+    def _with_room(self, candidate: Candidate) -> tuple[Candidate, float | None]:
+        """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
+        thrifty = candidate.with_knobs({"slack": 1})
+        (found,) = self.evaluate(thrifty)
+        inputs = cast("int", dict(candidate.knobs).get("inputs", 0))
+        if self.tried[thrifty].over and inputs:
+            thrifty = thrifty.with_knobs({"inputs": inputs * 5 // 6})
+            (found,) = self.evaluate(thrifty)
+        return thrifty, found
+
+    def named(self, *workloads: Workload) -> None:
+        """Every exact policy with the knobs it comes with."""
+        known = itertools.product(workloads, policies.comparable())
+        # few of them are a new best, so that nothing is lost by judging all against the one so far
+        self.evaluate(*(Candidate(policy=name, workload=workload) for workload, name in known), at_once=MANY)
+
+    def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[float | None]:
+        """The periods of candidates in ns; None for one that does not fit or cannot beat the best of rounds before."""
+        new = [candidate for candidate in dict.fromkeys(candidates) if candidate not in self.tried]
+        for first in range(0, len(new), at_once):
+            some = new[first : first + at_once]
+            verdicts = self.judge(some, self.period_ns or math.inf)
+            for candidate, verdict in zip(some, verdicts, strict=True):
+                self._heard(candidate, verdict)
+        return [self.tried[candidate].period_ns for candidate in candidates]
+
+    def _heard(self, candidate: Candidate, verdict: Verdict) -> None:
+        self.tried[candidate] = tried = verdict.tried
+        self.effort -= verdict.effort
+        if verdict.prediction is not None and verdict.prediction.period_ns < (self.period_ns or math.inf):
+            self.best = verdict.prediction
+            self.at = candidate if candidate.policy == OURS else self.at
+        if tried.over and (self.shortest is None or tried.over < self.shortest[0]):
+            self.shortest = tried.over, verdict.lacking
+        if self.progress is not None:
+            self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
+
+    def _built(self, candidate: Candidate) -> Schedule:
+        return policies.build(candidate.policy, self.model, candidate.workload, self.budget, **dict(candidate.knobs))
+
+    def _room(self, candidate: Candidate) -> dict[Tier, bool]:
+        """Whether a candidate has room in each tier."""
+        if candidate not in self.rooms:
+            limits = zip(Tier, vars(self.budget).values(), strict=True)
+            try:
+                peaks = peak_bytes(self._built(candidate), self.profile)
+                self.rooms[candidate] = {tier: peaks[tier] <= limit for tier, limit in limits}
+            except policies.PolicyError:
+                self.rooms[candidate] = dict.fromkeys(Tier, False)
+        return self.rooms[candidate]
+
+    def _residents(self, start: Candidate) -> tuple[int, int]:
+        """The fewest layers that must live on the device, for the host has no room, and the most that may."""
+        limit = self.model.num_hidden_layers + 2
+
+        def room(resident: int, tier: Tier) -> bool:
+            return self._room(start.with_knobs({"resident": resident, "keep": 0}))[tier]
+
+        least = _first(range(limit + 1), lambda n: room(n, Tier.HOST))
+        most = _first(range(limit + 1), lambda n: not room(n, Tier.DEVICE)) - 1
+        return least, most
+
+    def _off_the_device(self, start: Candidate) -> Candidate:
+        """With the blocks' inputs on the host between forward and backward, if they do not fit the device."""
+        if self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]:
+            return start
+        return start.with_knobs({"inputs": self.model.num_hidden_layers})
+
+    def _off_the_host(self, start: Candidate) -> Candidate:
+        """With as much state on NVMe as host and device together cannot hold."""
+
+        def held(nvme: int) -> bool:
+            least, most = self._residents(start.with_knobs({"nvme": nvme}))
+            return least <= most
+
+        blocks = self.model.num_hidden_layers
+        if self.profile.nvme is None or held(0):
+            return start
+        return start.with_knobs({"nvme": _first(range(1, blocks + 1), held)})
+
+    def nothing_fits(self, workload: Workload) -> NothingFits:
+        """The sentence for a machine on which nothing runs."""
+        model = self.model
+        state = model.total_params * workload.bytes.per_param
+        have = self.budget.device_bytes + self.budget.host_bytes + self.budget.nvme_bytes
+        told = [f"no schedule of {model.name} fits {self.profile.name}"]
+        if state > have:
+            told.append(
+                f"weights, gradients and optimizer state take {state / 1e9:,.1f} GB, all its memory together is "
+                f"{have / 1e9:,.1f} GB"
+            )
+        elif self.shortest is not None:
+            told.append(f"the closest one {self.shortest[1]}")
+        endless = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60)
+        least = policies.build(OURS, model, workload, endless, keep=0, inputs=model.num_hidden_layers, slabs=1)
+        peaks = peak_bytes(least, self.profile)
+        told.append(
+            f"the thriftiest one takes {peaks[Tier.DEVICE] / 1e9:,.1f} GB of device and "
+            f"{peaks[Tier.HOST] / 1e9:,.1f} GB of host memory"
+        )
+        return NothingFits("; ".join(told))
+
+
+def _first(values: range, holds: Callable[[int], bool]) -> int:
+    """The first of the values for which `holds`, as it then does for all after it; the one past the end if none."""
+    low, high = values.start, values.stop
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
+    """The knobs of `streamed` that are searched, each with its values in order.
+
+    What only want of room asks for is among them where `begun`, with which all begins, has it.
+    """
+    blocks = model.num_hidden_layers
+    counts: list[Knob] = list(range(blocks + 1))
+    space: dict[str, list[Knob]] = {
+        "resident": list(range(blocks + 3)),
+        "offload": counts,
+        "slack": [1, 2, 3, 4],
+        "slots": [2, 3, 4],
+        "slabs": [4, 2, 8, 16, 32],
+    }
+    if workload.grad_clip is None:
+        space |= {"defer": counts, "through": counts}
+    space |= {name: counts for name in ("inputs", "nvme") if name in dict(begun.knobs)}
+    if workload.accumulation > 1:
+        space |= {"order": ["layers", "microbatches"], "singly": counts}
+    return {**space, "hold": counts}
