@@ -10,6 +10,7 @@ All predicted, from datasheet profiles. Writes plans.csv, the picture, the table
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import math
 import os
@@ -23,6 +24,7 @@ from rich.progress import track
 
 from analysis import figure, plans
 from analysis.files import write_text
+from megatrain.session import machine_name
 from schedules import policies, presets
 from schedules.schedule import Schedule
 from schedules.workload import Workload
@@ -208,7 +210,8 @@ def main() -> None:
         "",
         f"Predicted from datasheet profiles; nothing here was measured. One step is {TOKENS:,} tokens in sequences of "
         f"{SEQ:,} unless the machine's name says otherwise, bf16 weights and gradients, fp32 moments. Made by "
-        f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores.",
+        f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
+        f"{datetime.date.today()}.",
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "
         f"{(fits['gap'] <= 0.03).sum()}, the median gap is {fits['gap'].median():.1%}, the largest "

@@ -126,7 +126,7 @@ class _Bag:
         self._constants = {t.untyped_storage().data_ptr() for t in constants}
         self._device = device
         self._numbers: dict[int, int] = {}  # storage address -> its number
-        self._recipes: dict[int, _Recipe] = {}  # storage address -> how to make it again
+        self.recipes: dict[int, _Recipe] = {}  # storage address -> how to make it again
         self.storages: list[Tensor] = []  # uint8, one dimension, whole storages
         self.dropped = False
         self.bound: Mapping[str, Tensor] = {}  # set for the time of a backward
@@ -145,7 +145,7 @@ class _Bag:
         few_words = storage.nbytes() <= 16 and not t.is_floating_point()
         if address in self._constants or few_words or t.device != self._device or not storage.nbytes():
             return t.detach()
-        if recipe := self._recipes.get(address):
+        if recipe := self.recipes.get(address):
             if not recipe.readers:  # nothing is kept for what nobody reads
                 recipe.handles, recipe.inputs = [self.pack(t) for t in recipe.inputs], ()
             recipe.readers += 1
@@ -165,16 +165,6 @@ class _Bag:
         if self.dropped:
             raise SavedError("the saved activations are not on the device: bind them to a buffer first")
         return handle.of_base(self.storages[handle.of].view(handle.dtype))
-
-    @contextmanager
-    def again(self, t: Tensor, recipe: _Recipe) -> Iterator[None]:
-        # only for as long as `t` is sure to be there: its address may be another tensor's afterwards
-        address = t.untyped_storage().data_ptr()
-        self._recipes[address] = recipe
-        try:
-            yield
-        finally:
-            del self._recipes[address]
 
     def _made(self, recipe: _Recipe) -> Tensor:
         made = recipe.made
@@ -200,8 +190,13 @@ def again(t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Iterator[N
     if bag is None:
         yield
         return
-    with bag.again(t, _Recipe(make, inputs)):
+    # only for as long as `t` is sure to be there: its address may be another tensor's afterwards
+    address = t.untyped_storage().data_ptr()
+    bag.recipes[address] = _Recipe(make, inputs)
+    try:
         yield
+    finally:
+        del bag.recipes[address]
 
 
 class Saved:

@@ -140,7 +140,7 @@ def judges(case: Case, workers: int) -> Iterator[Judge]:
     try:
         yield functools.partial(_judged_by, pool)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # not to wait would leave a thread that may fail as Python ends
 
 
 def _judged_by(pool: Executor, candidates: list[Candidate], best_ns: float) -> Iterable[Verdict]:

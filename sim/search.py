@@ -35,8 +35,8 @@ ASIDE = 3  # of so many parts of the effort that is left, one is kept for the mo
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
-ALL = 1e-6  # less than this fraction is nothing
-_CHEAP = ("pointwise", "none", "mlp")
+ALL = 1e-6  # activations kept but for this fraction are all kept
+SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -60,7 +60,7 @@ def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str
     plain = [found for found, workload in bounded if workload.recompute == "none"]
     best = min(plain, key=lambda found: found.period_ns, default=None)
     ample = best is not None and best.placed["activations kept"] > 1.0 - ALL
-    return sorted({workload.recompute for _, workload in bounded}, key=RECOMPUTED.index if ample else _CHEAP.index)
+    return sorted({workload.recompute for _, workload in bounded}, key=(RECOMPUTED if ample else SHORT_OF_ROOM).index)
 
 
 def by_bound(
@@ -257,6 +257,8 @@ class Search:
 
     def as_placed(self, workload: Workload, bound: PlacementBound) -> None:
         """Try what the bound's placement would be in whole blocks; of several micro-batches, both orders at once."""
+        if self.most < self.least:
+            return  # not even what must be on the device has room there
         blocks, placed = self.model.num_hidden_layers, bound.placed
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
