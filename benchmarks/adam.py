@@ -1,8 +1,8 @@
 """The optimizer on the CPU: our kernel, torch in several passes, and DeepSpeed's where it is installed.
 
-    python benchmarks/adam.py [--params 50e6] [--threads 1 2 ...]
+    python benchmarks/adam.py [--params 50e6] [--threads 1 2 ...] [--out FILE.md]
 
-Prints parameters and bytes per second beside the bandwidth of plain copies with as many threads, all out of
+Tells parameters and bytes per second beside the bandwidth of plain copies with as many threads, all out of
 cache and on random numbers. A copy counts what it reads and what it writes; the update counts every byte that it
 must read or write once, whatever passes it makes.
 """
@@ -11,32 +11,43 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
 import os
-import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from megatrain import adam
 from megatrain.native import adam as native
+from megatrain.session import machine_name
 from schedules.workload import PRECISIONS
 
 REPEATS = 7  # the median is told, with the fastest and the slowest; one more comes first and is not counted
+DEEPSPEED = ("bf16", "bf16_16bit", "fp32")  # precisions that DeepSpeedCPUAdam can do too
 HYPER = adam.Adam(lr=1e-4, weight_decay=0.1)
+
+
+def by_turns(works: Mapping[str, Callable[[], object]]) -> dict[str, tuple[float, float, float]]:
+    """Median, least and most seconds of a call of each, by turns: the machine's pace may change."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(REPEATS + 1):
+        for name, work in works.items():
+            work()  # by when its threads are awake, and those of the one before look no longer for more work
+            begun = time.perf_counter()
+            work()
+            if turn:
+                found[name].append(time.perf_counter() - begun)
+    return {name: (statistics.median(times), min(times), max(times)) for name, times in found.items()}
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float, float]:
     """Median, least and most seconds of a call."""
-    work()
-    found = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found), min(found), max(found)
+    return by_turns({"": work})[""]
 
 
 def bytes_per_param(precision: str) -> int:
@@ -71,62 +82,92 @@ def slabs(n: int, precision: str) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return weights, torch.randn(n).to(weights.dtype), state
 
 
-def ours(n: int, precision: str) -> tuple[float, float, float]:
+def ours(n: int, precision: str) -> Callable[[], object]:
     weights, grad, state = slabs(n, precision)
-    return seconds(lambda: adam.step(weights, grad, state, HYPER, 10, precision=precision))
+    return lambda: adam.step(weights, grad, state, HYPER, 10, precision=precision)
 
 
-def in_torch(n: int, precision: str) -> tuple[float, float, float]:
-    kernel, native.kernel = native.kernel, lambda: None
-    try:
-        return ours(n, precision)
-    finally:
-        native.kernel = kernel
+def in_torch(n: int, precision: str) -> Callable[[], object]:
+    step, compiled = ours(n, precision), native.kernel
+
+    def without_kernel() -> None:
+        native.kernel = lambda: None
+        try:
+            step()
+        finally:
+            native.kernel = compiled
+
+    return without_kernel
 
 
-def deepspeed(n: int) -> tuple[float, float, float] | str:
-    """DeepSpeedCPUAdam with an fp32 master: gradient and weight in fp32, as ZeRO-3 calls it. Or why not."""
+def deepspeed(n: int, precision: str) -> Callable[[], object] | str:
+    """DeepSpeedCPUAdam on gradients and weights of one type, as ZeRO-3 calls it. Or why not.
+
+    Its weights in bf16 are as the precision "bf16": their own master, with fp32 moments.
+    """
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        parameter = torch.nn.Parameter(torch.randn(n) * 0.02)
-        parameter.grad = torch.randn(n)
-        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.1, betas=HYPER.betas)
+        weights, grad, _ = slabs(n, precision)
+        parameter = torch.nn.Parameter(weights)
+        parameter.grad = grad
+        optimizer = DeepSpeedCPUAdam(
+            [parameter], lr=HYPER.lr, weight_decay=HYPER.weight_decay, betas=HYPER.betas,
+            fp32_optimizer_states=precision != "bf16_16bit",
+        )  # fmt: skip
     except Exception as error:  # a missing package, or a build that failed: both are told
         return f"DeepSpeedCPUAdam left out: {str(error).splitlines()[0] if str(error) else repr(error)}"
-    return seconds(optimizer.step)
+    step: Callable[[], object] = optimizer.step
+    return step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=50e6, help="parameters of the slab")
     parser.add_argument("--threads", type=int, nargs="+", default=None, help="numbers of threads to try")
+    parser.add_argument("--out", type=Path, default=None, help="a Markdown file to write as well")
     options = parser.parse_args()
     n, cores = int(options.params), len(os.sched_getaffinity(0))
-    print(f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}; {n:,} parameters")
-    print(f"our kernel: {native.why_not() or 'compiled'}")
-    print(f"{'threads':>7} {'precision':<11} {'by':<9} {'Gparam/s':>9} {'spread':>13} {'GB/s':>7} {'of copy':>8}")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    say("# AdamW on the host\n")
+    say(
+        f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, measured: {machine_name()}, {cores} cores, "
+        f"torch {torch.__version__}; {n:,} parameters out of cache. Our kernel: {native.why_not() or 'compiled'}.\n"
+    )
+    say("| threads | precision | by | Gparam/s | slowest-fastest | GB/s | of a copy |")
+    say("|---:|---|---|---:|---:|---:|---:|")
+    left_out: list[str] = []
     for threads in options.threads or sorted({1, max(1, cores // 2), cores}):
         torch.set_num_threads(threads)
         rate = copy_rate(4 * n)
-        print(f"{threads:>7} {'':<11} {'copy':<9} {'':>9} {'':>13} {rate / 1e9:7.1f} {1:8.0%}")
+        say(f"| {threads} | | copy | | | {rate / 1e9:.1f} | 100 % |")
         for precision in PRECISIONS:
-            for by, measure in (("ours", ours), ("torch", in_torch)):
-                row(threads, precision, by, n, measure(n, precision), bytes_per_param(precision), rate)
-        found = deepspeed(n)
-        if isinstance(found, str):
-            print(f"{threads:>7} {found}")
-        else:
-            row(threads, "fp32", "DeepSpeed", n, found, bytes_per_param("fp32"), rate)
+            works = {"ours": ours(n, precision), "torch": in_torch(n, precision)}
+            if precision in DEEPSPEED:
+                rival = deepspeed(n, precision)
+                if isinstance(rival, str):
+                    left_out = [rival]
+                else:
+                    works["DeepSpeed"] = rival
+            for by, found in by_turns(works).items():
+                say(row(threads, precision, by, n, found, rate))
+    for line in ("", *left_out):
+        say(line)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(lines).rstrip() + "\n")
 
 
-def row(
-    threads: int, precision: str, by: str, n: int, found: tuple[float, float, float], each: int, copy: float
-) -> None:
+def row(threads: int, precision: str, by: str, n: int, found: tuple[float, float, float], copy: float) -> str:
     median, least, most = found
     rate, spread = n / median / 1e9, f"{n / most / 1e9:.2f}-{n / least / 1e9:.2f}"
-    moved = rate * 1e9 * each
-    print(f"{threads:>7} {precision:<11} {by:<9} {rate:9.2f} {spread:>13} {moved / 1e9:7.1f} {moved / copy:8.0%}")
+    moved = rate * 1e9 * bytes_per_param(precision)
+    return f"| {threads} | {precision} | {by} | {rate:.2f} | {spread} | {moved / 1e9:.1f} | {moved / copy:.0%} |"
 
 
 if __name__ == "__main__":

@@ -114,16 +114,37 @@ def fastest_way(results: Results) -> tuple[bool, bool] | None:
     return None if best is None else (best["fused"], best["graphs"])
 
 
-def rivals(models: tuple[str, ...]) -> Iterator[tuple[Case, Callable[[Case], Row]]]:
-    """Plain PyTorch with and without checkpointing, and DeepSpeed, at the same batches."""
-    for model in models:
-        for seq, micro, accumulation in BATCHES:
-            base = Case(
-                model=model, policy="plain torch", seq_len=seq, micro_batch_size=micro, accumulation=accumulation
+def rivals(models: tuple[str, ...], host_bytes: int) -> Iterator[tuple[Case, Callable[[Case], Row]]]:
+    """DeepSpeed with our state, once with its usual one, and plain PyTorch with and without checkpointing.
+
+    All at the batches of our own steps, DeepSpeed first: what it is compared in is what this is about.
+    """
+
+    def zero3(case: Case) -> Row:
+        return gpu_rivals.zero3(case, host_bytes)
+
+    def batches(policy: str, precision: str) -> list[Case]:
+        return [
+            Case(
+                model=model,
+                policy=policy,
+                seq_len=seq,
+                micro_batch_size=micro,
+                accumulation=accumulation,
+                precision=precision,
             )
-            yield base, gpu_rivals.plain
-            yield dataclasses.replace(base, knobs={"checkpointing": True}), gpu_rivals.plain
-            yield dataclasses.replace(base, policy="deepspeed zero3"), gpu_rivals.zero3
+            for model in models
+            for seq, micro, accumulation in BATCHES
+        ]
+
+    for case in batches("deepspeed zero3", "bf16"):
+        yield case, zero3
+    for case in batches("plain torch", "bf16_16bit"):
+        yield case, gpu_rivals.plain
+        yield dataclasses.replace(case, knobs={"checkpointing": True}), gpu_rivals.plain
+    for case in batches("deepspeed zero3", "bf16_fp32"):
+        if (case.seq_len, case.micro_batch_size, case.accumulation) == BATCHES[-1]:
+            yield case, zero3
 
 
 # ---- correctness
@@ -320,7 +341,7 @@ def main() -> None:
                 )
     if "rivals" in options.parts:
         gpu_steps.PooledBackend.trim([])
-        for case, work in rivals(models):
+        for case, work in rivals(models, host_bytes):
             results.measure("rivals", case.key, lambda case=case, work=work: work(case))
     text = table(results)
     (results.folder / "gpu.md").write_text(text)

@@ -67,28 +67,29 @@ def rates(
                 work()
             torch.cuda.synchronize()
         counts.append(max(1, round(window_s / ((time.perf_counter() - begun) / 5))))
-    marks: list[list[torch.cuda.Event]] = [[] for _ in works]
+    ends_of: list[list[torch.cuda.Event]] = [[] for _ in works]
     turns = -(-max(counts) // TOGETHER)
-    for (stream, _, _), mark in zip(works, marks, strict=True):
+    for (stream, _, _), ends in zip(works, ends_of, strict=True):
         with torch.cuda.stream(stream):
-            mark.append(_mark())
+            ends.append(mark())
     for turn in range((WINDOWS + 2) * turns):
         part = turn % turns
-        for (stream, work, _), count, mark in zip(works, counts, marks, strict=True):
+        for (stream, work, _), count, ends in zip(works, counts, ends_of, strict=True):
             with torch.cuda.stream(stream):
                 for _ in range(count * (part + 1) // turns - count * part // turns):
                     work()
                 if part == turns - 1:
-                    mark.append(_mark())
+                    ends.append(mark())
     torch.cuda.synchronize()
     found = []
-    for (_, _, amount), count, mark in zip(works, counts, marks, strict=True):
-        each = [amount * count / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(mark[2:-1])]
+    for (_, _, amount), count, ends in zip(works, counts, ends_of, strict=True):
+        each = [amount * count / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(ends[2:-1])]
         found.append({"median": statistics.median(each), "least": min(each), "most": max(each)})
     return found
 
 
-def _mark() -> torch.cuda.Event:
+def mark() -> torch.cuda.Event:
+    """A moment of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -208,10 +209,21 @@ def optimizer(threads: list[int]) -> list[Row]:
                 }
             )
     torch.set_num_threads(max(threads))
-    found = adam_benchmark.deepspeed(params)
-    if isinstance(found, str):
-        return [*rows, {"case": "DeepSpeedCPUAdam", "left_out": found}]
-    return [*rows, {"case": "DeepSpeedCPUAdam, fp32", "threads": max(threads), "Gparam_s": params / found[0] / 1e9}]
+    for precision in adam_benchmark.DEEPSPEED:
+        case, rival = f"DeepSpeedCPUAdam, {precision}", adam_benchmark.deepspeed(params, precision)
+        if isinstance(rival, str):
+            rows.append({"case": case, "left_out": rival})
+            continue
+        found = adam_benchmark.by_turns({"ours": adam_benchmark.ours(params, precision), "rival": rival})
+        rows.append(
+            {
+                "case": case,
+                "threads": max(threads),
+                "Gparam_s": params / found["rival"][0] / 1e9,
+                "ours_Gparam_s": params / found["ours"][0] / 1e9,
+            }
+        )
+    return rows
 
 
 class _Copying:

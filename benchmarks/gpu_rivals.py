@@ -6,6 +6,8 @@ random tokens. Where a package is missing the row says so.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import statistics
 import time
@@ -17,18 +19,26 @@ import torch
 from gpu_steps import STEPS, WARM_UP, Case, Row
 from torch import Tensor, nn
 
+from megatrain.cuda import RESERVED_CORES
 from schedules import presets
 from schedules.model import ModelSpec
 
 BUCKET = 250_000_000  # elements; more than a layer, as DeepSpeed's prefetch wants it
+PHASED_STEPS = 2  # after those that count, with the GPU idle between phases
+# Of the host's memory per parameter: weights, their master, two moments in fp32, a gradient of the master's type.
+ZERO3_HOST_BYTES = {"bf16": 2 + 2 + 8 + 2, "bf16_fp32": 2 + 4 + 8 + 4}  # as our own state, and as is usual there
 
 
 class LeftOut(Exception):
     """Why a rival cannot run here."""
 
 
-def model_of(spec: ModelSpec) -> nn.Module:
-    """The model as transformers has it, bf16, where the default device is."""
+def builder(spec: ModelSpec) -> Callable[[], nn.Module]:
+    """Makes the model as transformers has it, bf16, where the default device is.
+
+    Whatever the package imports is imported here: within DeepSpeed's context, which replaces functions of torch, it
+    cannot be.
+    """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -49,7 +59,7 @@ def model_of(spec: ModelSpec) -> nn.Module:
         attn_implementation="sdpa",
         dtype=torch.bfloat16,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return lambda: LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def tokens(case: Case, vocab: int) -> Tensor:
@@ -57,16 +67,16 @@ def tokens(case: Case, vocab: int) -> Tensor:
 
 
 def steps(case: Case, step: Callable[[], None]) -> Row:
-    """Seconds of a step, the GPU idle before and after each."""
+    """Seconds of a step by the GPU's clock, nothing waiting between steps that the rival itself does not wait for."""
     spec, workload = presets.load(case.model), case.workload
-    found = []
-    for number in range(WARM_UP + STEPS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
+    for _ in range(WARM_UP):
         step()
-        torch.cuda.synchronize()
-        if number >= WARM_UP:
-            found.append(time.perf_counter() - begun)
+    marks = [gpu_machine.mark()]
+    for _ in range(STEPS):
+        step()
+        marks.append(gpu_machine.mark())
+    torch.cuda.synchronize()
+    found = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
     median = statistics.median(found)
     return {
         "case": case.key,
@@ -80,14 +90,20 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
     }
 
 
-def plain(case: Case) -> Row:
-    """Everything on the GPU in bf16, moments too: 8 bytes a parameter, precision bf16_16bit."""
-    spec = presets.load(case.model)
-    torch.cuda.set_per_process_memory_fraction(1.0)
+def _clear() -> None:
+    gc.collect()  # models and engines refer to themselves
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+
+
+def plain(case: Case) -> Row:
+    """Everything on the GPU in bf16, moments too: precision bf16_16bit."""
+    spec = presets.load(case.model)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    _clear()
+    build = builder(spec)
     with gpu_machine.DEVICE:
-        model = model_of(spec)
+        model = build()
     if case.knobs.get("checkpointing"):
         model.gradient_checkpointing_enable()
     model.train()
@@ -103,25 +119,35 @@ def plain(case: Case) -> Row:
     return {**steps(case, step), "by": f"torch {torch.__version__}, transformers, AdamW(fused) with bf16 moments"}
 
 
-def zero3(case: Case) -> Row:
-    """DeepSpeed, parameters and optimizer offloaded, checkpointing, settings as `settings` says them."""
+def zero3(case: Case, host_bytes: int) -> Row:
+    """DeepSpeed, parameters and optimizer offloaded, checkpointing, settings as `settings` says them.
+
+    What a step takes is measured undisturbed; the times of its phases come from more steps afterwards.
+    """
     try:
         import deepspeed
     except ImportError:
         raise LeftOut("left out: the package deepspeed is not installed") from None
+    spec, threads = presets.load(case.model), max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
+    if (
+        needed := spec.total_params * ZERO3_HOST_BYTES[case.precision]
+    ) > host_bytes:  # the kernel would end this process
+        raise LeftOut(f"does not fit: {needed / 2**30:.1f} GiB of host memory, {host_bytes / 2**30:.1f} GiB available")
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29511)):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    spec, threads = presets.load(case.model), len(os.sched_getaffinity(0)) - 2
     torch.set_num_threads(threads)  # its optimizer uses torch's number
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    config = settings(case, spec)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    _clear()
+    config, build = settings(case, spec), builder(spec)
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = model_of(spec)
+        model = build()
     model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+
+    def at_once(name: str, work: Callable[[], Any]) -> Any:
+        return work()
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         torch.cuda.synchronize()
@@ -131,29 +157,41 @@ def zero3(case: Case) -> Row:
         phases[name].append(time.perf_counter() - begun)
         return value
 
-    def step() -> None:
+    def step(do: Callable[[str, Callable[[], Any]], Any] = at_once) -> None:
         for _ in range(case.accumulation):
             batch = tokens(case, spec.vocab_size)
-            loss = timed("forward", lambda batch=batch: engine(input_ids=batch, labels=batch).loss)
-            timed("backward", lambda loss=loss: engine.backward(loss))
-            timed("step", engine.step)
+            loss = do("forward", lambda batch=batch: engine(input_ids=batch, labels=batch).loss)
+            do("backward", lambda loss=loss: engine.backward(loss))
+            do("step", engine.step)
 
-    row = steps(case, step)
+    try:
+        row = steps(case, step)
+        for _ in range(PHASED_STEPS):
+            step(timed)
+    finally:
+        engine.destroy()
     return {
         **row,
         "by": f"deepspeed {deepspeed.__version__}, {threads} threads",
         "settings": config,
-        "phases_s": {name: statistics.median(times) for name, times in phases.items()},
+        "phases_s": {name: sum(times) / PHASED_STEPS for name, times in phases.items()},
     }
 
 
 def settings(case: Case, spec: ModelSpec) -> dict[str, Any]:
-    """The usual configuration of ZeRO-3 offload, with overlap on, memory pinned and buckets above a layer."""
+    """The usual configuration of ZeRO-3 offload, with overlap on, memory pinned and buckets above a layer.
+
+    With precision "bf16" the optimizer's state is as ours: bf16 weights and no other master, fp32 moments.
+    """
     pinned = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": case.micro_batch_size,
         "gradient_accumulation_steps": case.accumulation,
-        "bf16": {"enabled": True},
+        "bf16": {
+            "enabled": True,
+            "bf16_master_weights_and_grads": case.precision == "bf16",
+            "check_grad_overflow": False,  # a pass over all gradients that training in bf16 can do without
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {
             "stage": 3,

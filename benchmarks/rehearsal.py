@@ -7,8 +7,9 @@ figures of a rehearsal mean nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,13 @@ from megatrain import cuda
 from megatrain.pointwise import PLAIN
 
 MEMORY = 16 << 30
+NOTHING = (
+    "synchronize",
+    "set_device",
+    "empty_cache",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+)
 
 
 class Event:
@@ -70,24 +78,32 @@ def _stream(stream: Stream) -> Iterator[None]:
     yield
 
 
+def _nothing() -> Callable[..., None]:
+    """A function of its own each time: torch's compiler takes one function under two names for an error."""
+    return lambda *a, **k: None
+
+
+def _none() -> Callable[..., int]:
+    return lambda *a, **k: 0
+
+
 def install(gpu: Any) -> None:
     """Replace torch.cuda's functions and the sizes of the benchmark, the module `gpu`, for the rest of the process."""
-    nothing, none = (lambda *a, **k: None), (lambda *a, **k: 0)
+    os.environ["DS_ACCELERATOR"] = "cpu"
     properties = SimpleNamespace(total_memory=MEMORY)
     replacements: dict[str, Any] = {
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": Graph,
-        "graph_pool_handle": none,
+        "graph_pool_handle": _none(),
         "stream": _stream,
         "cudart": Runtime,
         "_sleep": lambda cycles: time.sleep(cycles * 1e-11),
         "is_available": lambda: True,
         "get_device_name": lambda index=0: "no GPU, a rehearsal",
         "get_device_properties": lambda index: properties,
-        "max_memory_allocated": none,
-        **dict.fromkeys(("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"), nothing),
-        "set_per_process_memory_fraction": nothing,
+        "max_memory_allocated": _none(),
+        **{name: _nothing() for name in NOTHING},
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)

@@ -58,7 +58,7 @@ def native_map(signed: bool) -> Map:
     return Map(
         values=torch.nn.functional.pad(table, (0, pad)),
         limits=torch.nn.functional.pad(edges, (0, pad + 1), value=torch.inf),
-        below=torch.bucketize(least, edges).to(torch.uint8),
+        below=torch.bucketize(least, edges).to(torch.int32),
     )
 
 

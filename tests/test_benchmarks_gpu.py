@@ -28,7 +28,7 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     rows = {part: body["rows"][part].values() for part in PARTS}
     errors = [row["error"] for part in PARTS for row in rows[part] if "error" in row]
     assert [error for error in errors if not error.startswith("left out")] == []
-    assert len(rows["ways"]) == 4 and len(rows["steps"]) == 14 and len(rows["rivals"]) == 6
+    assert len(rows["ways"]) == 4 and len(rows["steps"]) == 14 and len(rows["rivals"]) == 7
     for row in [*rows["ways"], *rows["steps"]]:
         assert row["tokens_per_s"] > 0 and row["predicted_step_s"] > 0 and row["bound_step_s"] > 0
         assert row["startup_s"] > 0 and row["handing_over_us"] and row["host_peak_GB"] > 0

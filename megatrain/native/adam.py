@@ -31,7 +31,7 @@ class Map:
     """How moments of eight bits are stored, on the CPU.
 
     `values`, fp32 [256]: what codes stand for, ascending. `limits`, fp32 [256]: the largest number that a code is
-    still stored for, infinity at the end. `below`, uint8 [65536]: by the upper half of a float's bits, the code of
+    still stored for, infinity at the end. `below`, int32 [65536]: by the upper half of a float's bits, the code of
     the least float that begins so.
     """
 
