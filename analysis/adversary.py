@@ -16,7 +16,8 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.workload import Workload
-from sim.hardware import CEILINGS, HardwareProfile, lookup, override
+from sim.hardware import override
+from sim.machine import CEILINGS, HardwareProfile, lookup
 from sim.prediction import memory_of, predict
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 
 from analysis import figure, tables
+from analysis.costs import months_column
 from analysis.figure import FONT_PT, axes_for
 from analysis.files import whole, write_text
 from analysis.palette import BLUE, GREY
-from analysis.sweep import months_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

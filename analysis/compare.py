@@ -14,7 +14,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.prediction import Prediction, memory_of, predict
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from schedules import policies
 from schedules.errors import Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, predict
 

@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from schedules import policies, presets
+from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
@@ -28,15 +27,13 @@ from schedules.schedule import Knob
 from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import plan, splits
 from sim.prediction import Prediction, memory_of, predict
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from analysis.prices import Prices
+    pass
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]
@@ -348,66 +345,3 @@ def _cut_half_a_line(file: Path) -> None:
     """Let the next row begin on a line of its own."""
     if file.is_file() and (text := file.read_bytes()) and not text.endswith(b"\n"):
         file.write_bytes(text[: text.rfind(b"\n") + 1])
-
-
-# ---- what it costs
-
-
-def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataFrame:
-    """Rows with price, time, cost and energy of training that many tokens, and months to break even.
-
-    Columns added: buy, cost_per_hour, days, cost, energy_kwh, pareto (no point of the model trains faster for as
-    little an hour), and a column of months for every rental. Raises PriceError.
-    """
-    import pandas as pd
-
-    found = [{**row, **_cost(row, prices, train_tokens)} for row in rows]
-    table = pd.DataFrame(found)
-    table["pareto"] = False
-    for _, group in table[table["fits"]].groupby("model"):
-        table.loc[_pareto(group), "pareto"] = True
-    return table
-
-
-def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
-    machine = hardware.load(row["machine"])
-    price = prices.of(row["machine"], more_host_bytes=row["host_memory"] - machine.host.memory.value)
-    hourly = prices.cheapest_per_hour(price)
-    nothing = {"buy": price.buy, "cost_per_hour": hourly, "days": None, "cost": None, "energy_kwh": None}
-    months: Row = {months_column(rental.name): None for rental in prices.rentals}
-    if not row["fits"]:
-        return nothing | months
-    hours = train_tokens / row["tokens_per_s"] / 3600
-    for rental in prices.rentals:
-        peak = hardware.load(rental.machine).gpu.matmul_flops.value
-        flops = _flops_per_token(presets.load(row["model"]), row)
-        rented = rental.gpus * rental.mfu * peak / flops  # tokens/s
-        months[months_column(rental.name)] = prices.break_even_months(
-            price, row["tokens_per_s"], rental.rent_per_hour / 3600 / rented
-        )
-    return {
-        **nothing,
-        "days": hours / 24,
-        "cost": hours * hourly,
-        "energy_kwh": hours * price.watts / 1e3,
-    } | months
-
-
-def months_column(rental: str) -> str:
-    """The column of months after which a machine has cost less than that rental."""
-    return f"months until cheaper than {rental}"
-
-
-def _flops_per_token(model: ModelSpec, row: Row) -> float:
-    workload = Workload(micro_batch_size=1, seq_len=row["seq_len"])
-    return model.model_flops_per_step(workload) / workload.tokens_per_step
-
-
-def _pareto(group: pd.DataFrame) -> list[Any]:
-    """The index of rows that no other row beats in both cost per hour and throughput."""
-    best, chosen = -math.inf, list[Any]()
-    ordered = group.sort_values(["cost_per_hour", "tokens_per_s"], ascending=[True, False])
-    for index, rate in zip(ordered.index, ordered["tokens_per_s"], strict=True):
-        if rate > best:
-            best, chosen = rate, [*chosen, index]
-    return chosen

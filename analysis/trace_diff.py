@@ -18,8 +18,8 @@ from schedules.op import Op, Stream
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Ints, Trace, TraceError
 from sim.cost import D2H, GPU, H2D, demands
-from sim.hardware import HardwareProfile
 from sim.longest_path import periods
+from sim.machine import HardwareProfile
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,7 @@ from schedules.schedule import Schedule
 from schedules.trace import Trace
 from sim.cost import Demand, Terms, demands
 from sim.engine import play, simulate
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes, predict
 from sim.whatif import op_class, op_noise
 

@@ -13,7 +13,7 @@ import pandas as pd
 from analysis import figure, plots, tables, validation
 from analysis.files import whole, write_text
 from megatrain.validate import WARMUP, Grid, Point
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 
 PACKAGES = ("torch", "simpy", "numpy", "scipy", "pandas")
 

@@ -38,7 +38,7 @@ from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import signature
-from sim.hardware import HardwareProfile, Measured, Table, Value
+from sim.machine import HardwareProfile, Measured, Table, Value
 
 Row = dict[str, Any]
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]

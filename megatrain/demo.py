@@ -15,7 +15,7 @@ from schedules.schedule import Schedule
 from schedules.verify import Verified, verify
 from schedules.workload import Workload
 from sim import hardware
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.prediction import Prediction, memory_of, predict
 
 POLICIES = ("resident", "streamed", "megatrain", "megatrain_released", "zero3_offload")

@@ -35,7 +35,7 @@ from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
 from sim.cost import signature
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
 Machine = Callable[[], Backend[Any]]  # a fresh backend; who runs on it closes it

@@ -23,7 +23,7 @@ from megatrain.session import available_memory, machine_name
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim.cost import signature
-from sim.hardware import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
+from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
 
 PACKAGES = ("torch", "numpy")
 EXTREMES = 0.05  # of the samples, left out at either end

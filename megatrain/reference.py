@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatrain.adam import Adam
 from megatrain.data import TokenSource, inputs_and_targets
-from megatrain.template import rms_norm, templates, views
+from megatrain.layer_parts import rms_norm
+from megatrain.template import templates, views
 from schedules import trained
 from schedules.model import ModelSpec
 from schedules.workload import Workload

@@ -9,24 +9,22 @@ What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.autograd import Sink, again
+from megatrain.layer_parts import attention_again, mlp_again, rms_norm, rotate, swiglu
 from megatrain.pointwise import PLAIN, Pointwise
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.traffic import LOSS_CHUNK_TOKENS
 
-Mlp = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
 
 
@@ -49,138 +47,6 @@ def views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tens
 def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bool) -> dict[str, Sink]:
     """The gradients of a layer as places in its gradient slab; see `views`."""
     return {name: Sink(view, accumulate) for name, view in views(flat, shapes).items()}
-
-
-# ---- functions that save less than their composition would
-
-
-class _RMSNorm(torch.autograd.Function):
-    """Saves its input, its weight and one factor per row; torch's composition saves copies of its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
-        y, rstd = pointwise.rms_forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.pointwise = pointwise
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        dx, dweight = ctx.pointwise.rms_backward(grads[0], x, rstd, weight)
-        return dx, dweight.to(weight.dtype), None, None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN) -> Tensor:
-    """RMSNorm over the last dimension, computed in at least fp32 and rounded once."""
-    return _RMSNorm.apply(x, weight, eps, pointwise)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; saves gate and up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, pointwise: Pointwise) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.pointwise = pointwise
-        return pointwise.swiglu_forward(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        return *ctx.pointwise.swiglu_backward(grads[0], gate, up), None
-
-
-def swiglu(gate: Tensor, up: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
-    """silu(gate) * up, element by element."""
-    return _SwiGLU.apply(gate, up, pointwise)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _MlpAgain(torch.autograd.Function):
-    """Saves the MLP's input, and computes the MLP again in backward; `chunk` rows of tokens at a time, both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: Mlp, chunk: int, names: tuple[str, ...], *params: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *params)
-        ctx.mlp, ctx.chunk, ctx.names = mlp, chunk, names
-        rows, y = x.flatten(0, -2), torch.empty_like(x)
-        with torch.no_grad():
-            for part in _parts(len(rows), chunk):
-                y.view_as(rows)[part] = mlp(dict(zip(names, params, strict=True)), rows[part])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *params = ctx.saved_tensors
-        trained = ctx.needs_input_grad[4:]
-        rows, d_rows, dx = x.flatten(0, -2), grads[0].flatten(0, -2), torch.empty_like(x)
-        sums: list[Tensor | None] = [None] * len(params)
-        parts = _parts(len(rows), ctx.chunk)
-
-        def add(at: int, grad: Tensor) -> None:
-            total = sums[at]
-            if total is not None:
-                total.add_(grad)
-            else:  # a sum over many chunks in bf16 would lose what is small
-                sums[at] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if len(parts) > 1 else grad
-
-        for part in parts:
-            leaf = rows[part].detach().requires_grad_()
-            leaves = [p.detach().requires_grad_(t) for p, t in zip(params, trained, strict=True)]
-            wanted = [(at, p) for at, p in enumerate(leaves) if p.requires_grad]
-            hooks = [p.register_post_accumulate_grad_hook(functools.partial(_deliver, add, at)) for at, p in wanted]
-            with torch.enable_grad():
-                y = ctx.mlp(dict(zip(ctx.names, leaves, strict=True)), leaf)
-            torch.autograd.backward(y, d_rows[part], inputs=[leaf, *(p for _, p in wanted)])
-            for hook in hooks:
-                hook.remove()
-            dx.view_as(rows)[part] = leaf.grad
-        for at, (total, p) in enumerate(zip(sums, params, strict=True)):  # one by one: twice all of them is too much
-            sums[at] = None if total is None else total.to(p.dtype)
-        return dx, None, None, None, *sums
-
-
-def _deliver(add: Callable[[int, Tensor], None], at: int, leaf: Tensor) -> None:
-    """Hand a gradient on as soon as it is there: no two of a chunk exist at once."""
-    assert leaf.grad is not None
-    add(at, leaf.grad)
-    leaf.grad = None
-
-
-def _parts(rows: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, rows, chunk)]
-
-
-class _AttentionAgain(torch.autograd.Function):
-    """Saves queries, keys and values, and computes attention again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return _expanded_attention(q, k, v)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            y = _expanded_attention(*leaves)
-        return torch.autograd.grad(y, leaves, grads[0])
-
-
-def _expanded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def attention_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention that keeps no more than its inputs: for fp32 on a GPU, a type for checks, not for speed.
-
-    No fp32 kernel there shares keys among heads, so they are repeated, and it keeps one number per head and
-    position padded to 32 positions: both would be more than `ModelSpec.saved_bytes` counts. Shapes as
-    scaled_dot_product_attention has them.
-    """
-    return _AttentionAgain.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- rotary embedding
@@ -209,29 +75,6 @@ def rotary_frequencies(model: ModelSpec) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return plain * (keep + (1 - keep) / float(scaling["factor"]))
     raise TemplateError(f"{model.name}: rope_scaling of type {kind!r} has no template")
-
-
-class _Rotate(torch.autograd.Function):
-    """Saves the tables only: the gradient of a turn is the turn back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.pointwise = pointwise
-        return pointwise.rotation(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return ctx.pointwise.rotation(grads[0], cos, -sin), None, None, None
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
-    """Rotary embedding of x [batch, seq, heads, head_dim]; dimension j is paired with j + head_dim / 2.
-
-    cos and sin are [seq, 1, head_dim / 2]. Only they are needed for backward.
-    """
-    return _Rotate.apply(x, cos, sin, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- layers
@@ -292,7 +135,7 @@ class Block:
         if self.mlp_chunk is None:
             return self._whole_mlp(params, x)
         own = {name: p for name, p in params.items() if name.startswith("mlp.")}
-        return _MlpAgain.apply(x, self._whole_mlp, self.mlp_chunk, tuple(own), *own.values())  # type: ignore[no-any-return, no-untyped-call]
+        return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk)
 
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         gate, up = _linear(params, "mlp.gate_proj", x), _linear(params, "mlp.up_proj", x)

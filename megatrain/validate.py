@@ -26,7 +26,7 @@ from schedules.trace import Trace
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 
 Shape = tuple[int, int]  # micro-batch, sequence
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being done

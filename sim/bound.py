@@ -16,8 +16,8 @@ from fractions import Fraction
 from schedules.op import Stream
 from schedules.schedule import Schedule
 from sim.cost import Demand, Terms, demands
-from sim.hardware import HardwareProfile
 from sim.longest_path import arcs, topological
+from sim.machine import HardwareProfile
 
 Predecessors = list[list[tuple[int, int]]]  # node -> (node before it, how many steps before)
 

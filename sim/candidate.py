@@ -18,7 +18,7 @@ from schedules.model import ModelSpec
 from schedules.schedule import Knob, Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim.bound import bound
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 
 OURS = "streamed"

@@ -15,7 +15,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import Workload
-from sim.hardware import SHAPE, HardwareProfile, Table
+from sim.machine import SHAPE, HardwareProfile, Table
 from sim.shapes import between
 
 # Resources, each of capacity 1. Ops that use one together share it.

@@ -20,7 +20,7 @@ from schedules.op import Stream
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Ints, Trace
 from sim.cost import D2H, GPU, H2D, Demand, Terms, demands
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.sharing import speeds
 
 _Steps = Generator[simpy.Event, Any, None]

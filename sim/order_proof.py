@@ -31,8 +31,8 @@ from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
 from sim.bound import largest_cycle_ratio
 from sim.cost import Demand, Terms, demands
-from sim.hardware import HardwareProfile
 from sim.longest_path import evaluate
+from sim.machine import HardwareProfile
 
 UNITS = 128, 1024  # per period of the schedule's own order
 MOST_OPS = 400  # beyond this nothing is proven in reasonable time

@@ -54,7 +54,7 @@ from schedules.tensor import SAVED, STATE, parse
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import D2H, GPU, H2D, MissingCost, Terms, demands
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.prediction import memory_of
 
 OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time

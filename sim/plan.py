@@ -15,7 +15,7 @@ from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.candidate import Case, Tried, judges, rarely_collecting_garbage
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
 from sim.search import EFFORT, Progress, Search, by_bound

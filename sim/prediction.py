@@ -18,7 +18,7 @@ from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
 from sim.cost import Terms, peak_flops, signature, tabulated
 from sim.engine import simulate
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.shapes import largest_of_lines
 
 DAY_NS = 86_400 * 10**9

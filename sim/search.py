@@ -23,7 +23,7 @@ from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judge
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction, peak_bytes
 

@@ -19,8 +19,9 @@ from schedules.schedule import Schedule
 from schedules.trace import Ints
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import demands
-from sim.hardware import CEILINGS, HardwareProfile, lookup, override
+from sim.hardware import override
 from sim.longest_path import periods
+from sim.machine import CEILINGS, HardwareProfile, lookup
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, require_fit
 
 MORE = 1.25  # what a resource is multiplied with to see what more of it would bring

@@ -14,7 +14,7 @@ from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim import hardware
 from sim.cost import D2H, DRAM, DUPLEX, GPU, H2D, Demand
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 
 MODEL = presets.load("tiny")
 WORKLOAD = Workload(micro_batch_size=1, seq_len=16)

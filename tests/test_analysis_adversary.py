@@ -6,7 +6,7 @@ import pytest
 
 from analysis import adversary
 from schedules.errors import InputError
-from sim import hardware
+from sim import hardware, machine
 
 H200 = hardware.load("h200")
 
@@ -42,7 +42,7 @@ def test_every_point_lies_in_the_box() -> None:
         assert loss.hidden in adversary.SHAPES["hidden"] and loss.seq_len in adversary.SHAPES["seq_len"]
         changed = hardware.override(H200, [part.replace(" ", "=", 1) for part in loss.machine.split(", ")])
         for path, factor in adversary.MACHINE.items():
-            now, before = hardware.lookup(changed, path), hardware.lookup(H200, path)
+            now, before = machine.lookup(changed, path), machine.lookup(H200, path)
             assert now is not None and before is not None
             assert before.value / factor * 0.99 <= now.value <= before.value * factor * 1.01
 

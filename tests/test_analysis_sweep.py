@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import buying, prices, sweep
+from analysis import buying, costs, prices, sweep
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
 from schedules import presets
 from schedules.errors import InputError
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parent.parent / "docs" / "prices.yaml"
 MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
 
 
-def costs(**changes: Any) -> Prices:
+def some_prices(**changes: Any) -> Prices:
     values: dict[str, Any] = {
         "currency": "USD",
         "date": "2026-11-20",
@@ -50,7 +50,7 @@ def quiet(done: int, total: int, note: str) -> None:
 
 
 def test_an_hour_of_owning_is_the_price_over_the_hours_it_trains_and_its_energy() -> None:
-    found = costs()
+    found = some_prices()
     hours = 10 * HOURS_A_MONTH * 0.5  # 3,652.5
     assert found.owned_per_hour(found.machines["h200"]) == pytest.approx(36525 / hours + 2 * 0.5) == 11.0
     assert found.cheapest_per_hour(found.machines["h200"]) == 4.0  # renting is cheaper
@@ -58,7 +58,7 @@ def test_an_hour_of_owning_is_the_price_over_the_hours_it_trains_and_its_energy(
 
 
 def test_break_even_is_the_price_over_what_renting_would_have_cost() -> None:
-    found = costs()
+    found = some_prices()
     # 100 tokens/s at 1e-4 a token: 36 an hour rented, 1 an hour for energy
     months = found.break_even_months(found.machines["h200"], 100.0, 1e-4)
     assert months == pytest.approx(36525 / (35 * 0.5 * HOURS_A_MONTH))
@@ -68,9 +68,9 @@ def test_break_even_is_the_price_over_what_renting_would_have_cost() -> None:
 
 
 def test_more_host_memory_costs_what_the_file_says() -> None:
-    assert costs(host_memory_per_gb=5.0).of("rtx4090", more_host_bytes=1e11).buy == pytest.approx(3652.5 + 500)
+    assert some_prices(host_memory_per_gb=5.0).of("rtx4090", more_host_bytes=1e11).buy == pytest.approx(3652.5 + 500)
     with pytest.raises(PriceError, match="host_memory_per_gb"):
-        costs().of("rtx4090", more_host_bytes=1e11)
+        some_prices().of("rtx4090", more_host_bytes=1e11)
 
 
 def test_cost_and_energy_of_training_and_the_front() -> None:
@@ -82,8 +82,8 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
         }  # fmt: skip
 
     rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
-    with_rent = costs(rentals=(rental,), host_memory_per_gb=1.0)
-    table = sweep.priced([row("h200", 1000.0), row("rtx4090", 100.0), row("rtx4090", None)], with_rent, 3.6e9)
+    with_rent = some_prices(rentals=(rental,), host_memory_per_gb=1.0)
+    table = costs.priced([row("h200", 1000.0), row("rtx4090", 100.0), row("rtx4090", None)], with_rent, 3.6e9)
     fast, slow, nothing = table.to_dict("records")
     assert fast["days"] == pytest.approx(1000 / 24) and fast["cost"] == pytest.approx(4000)
     assert fast["energy_kwh"] == pytest.approx(2000)
@@ -92,13 +92,13 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
     flops = presets.load("qwen2.5-7b").model_flops_per_step(Workload(micro_batch_size=1, seq_len=1024)) / 1024
     per_token = 20 / 3600 / (8 * 0.4 * 989e12 / flops)
     expected = with_rent.break_even_months(with_rent.of("h200"), 1000.0, per_token)
-    assert fast[sweep.months_column("node")] == pytest.approx(expected, rel=0.01)
+    assert fast[costs.months_column("node")] == pytest.approx(expected, rel=0.01)
     assert nothing["cost"] is None or math.isnan(nothing["cost"])
 
 
 def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
     group = pd.DataFrame({"cost_per_hour": [1.0, 2.0, 3.0], "tokens_per_s": [10.0, 9.0, 20.0]})
-    assert sweep._pareto(group) == [0, 2]
+    assert costs._pareto(group) == [0, 2]
 
 
 # ---- files of prices
@@ -131,7 +131,7 @@ def test_a_price_file_that_says_too_little_is_told(tmp_path: Path, text: str, to
 
 def test_a_machine_without_a_price_is_told() -> None:
     with pytest.raises(PriceError, match="no price for machine gh200; add it"):
-        costs().of("gh200")
+        some_prices().of("gh200")
 
 
 # ---- rows
@@ -260,8 +260,8 @@ def test_the_page_has_a_heat_map_where_memory_and_link_vary(tmp_path: Path) -> N
     rows = sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)
     for row in rows:
         row["model"] = "tiny"
-    found = costs(host_memory_per_gb=1.0)
-    page = buying.write(tmp_path, sweep.priced(rows, found, 1e9), found, 1e9, "megatrain sweep")
+    found = some_prices(host_memory_per_gb=1.0)
+    page = buying.write(tmp_path, costs.priced(rows, found, 1e9), found, 1e9, "megatrain sweep")
     text = page.read_text()
     assert "tiny-h200-heat.png" in text and "dated 2026-11-20" in text
     assert (tmp_path / "tiny-h200-heat.png").stat().st_size > 5_000

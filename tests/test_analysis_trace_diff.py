@@ -18,7 +18,8 @@ from schedules.trace import COLUMNS, Trace, TraceError
 from schedules.workload import Workload
 from sim.cost import Terms
 from sim.engine import simulate
-from sim.hardware import HardwareProfile, load, override
+from sim.hardware import load, override
+from sim.machine import HardwareProfile
 from sim.prediction import memory_of
 
 ALONE = Terms(sharing=False, compute_slowdown=False)

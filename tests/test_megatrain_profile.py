@@ -22,9 +22,9 @@ from schedules.op import Kind, Phase, Stream, Tier
 from schedules.presets import load
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
-from sim import hardware
+from sim import hardware, machine
 from sim.cost import MissingCost, signature
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes as peak_bytes_of
 from sim.prediction import predict
 
@@ -80,8 +80,8 @@ def test_the_optimizers_rate_is_told_only_where_there_is_one() -> None:
 
 
 def test_nothing_exceeds_what_it_is_part_of(measured: tuple[HardwareProfile, list[float]]) -> None:
-    for path, ceiling in hardware.CEILINGS:
-        low, high = hardware.lookup(measured[0], path), hardware.lookup(measured[0], ceiling)
+    for path, ceiling in machine.CEILINGS:
+        low, high = machine.lookup(measured[0], path), machine.lookup(measured[0], ceiling)
         assert low is None or high is None or low.value <= high.value, path
 
 
@@ -98,7 +98,7 @@ def test_the_file_holds_the_same_profile(measured: tuple[HardwareProfile, list[f
 
 
 def test_every_number_says_that_it_was_measured_and_when(measured: tuple[HardwareProfile, list[float]]) -> None:
-    rows = hardware.listing(measured[0])
+    rows = machine.listing(measured[0])
     assert len(rows) > 15
     for path, _, _, source in rows:
         assert "measured on" in source and "1 thread a stream" in source, path
@@ -249,7 +249,7 @@ def test_a_gpu_is_described_as_one() -> None:
         found = profile_of([(schedule, profile.alone(schedule))], streams, [], whole, here)
     assert found.gpu.name == "a GPU" and found.gpu.memory.value == 1 << 36 and found.gpu.copy_slowdown.value >= 0
     assert found.host.copy_threads is None and found.host.compute_threads is None and found.host.adam_threads is None
-    for path, ceiling in hardware.CEILINGS:
-        low, high = hardware.lookup(found, path), hardware.lookup(found, ceiling)
+    for path, ceiling in machine.CEILINGS:
+        low, high = machine.lookup(found, path), machine.lookup(found, ceiling)
         assert low is None or high is None or low.value <= high.value, path
     assert predict(schedule, found).period_ns > 0

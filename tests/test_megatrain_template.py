@@ -10,19 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from megatrain.autograd import Sink
-from megatrain.template import (
-    Embed,
-    Head,
-    TemplateError,
-    attention_again,
-    rms_norm,
-    rotary_frequencies,
-    rotate,
-    sinks,
-    swiglu,
-    templates,
-    views,
-)
+from megatrain.layer_parts import attention_again, rms_norm, rotate, swiglu
+from megatrain.template import Embed, Head, TemplateError, rotary_frequencies, sinks, templates, views
 from schedules.model import ModelSpec
 
 TINY = ModelSpec(

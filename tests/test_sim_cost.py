@@ -27,7 +27,7 @@ from sim.cost import (
     demands,
     signature,
 )
-from sim.hardware import HardwareProfile, Measured, Table
+from sim.machine import HardwareProfile, Measured, Table
 
 MB = 10**6
 

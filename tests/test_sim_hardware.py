@@ -12,21 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.hardware import (
-    CEILINGS,
-    NUMBERS,
-    HardwareError,
-    Table,
-    Value,
-    from_json,
-    listing,
-    load,
-    lookup,
-    names,
-    override,
-    save,
-    to_json,
-)
+from sim.hardware import HardwareError, from_json, load, names, override, save, to_json
+from sim.machine import CEILINGS, NUMBERS, Table, Value, listing, lookup
 from sim.units import UNITS, readable, rounded, to_base
 
 NUMERIC = [path for path, rule in NUMBERS.items() if lookup(load("h200"), path) is not None]

@@ -23,7 +23,7 @@ from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.cost import MissingCost
-from sim.hardware import HardwareProfile
+from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, predict

@@ -15,7 +15,7 @@ from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import MissingCost, demands, signature
-from sim.hardware import Measured, Table
+from sim.machine import Measured, Table
 from sim.shapes import between, largest_of_lines
 
 GRID = tuple(itertools.product((1, 2, 8), (64, 256, 1024)))

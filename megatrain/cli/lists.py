@@ -49,11 +49,12 @@ def hardware(
     """List the machines that come with it, or every number of one with its source."""
     from megatrain.tables import print_table
     from sim import hardware as machines
+    from sim import machine
 
     if name is None:
-        profiles = [machines.load(machine) for machine in machines.names()]
+        profiles = [machines.load(known) for known in machines.names()]
         if as_json:
-            print_json([machines.to_json(machine) for machine in profiles])
+            print_json([machines.to_json(known) for known in profiles])
             return
         rows = [
             [
@@ -72,9 +73,9 @@ def hardware(
     if as_json:
         print_json(machines.to_json(chosen))
         return
-    rows = [list(row) for row in machines.listing(chosen)]
+    rows = [list(row) for row in machine.listing(chosen)]
     print_table(f"{chosen.name}: {chosen.description}", ["number", "value", "meaning", "source"], rows, left=4)
-    for meaning, several in machines.readings(chosen):
+    for meaning, several in machine.readings(chosen):
         print_table(meaning, ["", "least", "median", "most"], [list(row) for row in several])
     if chosen.versions is not None:
         print(f"measured with {chosen.versions}, on {chosen.date}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from schedules.schedule import Schedule
     from schedules.workload import MemoryBudget, Workload
-    from sim.hardware import HardwareProfile
+    from sim.machine import HardwareProfile
 
 Target = Annotated[str, typer.Argument(help="A model's name, its config.json, or a schedule file.", show_default=False)]
 Policy = Annotated[str, typer.Option("--policy", "-p", help="A policy's name, or a file of your own.")]

@@ -42,20 +42,20 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Plan models on many machines, real and imagined, with what each costs: before buying one."""
-    from analysis import buying, tables
+    from analysis import buying, costs, tables
     from analysis import prices as price_files
     from analysis import sweep as sweeps
     from schedules import policies as known
     from schedules import presets
 
-    costs = price_files.read(prices)
+    paid = price_files.read(prices)
     chosen = policy or [sweeps.PLAN]
     for name in chosen:
         if name != sweeps.PLAN:
             known.load(name)
     points = sweeps.points(
         [presets.load(model) for model in _listed(models)],
-        _listed(hardware) if hardware else list(costs.machines),
+        _listed(hardware) if hardware else list(paid.machines),
         vary or [],
         chosen,
         seq_len=seq,
@@ -63,7 +63,7 @@ def sweep(
         precision=precision,
     )
     for point in points:
-        costs.of(point.machine)  # tells what is missing before anything is computed
+        paid.of(point.machine)  # tells what is missing before anything is computed
     with progress_bar() as bar:
         task = bar.add_task("sweeping", total=len(points), note="")
         rows = sweeps.run(
@@ -73,16 +73,14 @@ def sweep(
             dask=dask,
             progress=lambda done, total, note: bar.update(task, completed=done, note=f"{done} of {total} {note}"),
         )
-    table = sweeps.priced(rows, costs, train_tokens)
-    page = buying.write(out, table, costs, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
+    table = costs.priced(rows, paid, train_tokens)
+    page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
     if as_json:
         print_json(tables.records(table))
         return
     for model, of_model in table.groupby("model", sort=False):
         note = "* no other point trains faster for as little an hour. Predicted; prices are those of your file."
-        tables.show(
-            of_model.sort_values("cost", na_position="last"), buying.columns(costs), title=str(model), note=note
-        )
+        tables.show(of_model.sort_values("cost", na_position="last"), buying.columns(paid), title=str(model), note=note)
     print(f"pictures and all numbers: {page}")
 
 

@@ -1,0 +1,78 @@
+"""What training costs on each machine of a sweep: to buy, to rent, by the hour, by the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from analysis.sweep import Row
+from schedules import presets
+from schedules.model import ModelSpec
+from schedules.workload import Workload
+from sim import hardware
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from analysis.prices import Prices
+
+
+def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataFrame:
+    """Rows with price, time, cost and energy of training that many tokens, and months to break even.
+
+    Columns added: buy, cost_per_hour, days, cost, energy_kwh, pareto (no point of the model trains faster for as
+    little an hour), and a column of months for every rental. Raises PriceError.
+    """
+    import pandas as pd
+
+    found = [{**row, **_cost(row, prices, train_tokens)} for row in rows]
+    table = pd.DataFrame(found)
+    table["pareto"] = False
+    for _, group in table[table["fits"]].groupby("model"):
+        table.loc[_pareto(group), "pareto"] = True
+    return table
+
+
+def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
+    machine = hardware.load(row["machine"])
+    price = prices.of(row["machine"], more_host_bytes=row["host_memory"] - machine.host.memory.value)
+    hourly = prices.cheapest_per_hour(price)
+    nothing = {"buy": price.buy, "cost_per_hour": hourly, "days": None, "cost": None, "energy_kwh": None}
+    months: Row = {months_column(rental.name): None for rental in prices.rentals}
+    if not row["fits"]:
+        return nothing | months
+    hours = train_tokens / row["tokens_per_s"] / 3600
+    for rental in prices.rentals:
+        peak = hardware.load(rental.machine).gpu.matmul_flops.value
+        flops = _flops_per_token(presets.load(row["model"]), row)
+        rented = rental.gpus * rental.mfu * peak / flops  # tokens/s
+        months[months_column(rental.name)] = prices.break_even_months(
+            price, row["tokens_per_s"], rental.rent_per_hour / 3600 / rented
+        )
+    return {
+        **nothing,
+        "days": hours / 24,
+        "cost": hours * hourly,
+        "energy_kwh": hours * price.watts / 1e3,
+    } | months
+
+
+def months_column(rental: str) -> str:
+    """The column of months after which a machine has cost less than that rental."""
+    return f"months until cheaper than {rental}"
+
+
+def _flops_per_token(model: ModelSpec, row: Row) -> float:
+    workload = Workload(micro_batch_size=1, seq_len=row["seq_len"])
+    return model.model_flops_per_step(workload) / workload.tokens_per_step
+
+
+def _pareto(group: pd.DataFrame) -> list[Any]:
+    """The index of rows that no other row beats in both cost per hour and throughput."""
+    best, chosen = -math.inf, list[Any]()
+    ordered = group.sort_values(["cost_per_hour", "tokens_per_s"], ascending=[True, False])
+    for index, rate in zip(ordered.index, ordered["tokens_per_s"], strict=True):
+        if rate > best:
+            best, chosen = rate, [*chosen, index]
+    return chosen
