@@ -1,14 +1,15 @@
-"""Where training tokens come from: text that every Python brings along, or random numbers for benchmarks.
+"""Where training tokens come from: a file of them, text that every Python brings along, or random numbers.
 
 A batch is a function of (seed, step) alone, so a run resumes at any step without replaying those before.
 """
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from schedules.workload import Workload
 
 
 class DataError(InputError):
-    """There is too little text for one sequence, or no batch of that number."""
+    """There is too little text for one sequence, no file of tokens, or no batch of that number."""
 
 
 class TokenSource(Protocol):
@@ -75,6 +76,48 @@ class ByteText:
         length = self.workload.seq_len + 1
         places = _integers(self.seed, step, len(self.text) - length + 1, _sequences(self.workload))
         return self.text[places[..., None] + torch.arange(length)].long()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenFile:
+    """Sequences from random places of a `.npy` file of token numbers, one dimension, of any integer type.
+
+    The file is mapped, not read: it may be larger than memory. Raises DataError if there is no such file, or if it is
+    too short; `batch` does for a token that a vocabulary of `vocab_size` does not have.
+    """
+
+    path: Path
+    vocab_size: int
+    workload: Workload
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        tokens = self._tokens
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(f"{self.path} holds {tokens.dtype} {list(tokens.shape)}, not integers in one dimension")
+        if len(tokens) <= self.workload.seq_len:
+            raise DataError(
+                f"{self.path} has {len(tokens)} tokens, too few for a sequence of {self.workload.seq_len} and the one "
+                "that follows"
+            )
+
+    @functools.cached_property
+    def _tokens(self) -> np.ndarray[Any, Any]:
+        try:
+            return np.load(self.path, mmap_mode="r")  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path} cannot be read as a .npy file of tokens: {error}") from None
+
+    def batch(self, step: int) -> Tensor:
+        """See TokenSource."""
+        length = self.workload.seq_len + 1
+        shape = _sequences(self.workload)
+        places = _integers(self.seed, step, len(self._tokens) - length + 1, shape).flatten().tolist()
+        found = np.stack([self._tokens[place : place + length] for place in places]).astype(np.int64)
+        if found.min() < 0 or found.max() >= self.vocab_size:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise DataError(f"{self.path} holds token {wrong}, the model's vocabulary has {self.vocab_size}")
+        return torch.from_numpy(found.reshape(*shape, length))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Ints, Trace
 from schedules.verify import Verified
 
+TRACED = 200  # steps; a training of thousands must not fill memory with its past
+
 
 class NotVerified(TypeError):
     """A schedule that no proof stands behind, or another than the one that was proven."""
@@ -27,7 +29,7 @@ class Executor(Generic[E]):
 
     `works` is what each op does, in program order; nothing if left out, for a backend that only keeps time.
     `delay_s` gives an artificial start-up time to each op as it is issued: a correct schedule does not notice.
-    With `record`, every op's times are kept for `trace`.
+    With `record`, every op's times of the last TRACED steps are kept for `trace`.
 
     Whoever owns the backend closes it; after an error the executor is of no use.
 
@@ -67,6 +69,7 @@ class Executor(Generic[E]):
         for index in range(len(self._works)):
             events.append(self._issue(index, step, events))
         self._steps[step] = events
+        del self._rows[: -TRACED * len(self._works)]
 
     def _issue(self, index: int, step: int, events: Sequence[E]) -> E:
         op = self._schedule.ops[index]

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import torch
 
+from megatrain import checkpoint, hf
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
-from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standard_library
 from megatrain.graphs import replayed
 from megatrain.initial import random_parameters
 from megatrain.pointwise import PLAIN, compiled
 from megatrain.train import Debug, Trainer, as_they_are
 from schedules.errors import InputError, Refused
+from schedules.hf_config import write_config
 from schedules.op import Tier
 from schedules.trace import Trace
 from schedules.verify import Verified
@@ -33,6 +35,25 @@ class Trained:
 
     losses: list[float]
     trace: Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What a training begins with and leaves behind.
+
+    weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out.
+    tokens: a .npy file of token numbers; the standard library's source text, a token per byte, if left out.
+    resume: a folder of checkpoints, from the newest of which to go on.
+    save: a folder for a checkpoint at the end, and `every` so many steps.
+    export: a folder for weights, or adapters, as Hugging Face has them, at the end.
+    """
+
+    weights: Path | None = None
+    tokens: Path | None = None
+    resume: Path | None = None
+    save: Path | None = None
+    every: int | None = None
+    export: Path | None = None
 
 
 def machine_name() -> str:
@@ -105,14 +126,15 @@ def train(
     nvme: Path | None = None,
     fused: bool = False,
     graphs: bool = False,
+    files: Files = Files(),
     on_loss: Callable[[int, float], None] | None = None,
 ) -> Trained:
-    """Train on the standard library's source text, a token per byte. `backend` as in `backend_of`, `nvme` in Trainer.
+    """Train so many steps, more of them where `files` say to resume. `backend` as in `backend_of`, `nvme` in Trainer.
 
     `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
 
     Raises:
-        DataError: there is too little text for one sequence.
+        CheckpointError, DataError, WeightsError: a file is missing, or is not of this training.
         OpFailed: an op failed.
         Refused, TemplateError: this schedule or model cannot be run here, or not so.
     """
@@ -123,18 +145,37 @@ def train(
     require_memory(verified, machine.device)
     require_drive(verified, nvme)
     schedule = verified.schedule
-    data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=schedule.workload, seed=seed)
+    model, workload = schedule.model, schedule.workload
+    data: TokenSource
+    if files.tokens is not None:
+        data = TokenFile(path=files.tokens, vocab_size=model.vocab_size, workload=workload, seed=seed)
+    else:
+        data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
+    initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
+    resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
+    if files.save is not None:
+        checkpoint.require_room(files.save, schedule, resumed)
+    if files.export is not None:
+        write_config(model.to_dict())  # whether it can be written is better told before the training
     with Trainer(
         verified,
         machine,
         data,
         Adam(lr=lr),
-        initial=random_parameters(schedule.model, seed),
+        initial=initial,
+        resume=resumed,
         debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
         record=True,
         nvme=nvme,
         pointwise=compiled() if fused else PLAIN,
         prepare=replayed if graphs else as_they_are,
     ) as trainer:
-        losses = trainer.run(steps, on_loss=on_loss)
+        losses: list[float] = []
+        while len(losses) < steps:
+            left = steps - len(losses)
+            losses += trainer.run(min(left, files.every or left) if files.save is not None else left, on_loss=on_loss)
+            if files.save is not None:
+                trainer.save(files.save)
+        if files.export is not None:
+            hf.write(files.export, model, workload, lambda i: trainer.kept(i)[0])
         return Trained(losses=losses, trace=trainer.trace())

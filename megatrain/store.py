@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain import adam
 from megatrain.autograd import Saved
+from megatrain.checkpoint import Kept
 from megatrain.nvme import Drive, DriveSlab
 from schedules import tensor as tensors
 from schedules import trained
@@ -168,27 +169,38 @@ class Store:
     # ---- before the first step, and after the last
 
     def fill(
-        self, verified: Verified, source: Callable[[int], Tensor], adapters: Callable[[int], Tensor] | None = None
+        self,
+        verified: Verified,
+        source: Callable[[int], Tensor],
+        adapters: Callable[[int], Tensor] | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Put weights, adapters and optimizer state where the first step expects them.
 
-        `source(i)` is layer i's parameters, fp32, flat, on the CPU, and so is `adapters(i)`, of blocks.
+        `source(i)` is layer i's parameters, fp32, flat, on the CPU, and so is `adapters(i)`, of blocks. With `kept`,
+        what is trained goes on from there instead.
         """
         model, workload = self._schedule.model, self._schedule.workload
         updated = trained.layers(model, workload)
         for i in model.layers:
-            parts = [(tensors.WEIGHT, source(i))]
+            sources = {tensors.WEIGHT: source}
             if adapters is not None and i in updated:
-                parts.append((tensors.ADAPTER, adapters(i)))
-            for cls, values in parts:
-                weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
-                if i in updated and cls == trained.cls(workload):
-                    state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
-                    adam.initialise(weights, state, workload.precision, values)
-                    self._fill_homes(verified, tensors.STATE, i, state)
-                else:
-                    weights.copy_(values)
+                sources[tensors.ADAPTER] = adapters
+            for cls, values in sources.items():
+                if i not in updated or cls != trained.cls(workload):
+                    self._fill_homes(verified, cls, i, values(i).to(float_type(workload.bytes.weight)))
+                    continue
+                weights, state = kept(i) if kept is not None else self._begun(values(i))
                 self._fill_homes(verified, cls, i, weights)
+                self._fill_homes(verified, tensors.STATE, i, state)
+
+    def _begun(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and optimizer state before the first step."""
+        workload = self._schedule.workload
+        weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
+        state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
+        adam.initialise(weights, state, workload.precision, values)
+        return weights, state
 
     def _fill_homes(self, verified: Verified, cls: str, i: int, contents: Tensor) -> None:
         for home in self._homes(verified, cls, i):
@@ -197,8 +209,8 @@ class Store:
             else:
                 self.tensor(home).copy_(contents)
 
-    def master(self, verified: Verified, i: int) -> Tensor:
-        """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
+    def kept(self, verified: Verified, i: int) -> tuple[Tensor, Tensor]:
+        """What is trained of layer i and its optimizer state, new, flat, on the CPU. Only between steps."""
         workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
         weights = torch.empty(params, dtype=float_type(workload.bytes.weight))
         state = torch.empty(workload.bytes.state_bytes(params), dtype=torch.uint8)
@@ -208,7 +220,11 @@ class Store:
                 slab.read(contents)
             else:
                 contents.copy_(self.tensor(home))
-        return adam.master_weights(weights, state, workload.precision)
+        return weights, state
+
+    def master(self, verified: Verified, i: int) -> Tensor:
+        """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
+        return adam.master_weights(*self.kept(verified, i), self._schedule.workload.precision)
 
     def _homes(self, verified: Verified, cls: str, i: int) -> list[Access]:
         """The buffers that hold a tensor between steps; where the optimizer writes it first."""

@@ -12,9 +12,11 @@ from typing import Generic
 
 from torch import Tensor
 
+from megatrain import checkpoint
 from megatrain.actions import Actions, OnGradient
 from megatrain.adam import Adam
 from megatrain.backend import Backend, E, Work
+from megatrain.checkpoint import Checkpoint
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
 from megatrain.initial import random_adapters
@@ -53,6 +55,7 @@ class Trainer(Generic[E]):
     Args:
         hyper: the optimizer's settings, or a function from the step to them.
         initial: layer -> its parameters before step 0, fp32, flat.
+        resume: go on from there in place of `initial` and `adapters`, as far as they are trained.
         adapters: block -> its adapters before step 0, fp32, flat, where adapters are trained; random if left out.
         on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped.
         record: keep every op's times, for `trace`.
@@ -76,6 +79,7 @@ class Trainer(Generic[E]):
         *,
         initial: Callable[[int], Tensor],
         adapters: Callable[[int], Tensor] | None = None,
+        resume: Checkpoint | None = None,
         on_gradient: OnGradient | None = None,
         debug: Debug = Debug(poison=False),
         record: bool = False,
@@ -103,7 +107,7 @@ class Trainer(Generic[E]):
             self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
             if adapters is None and workload.lora_rank is not None:
                 adapters = random_adapters(model, workload.lora_rank, 0)
-            self._store.fill(verified, initial, adapters)
+            self._store.fill(verified, initial, adapters, resume.layer if resume is not None else None)
             opened.pop_all()
         self._actions = Actions(
             schedule=schedule,
@@ -121,7 +125,7 @@ class Trainer(Generic[E]):
             delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
             record=record,
         )
-        self.step = 0  # how many steps have been trained
+        self.step = resume.step if resume is not None else 0  # how many steps have been trained
 
     def __enter__(self) -> Trainer[E]:
         return self
@@ -182,6 +186,14 @@ class Trainer(Generic[E]):
     def trace(self) -> Trace:
         """Times of all ops since the last call, from `record`."""
         return self._executor.trace()
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved."""
+        return checkpoint.save(folder, self._verified.schedule, self.step, self.kept)
+
+    def kept(self, i: int) -> tuple[Tensor, Tensor]:
+        """What is trained of layer i in the type it is computed with, flat, and its optimizer state as bytes; new."""
+        return self._store.kept(self._verified, i)
 
     def parameters(self, i: int) -> Tensor:
         """What is trained of layer i, parameters or adapters, as it is now, at its most exact: new fp32, flat."""

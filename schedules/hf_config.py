@@ -82,6 +82,50 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
+MODEL_TYPES = {  # of the architectures whose `config.json` can be written: those without experts
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+SAME = (  # fields that mean the same in both
+    *REQUIRED,
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "hidden_act",
+    "sliding_window",
+)
+
+
+def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` that `read_config` reads as this model, given as ModelSpec.to_dict has it.
+
+    Raises ModelError for an architecture that is not in MODEL_TYPES.
+    """
+    architecture = spec["architecture"]
+    if architecture not in MODEL_TYPES:
+        raise ModelError(f"{spec['name']}: no config.json of a {architecture} is written")
+    config = {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        **{key: spec[key] for key in SAME},
+        "rope_scaling": spec["rope_scaling"] or None,
+    }
+    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+        config["attention_bias"] = spec["attention_bias"]
+    if architecture == "LlamaForCausalLM":
+        config["mlp_bias"] = spec["mlp_bias"]
+    if architecture.startswith("Qwen"):
+        config["use_sliding_window"] = spec["sliding_window"] is not None
+        if spec["layer_types"]:
+            config["layer_types"] = spec["layer_types"]
+    return config
+
+
 def _architecture(config: Mapping[str, Any], name: str) -> str:
     listed = config.get("architectures")
     if not isinstance(listed, (list, tuple)) or len(listed) != 1 or not isinstance(listed[0], str):

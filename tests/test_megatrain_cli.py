@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,14 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["simulate", "qwen2.5-72b", "-p", "resident"], 1, "device memory is"),
         (["verify", "nowhere.json"], 2, "cannot read nowhere.json"),
         (["run", "tiny", "--steps", "1", "--expect", "ffff"], 1, "not ffff"),
+        (["run", "tiny", "--steps", "1", "--resume", "/proc"], 2, "there is no checkpoint in /proc"),
+        (["run", "tiny", "--steps", "1", "--weights", "/proc"], 2, "/proc has neither model.safetensors.index.json"),
+        (["run", "tiny", "--steps", "1", "--data", "nowhere.npy"], 2, "nowhere.npy cannot be read as a .npy file"),
+        (
+            ["run", "tiny", "--steps", "1", "--save", "/proc/nowhere"],
+            1,
+            "can be written to /proc/nowhere",
+        ),
         (["run", "llama-2-70b", "--steps", "1"], 1, "GB of memory are available on this machine"),
         (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
         (["plan", "tiny", "-t", "1000"], 2, "no whole number of sequences"),
@@ -132,6 +141,27 @@ def test_planning_imports_no_torch_and_help_nothing_heavy() -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
         loaded = set(done.stdout.splitlines()[-1].split()[1:])
         assert loaded <= allowed, (arguments, loaded)
+
+
+def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.arange(5000) % 256)
+    folder = tmp_path / "run"
+    step = ["run", "tiny", "--batch", "1", "--seq", "32", "--lr", "0.01", "--data", str(tokens), "--json"]
+
+    def losses(*options: str) -> list[float]:
+        done = megatrain(*step, *options)
+        assert done.returncode == 0, done.stderr
+        found: list[float] = json.loads(done.stdout)["losses"]
+        return found
+
+    whole = losses("--steps", "6")
+    first = losses("--steps", "4", "--save", str(folder), "--every", "3")
+    rest = losses("--steps", "2", "--resume", str(folder), "--policy", "resident", "--export", str(tmp_path / "hf"))
+    assert [*first, *rest] == whole and whole[-1] < whole[0] - 0.1
+    assert megatrain(*step, "--steps", "1", "--save", str(folder)).returncode == 2
+    (found,) = losses("--steps", "1", "--weights", str(tmp_path / "hf"))
+    assert found < whole[0] - 0.1  # it begins where that training ended
 
 
 def test_every_command_of_the_readme_exists() -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
-from megatrain.data import ByteText, DataError, RandomTokens, inputs_and_targets, read_bytes, standard_library
+from megatrain.data import (
+    ByteText,
+    DataError,
+    RandomTokens,
+    TokenFile,
+    inputs_and_targets,
+    read_bytes,
+    standard_library,
+)
 from schedules.workload import Workload
 
 WORKLOAD = Workload(micro_batch_size=3, accumulation=2, seq_len=16)
@@ -65,3 +74,52 @@ def test_the_standard_library_is_text_enough_to_train_on():
     assert len(text) == 1_000_000
     assert torch.equal(text, read_bytes(standard_library(), 1_000_000))
     assert len(text.unique()) > 90  # letters, digits, punctuation
+
+
+# ---- files of tokens
+
+
+def token_file(path, tokens):
+    np.save(path / "tokens.npy", tokens)
+    return TokenFile(path=path / "tokens.npy", vocab_size=1000, workload=WORKLOAD)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_a_file_of_tokens_gives_consecutive_ones_by_seed_and_step(dtype, tmp_path):
+    source = token_file(tmp_path, np.arange(200, dtype=dtype))
+    batch = source.batch(5)
+    assert batch.shape == (2, 3, 17) and batch.dtype == torch.int64
+    assert (batch.diff(dim=-1) == 1).all()
+    assert torch.equal(batch, ByteText(text=TEXT, workload=WORKLOAD).batch(5))  # the same places
+    assert torch.equal(dataclasses.replace(source).batch(5), batch)
+    assert not torch.equal(dataclasses.replace(source, seed=1).batch(5), batch)
+
+
+def test_a_file_of_tokens_is_mapped_and_not_read(tmp_path):
+    source = token_file(tmp_path, np.arange(200))
+    assert isinstance(source._tokens, np.memmap)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        (np.arange(16), "has 16 tokens, too few for a sequence of 16"),
+        (np.zeros((4, 40), dtype=np.int64), r"holds int64 \[4, 40\], not integers in one dimension"),
+        (np.zeros(40), r"holds float64 \[40\], not integers"),
+    ],
+)
+def test_what_is_no_list_of_tokens_is_refused(tokens, told, tmp_path):
+    with pytest.raises(DataError, match=told):
+        token_file(tmp_path, tokens)
+
+
+def test_a_token_beyond_the_vocabulary_or_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(DataError, match="holds token 1000, the model's vocabulary has 1000"):
+        token_file(tmp_path, np.full(17, 1000)).batch(0)
+    with pytest.raises(DataError, match="holds token -1,"):
+        token_file(tmp_path, np.full(17, -1)).batch(0)
+    with pytest.raises(DataError, match=r"nowhere\.npy cannot be read as a \.npy file"):
+        TokenFile(path=tmp_path / "nowhere.npy", vocab_size=9, workload=WORKLOAD)
+    (tmp_path / "text.npy").write_text("words")
+    with pytest.raises(DataError, match=r"text\.npy cannot be read as a \.npy file"):
+        TokenFile(path=tmp_path / "text.npy", vocab_size=9, workload=WORKLOAD)

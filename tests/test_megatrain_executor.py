@@ -11,7 +11,7 @@ import torch
 from hand_written import WRITERS, small
 from torch import Tensor
 
-from megatrain import initial
+from megatrain import executor, initial
 from megatrain.adam import Adam, initialise
 from megatrain.autograd import Saved
 from megatrain.backend import OpFailed, Task
@@ -156,6 +156,17 @@ def test_second_run_goes_on_where_the_first_ended() -> None:
         assert twice.trace().steps == 3
         for i in MODEL.layers:
             assert torch.equal(once.parameters(i), twice.parameters(i))
+
+
+def test_only_the_last_steps_of_a_long_run_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "TRACED", 3)
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    with trainer(schedule, record=True) as run:
+        run.run(5)
+        assert len(run._executor._rows) == 3 * len(schedule.ops)
+        trace = run.trace()
+    assert trace.steps == 3 and (np.diff(trace.step_end_ns) > 0).all()
+    assert trace.op.tolist() == list(range(len(schedule.ops))) * 3
 
 
 def test_data_with_more_tokens_than_the_model_is_refused() -> None:

@@ -41,9 +41,21 @@ def run(
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train, after --resume so many more.")] = 20,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the order of the data.")] = 0,
+    weights: Annotated[
+        Path | None, typer.Option(help="Begin with the weights in this folder of Hugging Face's; random if left out.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A .npy file of token numbers; Python's own source files if left out.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from the newest checkpoint in this folder.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write a checkpoint to this folder at the end.")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="Write one after every so many steps, too.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the weights, or adapters, as Hugging Face has them, at the end.")
+    ] = None,
     expect: Annotated[str | None, typer.Option(help="Refuse any schedule whose digest does not begin so.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
@@ -53,7 +65,7 @@ def run(
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify a schedule and train by it, on this machine, on Python's own source files."""
+    """Verify a schedule and train by it, on this machine."""
     from schedules.verify import verify
     from schedules.workload import MemoryBudget
     from sim.prediction import memory_of, predict
@@ -69,7 +81,7 @@ def run(
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
     verified = verify(schedule)
 
-    from megatrain.session import train
+    from megatrain.session import Files, train
 
     with progress_bar() as progress:
         task = progress.add_task(f"training {schedule.policy}", total=steps, note="")
@@ -83,6 +95,7 @@ def run(
             nvme=nvme,
             fused=fused,
             graphs=graphs,
+            files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
             on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
         )
     if trace is not None:

@@ -1,0 +1,135 @@
+"""Weights in the files of Hugging Face: where training may start, and what comes of it.
+
+Names are those of transformers, which are those of `ModelSpec.parameter_shapes` with a layer's place before them. Files
+are read a layer at a time, and written as a file per layer with an index; adapters are written as peft reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatrain.template import LORA_SCALE, views
+from schedules.errors import InputError
+from schedules.hf_config import write_config
+from schedules.model import ModelSpec
+from schedules.workload import Workload
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightsError(InputError):
+    """A folder without a model's weights, or with others than the model's; the message names the first."""
+
+
+def global_name(model: ModelSpec, i: int, name: str) -> str:
+    """What transformers calls a parameter of layer i."""
+    if model.is_block(i):
+        return f"model.layers.{i}.{name}"
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+# ---- reading
+
+
+def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
+    """Layer -> its parameters, fp32, flat, from `folder`, in any floating type there.
+
+    That all are there, in the model's shapes, is checked at once. Raises WeightsError.
+    """
+    files = _files(folder)
+    for i in model.layers:
+        for name, shape in model.parameter_shapes(i).items():
+            _check(folder, files, global_name(model, i, name), shape)
+
+    def of_layer(i: int) -> Tensor:
+        parts = []
+        for name in model.parameter_shapes(i):
+            wanted = global_name(model, i, name)
+            with safetensors.safe_open(folder / files[wanted], framework="pt") as file:
+                parts.append(file.get_tensor(wanted).to(torch.float32).flatten())
+        return torch.cat(parts)
+
+    return of_layer
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The file that each tensor lies in."""
+    try:
+        if (folder / INDEX).is_file():
+            listed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            return listed
+        with safetensors.safe_open(folder / WHOLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), WHOLE)
+    except FileNotFoundError:
+        raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}") from None
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
+
+
+def _check(folder: Path, files: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
+    if name not in files:
+        raise WeightsError(f"the weights in {folder} lack {name}")
+    try:
+        with safetensors.safe_open(folder / files[name], framework="pt") as file:
+            found = tuple(file.get_slice(name).get_shape())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"{folder / files[name]} cannot be read: {error}") from None
+    if found != shape:
+        raise WeightsError(f"{name} in {folder} has the shape {list(found)}, the model's has {list(shape)}")
+
+
+# ---- writing
+
+
+def write(folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor]) -> None:
+    """Write what is trained to `folder`, made if it is not there; `weights(i)` is that of layer i, flat.
+
+    Raises ModelError for an architecture whose config.json cannot be written.
+    """
+    config = write_config(model.to_dict())
+    folder.mkdir(parents=True, exist_ok=True)
+    if workload.lora_rank is not None:
+        _write_adapters(folder, model, workload.lora_rank, weights)
+        return
+    files: dict[str, str] = {}
+    total, count = 0, len(model.layers)
+    for number, i in enumerate(model.layers, 1):
+        flat = weights(i)
+        parts = {global_name(model, i, name): part for name, part in views(flat, model.parameter_shapes(i)).items()}
+        file = f"model-{number:05d}-of-{count:05d}.safetensors"
+        save_file(parts, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(parts, file)
+        total += flat.nbytes
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+    _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
+
+
+def _write_adapters(folder: Path, model: ModelSpec, rank: int, adapters: Callable[[int], Tensor]) -> None:
+    found: dict[str, Tensor] = {}
+    for i in model.blocks:
+        for name, part in views(adapters(i), model.adapter_shapes(i, rank)).items():
+            found[f"base_model.model.{global_name(model, i, name)}"] = part
+    save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted({name.split(".")[-3] for name in found})
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": LORA_SCALE * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+    }
+    _write_json(folder / "adapter_config.json", config)
+
+
+def _write_json(path: Path, body: dict[str, Any]) -> None:
+    path.write_text(json.dumps(body, indent=1) + "\n")

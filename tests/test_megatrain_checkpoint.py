@@ -1,0 +1,239 @@
+"""A training that stops and goes on is the training that did not stop, and no fault costs the checkpoint before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain import checkpoint, initial
+from megatrain.adam import Adam
+from megatrain.checkpoint import Checkpoint, CheckpointError, NotSaved
+from megatrain.cpu import CpuBackend
+from megatrain.data import RandomTokens
+from megatrain.train import Trainer
+from schedules import policies, presets, trained
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from schedules.workload import PRECISIONS, MemoryBudget, Workload
+
+MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
+MEMORY = MemoryBudget(device_bytes=10**9, host_bytes=10**9, nvme_bytes=10**9)
+EXACT = [name for name in policies.names() if name not in ("flexgen_block", "roundpipe", "zenflow")]
+
+Layers = dict[int, tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def schedule(policy: str = "streamed", precision: str = "fp32", **changes: Any) -> Schedule:
+    workload = Workload(micro_batch_size=1, accumulation=2, seq_len=16, precision=precision)
+    return policies.build(policy, replace(MODEL, **changes), workload, MEMORY)
+
+
+def train(
+    of: Schedule, steps: int, folder: Path, *, resume: Checkpoint | None = None, save: bool = False
+) -> tuple[list[float], Layers]:
+    """Losses and what is kept of every layer after so many steps."""
+    data = RandomTokens(vocab_size=of.model.vocab_size, workload=of.workload, seed=3)
+    with Trainer(
+        verify(of),
+        CpuBackend(),
+        data,
+        Adam(lr=1e-2, weight_decay=0.1),
+        initial=initial.random_parameters(of.model, 0),
+        resume=resume,
+        nvme=folder,
+    ) as trainer:
+        losses = trainer.run(steps)
+        if save:
+            trainer.save(folder / "checkpoints")
+        return losses, {i: trainer.kept(i) for i in trained.layers(of.model, of.workload)}
+
+
+def same(a: Layers, b: Layers) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for i in a for x, y in zip(a[i], b[i], strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", EXACT)
+def test_going_on_has_the_bits_of_not_stopping(policy: str, tmp_path: Path) -> None:
+    whole = schedule(policy)
+    assert not whole.staleness
+    losses, right = train(whole, 5, tmp_path)
+    before, at_stop = train(whole, 2, tmp_path, save=True)
+    after, found = train(whole, 3, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", whole))
+    assert [*before, *after] == losses
+    assert same(found, right) and not same(found, at_stop)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_goes_on_by_another_schedule_with_the_same_bits(precision: str, tmp_path: Path) -> None:
+    one, other = schedule("streamed", precision), schedule("resident", precision)
+    losses, right = train(one, 4, tmp_path)
+    before, _ = train(one, 2, tmp_path, save=True)
+    after, found = train(other, 2, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", other))
+    assert [*before, *after] == losses
+    assert same(found, right)
+
+
+def test_a_stale_schedule_goes_on_with_all_its_weights_up_to_date(tmp_path: Path) -> None:
+    stale = schedule("roundpipe")
+    assert stale.staleness == 1
+    train(stale, 2, tmp_path, save=True)
+    after, _ = train(stale, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", stale))
+    exact = schedule("streamed")
+    right, _ = train(exact, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", exact))
+    assert after == pytest.approx(right, rel=1e-6)
+
+
+def test_the_newest_stays_and_older_ones_go(tmp_path: Path) -> None:
+    of = schedule()
+    train(of, 2, tmp_path, save=True)
+    train(of, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", of), save=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    assert checkpoint.read(tmp_path / "checkpoints", of).step == 3
+
+
+# ---- faults
+
+
+def on_third_layer(do: Callable[[], None]) -> Callable[..., None]:
+    real, calls = checkpoint.save_file, iter(range(1000))
+
+    def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+        if next(calls) == 2:
+            do()
+        real(tensors, path)
+
+    return save_file
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Killed(BaseException):
+    """What no clean-up sees, as when the process is killed."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+def test_a_full_disk_costs_only_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    monkeypatch.setattr(checkpoint, "save_file", on_third_layer(full_disk))
+    with pytest.raises(NotSaved, match=r"step 2 could not be written to .*No space left"):
+        train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    found = checkpoint.read(folder, of)
+    assert found.step == 1 and same({i: found.layer(i) for i in of.model.layers}, right)
+
+
+def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", on_third_layer(killed))
+        with pytest.raises(Killed):
+            train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    assert (folder / "step-00000002").is_dir() and checkpoint.read(folder, of).step == 1
+    _, right = train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    found = checkpoint.read(folder, of)
+    assert found.step == 2 and same({i: found.layer(i) for i in of.model.layers}, right)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    found = checkpoint.read(folder, of)
+    file = found.folder / "1.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read"):
+        found.layer(1)
+    (found.folder / "1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read"):
+        found.layer(1)
+    (found.folder / checkpoint.LAST).write_text("{")
+    with pytest.raises(CheckpointError, match=r"training\.json cannot be read"):
+        checkpoint.read(folder, of)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (schedule(precision="bf16"), "its precision is 'fp32', the schedule's 'bf16'"),
+        (schedule(num_hidden_layers=3), "its model is one of 2 blocks .* the schedule's one of 3"),
+        (schedule("lora_streamed"), "its lora_rank is None, the schedule's 16"),
+    ],
+)
+def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpoint.read(folder, of)
+    train(of, 1, tmp_path, save=True)
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.read(folder, other)
+    body = json.loads((folder / "step-00000001" / checkpoint.LAST).read_text())
+    (folder / "step-00000001" / checkpoint.LAST).write_text(json.dumps({**body, "format": 2}))
+    with pytest.raises(CheckpointError, match="its format is 2, the schedule's 1"):
+        checkpoint.read(folder, of)
+
+
+def test_a_model_by_another_name_is_the_same_model(tmp_path: Path) -> None:
+    train(schedule(), 1, tmp_path, save=True)
+    assert checkpoint.read(tmp_path / "checkpoints", schedule(name="mine")).step == 1
+
+
+# ---- before a training
+
+
+def test_a_checkpoint_of_another_training_is_not_to_be_removed(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    with pytest.raises(CheckpointError, match=r"step-00000001 is a checkpoint that this training does not go on from"):
+        checkpoint.require_room(folder, of, None)
+    found = checkpoint.read(folder, of)
+    checkpoint.require_room(folder, of, found)
+    shutil.copytree(found.folder, folder / "step-00000007")
+    with pytest.raises(CheckpointError, match="step-00000007"):
+        checkpoint.require_room(folder, of, found)
+
+
+def test_room_is_asked_for_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = schedule()
+    train(of, 1, tmp_path, save=True)
+    files = list((tmp_path / "checkpoints").rglob("*.safetensors"))
+    taken = sum(path.stat().st_size for path in files)
+    needed = MODEL.total_params * 12  # fp32 weights and two moments
+    assert needed <= taken <= needed + 1000 * len(files)
+
+    def with_free(nbytes: int) -> None:
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, nbytes))
+        checkpoint.require_room(tmp_path / "new", of, None)
+
+    with_free(needed)
+    with pytest.raises(NotSaved, match=r"a checkpoint takes .* GB, and .* GB are free in"):
+        with_free(needed - 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotSaved, match="no checkpoint can be written to"):
+        checkpoint.require_room(tmp_path / "file" / "below", of, None)
+    with pytest.raises(CheckpointError, match="flexgen_block trains nothing that could be saved"):
+        checkpoint.require_room(tmp_path / "new", schedule("flexgen_block"), None)

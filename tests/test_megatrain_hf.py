@@ -1,0 +1,154 @@
+"""Weights of Hugging Face's: what is written is read again bit by bit, transformers agrees, and faults are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatrain import hf, initial
+from megatrain.hf import WeightsError
+from megatrain.layer_parts import rms_norm
+from megatrain.template import templates, views
+from schedules import presets
+from schedules.hf_config import MODEL_TYPES
+from schedules.model import ModelError, ModelSpec
+from schedules.workload import Workload
+
+TINY = replace(presets.load("tiny"), num_hidden_layers=2)
+LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
+          ("original_max_position_embeddings", 64), ("rope_type", "llama3"))  # fmt: skip
+MODELS = {
+    "llama": TINY,
+    "llama, tied": replace(TINY, tie_word_embeddings=True),
+    "llama 3.1": replace(TINY, rope_scaling=LLAMA3, max_position_embeddings=512),
+    "llama with biases": replace(TINY, attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    "mistral": replace(TINY, architecture="MistralForCausalLM"),
+    "qwen2": replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True, rope_theta=1e6),
+    "qwen3": replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True),
+}
+WORKLOAD = Workload(micro_batch_size=1, seq_len=16)
+
+
+def parameters(model: ModelSpec) -> Callable[[int], Tensor]:
+    """Random, biases and norms too."""
+
+    def of_layer(i: int) -> Tensor:
+        torch.manual_seed(i + 7)
+        return torch.cat(
+            [
+                (0.1 * torch.randn(shape) + (1.0 if "norm" in name else 0.0)).flatten()
+                for name, shape in model.parameter_shapes(i).items()
+            ]
+        )
+
+    return of_layer
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_read_again(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, source = MODELS[name], parameters(MODELS[name])
+    hf.write(tmp_path, model, WORKLOAD, lambda i: source(i).to(dtype))
+    found = hf.parameters(tmp_path, model)
+    for i in model.layers:
+        assert found(i).dtype == torch.float32 and torch.equal(found(i), source(i).to(dtype).float())
+    assert replace(presets.load(tmp_path), name=model.name) == model
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    assert index["metadata"]["total_size"] == model.total_params * dtype.itemsize
+    written = {name: file.name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert index["weight_map"] == written
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same_with_what_is_written(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    model, source = MODELS[name], parameters(MODELS[name])
+    hf.write(tmp_path, model, WORKLOAD, source)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    tokens = torch.randint(0, model.vocab_size, (2, 16))
+    with torch.no_grad():
+        right = theirs(input_ids=tokens).logits
+        layers = templates(model, seq_len=16, device=torch.device("cpu"), dtype=torch.float32)
+        of = {i: views(source(i), model.parameter_shapes(i)) for i in model.layers}
+        x = layers.embed.forward(of[model.embed]["embed_tokens.weight"], tokens)
+        for i in model.blocks:
+            x = layers.blocks[model.layer_kind(i)].forward(of[i], x)
+        head = of[model.head]
+        table = of[model.embed]["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
+        found = rms_norm(x, head["norm.weight"], model.rms_norm_eps) @ table.t()
+    assert torch.allclose(found, right, rtol=1e-4, atol=1e-4)
+
+
+def test_one_file_without_an_index_is_read_too(tmp_path: Path) -> None:
+    source = parameters(TINY)
+    whole = {
+        hf.global_name(TINY, i, name): part.clone()
+        for i in TINY.layers
+        for name, part in views(source(i), TINY.parameter_shapes(i)).items()
+    }
+    assert {"model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"} < whole.keys()
+    save_file(whole, tmp_path / hf.WHOLE)
+    found = hf.parameters(tmp_path, TINY)
+    assert all(torch.equal(found(i), source(i)) for i in TINY.layers)
+
+
+def test_adapters_are_named_as_peft_names_them(tmp_path: Path) -> None:
+    adapters = initial.random_adapters(TINY, 4, 0)
+    hf.write(tmp_path, TINY, replace(WORKLOAD, lora_rank=4), adapters)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    first = found["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
+    assert first.shape == (4, TINY.hidden_size) and len(found) == 2 * 2 * 7
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == 2 and "down_proj" in config["target_modules"]
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in presets.names() if presets.load(name).architecture in MODEL_TYPES])
+def test_a_written_config_is_the_same_model(name: str, tmp_path: Path) -> None:
+    model = presets.load(name)
+    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(model.to_dict())))
+    assert replace(presets.load(tmp_path), name=name) == model
+
+
+def test_a_model_whose_config_is_not_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json of a GptOssForCausalLM is written"):
+        hf.write(tmp_path / "out", presets.load("gpt-oss-120b"), WORKLOAD, parameters(TINY))
+    assert not (tmp_path / "out").exists()
+
+
+# ---- faults
+
+
+def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"has neither model\.safetensors\.index\.json nor model\.safetensors"):
+        hf.parameters(tmp_path, TINY)
+
+
+def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    with pytest.raises(WeightsError, match=r"lack model\.layers\.2\.input_layernorm\.weight"):
+        hf.parameters(tmp_path, replace(TINY, num_hidden_layers=3))
+    with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.gate_proj\.weight .* has the shape \[\d+, \d+\], the"):
+        hf.parameters(tmp_path, replace(TINY, intermediate_size=2 * TINY.intermediate_size))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    file = tmp_path / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(WeightsError, match=r"model-00002-of-00004\.safetensors cannot be read"):
+        hf.parameters(tmp_path, TINY)
+    file.unlink()
+    with pytest.raises(WeightsError, match=r"model-00002-of-00004\.safetensors cannot be read"):
+        hf.parameters(tmp_path, TINY)
+    (tmp_path / hf.INDEX).write_text("{}")
+    with pytest.raises(WeightsError, match=r"the weights in .* cannot be read"):
+        hf.parameters(tmp_path, TINY)
