@@ -25,8 +25,9 @@ from schedules.model import ModelSpec
 
 BUCKET = 250_000_000  # elements; more than a layer, as DeepSpeed's prefetch wants it
 PHASED_STEPS = 2  # after those that count, with the GPU idle between phases
-# Of the host's memory per parameter: weights, their master, two moments in fp32, a gradient of the master's type.
-ZERO3_HOST_BYTES = {"bf16": 2 + 2 + 8 + 2, "bf16_fp32": 2 + 4 + 8 + 4}  # as our own state, and as is usual there
+# Of the host's memory per parameter, as the policy zero3_offload counts it with master=weights (the state that ours
+# has) and with master=fp32 (as is usual): weights, sum of gradients, gradient, master, two moments in fp32.
+ZERO3_HOST_BYTES = {"bf16": 2 + 2 + 2 + 2 + 8, "bf16_fp32": 2 + 2 + 4 + 4 + 8}
 
 
 class LeftOut(Exception):

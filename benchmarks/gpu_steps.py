@@ -47,7 +47,8 @@ PLANNED = "planned"
 SOURCE = "measured by benchmarks/gpu.py"
 WARM_UP, STEPS = 2, 6  # a period needs the ends of two steps: five periods
 ALONE_STEPS = 3  # with every op by itself; the last one counts
-DEVICE_RESERVE = 2 << 30  # for what no schedule counts: libraries' workspaces, fragments, the rotary table
+# For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
+DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,17 @@ class Case:
         )
 
 
-def schedule_of(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Schedule:
-    """The case's schedule. With resident="fit", the least number of resident layers that the host has room for."""
-    model, total = presets.load(case.model), torch.cuda.get_device_properties(0).total_memory
-    limit = int(case.device_gib * 2**30) if case.device_gib else total
-    budget = MemoryBudget(device_bytes=limit - DEVICE_RESERVE, host_bytes=host_bytes)
+def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host_bytes: int) -> Schedule:
+    """The case's schedule. With resident="fit", the least number of resident layers that the host has room for.
+
+    `profile` is what the planner plans for. Raises Refused for what does not fit.
+    """
+    model = presets.load(case.model)
+    limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
+    reserve = int(max(DEVICE_RESERVE, FRAGMENTS * limit))
+    budget = MemoryBudget(device_bytes=limit - reserve, host_bytes=host_bytes)
     if case.policy == PLANNED:
-        return _planned(case, model, machine, budget)
+        return _planned(case, model, profile, budget)
 
     def build(knobs: dict[str, Any]) -> Schedule:
         return policies.build(case.policy, model, case.workload, budget, **knobs)
@@ -116,14 +121,14 @@ def schedule_of(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> S
     return schedule
 
 
-def _planned(case: Case, model: ModelSpec, machine: dict[str, list[Row]], budget: MemoryBudget) -> Schedule:
+def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> Schedule:
     try:
         from sim.plan import plan
     except ImportError as error:
         raise Refused(f"left out: {error}") from None
     found = plan(
         model,
-        machine_of(machine),
+        profile,
         seq_len=case.seq_len,
         tokens_per_step=case.workload.tokens_per_step,
         precision=case.precision,
@@ -183,12 +188,12 @@ def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
 
 def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: Path | None, spin: bool) -> Row:
     """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused."""
-    schedule = schedule_of(case, host_bytes, machine)
+    total = torch.cuda.get_device_properties(0).total_memory
+    schedule = schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes)
     verified = verify(schedule)
     gc.collect()  # the case before may have left cycles that hold device memory and slabs
     PooledBackend.trim([b.nbytes for b in schedule.buffers if b.tier == Tier.HOST])
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(case.device_gib * 2**30 / total if case.device_gib else 1.0)
     torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()

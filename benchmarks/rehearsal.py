@@ -115,7 +115,7 @@ def install(gpu: Any) -> None:
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS = ("tiny",), (32,)
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
-    gpu_steps.DEVICE_RESERVE = 0
+    gpu_steps.DEVICE_RESERVE, gpu_steps.FRAGMENTS = 0, 0.0
     gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu.MODELS, gpu.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
     gpu.WAYS_OF = gpu_steps.Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2)

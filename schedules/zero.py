@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from schedules.model import ModelSpec
-from schedules.op import Kind, Stream
+from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
 from schedules.sweep import Kept, sweep
 from schedules.workload import Workload
@@ -23,6 +23,12 @@ Held = tuple[str, str]  # a buffer and the tensor in it
 def with_master(workload: Workload) -> Workload:
     """The workload with the fp32 master that ZeRO always keeps: bf16 and bf16_split become bf16_fp32."""
     return replace(workload, precision="bf16_fp32") if workload.precision in ("bf16", "bf16_split") else workload
+
+
+def flat_grad(p: Program, i: int) -> Held:
+    """The optimizer's own gradient of layer i where its master is bf16 (`bf16_master_weights_and_grads`)."""
+    grad = p.grad(i)
+    return p.buffer(f"flat.{grad}", Tier.HOST), grad
 
 
 def sub_groups(model: ModelSpec, size: int) -> list[list[int]]:
@@ -36,22 +42,30 @@ def sub_groups(model: ModelSpec, size: int) -> list[list[int]]:
 
 
 def passes(
-    p: Program, group: Sequence[int], *, stream: Stream = Stream.HOST, at: Mapping[str, str] | None = None
+    p: Program,
+    group: Sequence[int],
+    *,
+    stream: Stream = Stream.HOST,
+    at: Mapping[str, str] | None = None,
+    wide: bool = True,
 ) -> None:
     """The optimizer's step on a sub-group, three passes over its memory: scale, Adam, cast to the compute type.
 
-    `at` is tensor -> buffer for what is not at home.
+    `at` is tensor -> buffer for what is not at home. Gradients are fp32 ones, or those of `flat_grad` if not `wide`.
     """
     where = at or {}
 
     def held(tensor: str) -> Held:
         return where.get(tensor) or p.home(tensor), tensor
 
+    def grad(i: int) -> Held:
+        return held(p.grad(i, wide=True)) if wide else flat_grad(p, i)
+
     for i in group:
-        p.scale(i, grad=held(p.grad(i, wide=True)), stream=stream)
+        p.scale(i, grad=grad(i), stream=stream)
     for i in group:
-        grad, (weights, _), (state, _) = held(p.grad(i, wide=True)), held(p.weight(i)), held(p.state(i))
-        p.update(i, grad=grad, weights=weights, state=state, scaled=True, stream=stream)
+        (weights, _), (state, _) = held(p.weight(i)), held(p.state(i))
+        p.update(i, grad=grad(i), weights=weights, state=state, scaled=True, stream=stream)
     for i in group:
         cast(p, held(p.weight(i)), stream)
 
@@ -170,6 +184,7 @@ class Reduction:
     Under accumulation the sum comes up instead, and goes down with the new gradient added. At most two handings
     over are under way: the host waits for the older before a third. The fp32 gradients of layers `on_device`
     stay on the device. `land` takes (layer, device buffer) to the host, where the home of fp32 gradients is not.
+    If not `wide`, they go down the last time as they are, to the buffers of `flat_grad`.
     """
 
     def __init__(
@@ -181,11 +196,12 @@ class Reduction:
         blocking: bool = False,
         blocking_wide: bool = False,
         land: Callable[[int, str], Held] | None = None,
+        wide: bool = True,
     ) -> None:
         self._program, self._stream, self._on_device = p, stream, on_device
         self._blocking, self._blocking_wide = blocking, blocking or blocking_wide
         self._land = land or self._down
-        self._sum, self._wide = p.buffer("sum"), p.buffer("wide")
+        self._sum, self._wide = p.buffer("sum"), p.buffer("wide") if wide else None
         self._outstanding: list[Held] = []
 
     def begin(self) -> None:
@@ -215,6 +231,9 @@ class Reduction:
             return p.home(grad), grad
         if p.workload.grad_clip is not None:
             p.norm([(self._sum, grad)], stream=self._stream, name=f"N.{p.model.layer_name(i)}")
+        if self._wide is None:
+            flat, _ = flat_grad(p, i)
+            return p.offload(grad, out_of=self._sum, into=flat, stream=self._stream, blocking=self._blocking_wide), grad
         wide = p.grad(i, wide=True)
         buffer = p.home(wide) if i in self._on_device else self._wide
         p.cast((self._sum, grad), (buffer, wide), stream=self._stream)

@@ -39,3 +39,21 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     again = rehearse(tmp_path, "--parts", *PARTS)
     assert " ..." not in again.stderr  # it goes on where it was, and here that is the end
     assert len(json.loads((tmp_path / "gpu.json").read_text())["runs"]) == 1  # those that measured something
+
+
+def test_what_is_expected_is_written_down_for_every_step_that_will_be_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_expected.py", "--out", str(tmp_path), "--models", "llama-3.2-1b"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=300, check=True)
+    keys = "import gpu; print(*(case.key for case in gpu.cases(gpu.MODELS)), sep='\\n')"
+    environment["PYTHONPATH"] += f":{ROOT / 'benchmarks'}"
+    done = subprocess.run([sys.executable, "-c", keys], env=environment, capture_output=True, text=True, check=True)
+    expected = [row.split(" | ")[0] for row in rows_of(ROOT / "analysis" / "results" / "gpu-expected" / "README.md")]
+    assert expected == done.stdout.splitlines()
+    found = rows_of(tmp_path / "README.md")
+    assert [row.split(" | ")[0] for row in found] == [key for key in expected if key.startswith("llama-3.2-1b ")]
+    assert all("does not fit" in row or float(row.split(" | ")[2].replace(",", "")) > 1000 for row in found)
+
+
+def rows_of(page: Path) -> list[str]:
+    return [line.strip("| ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]

@@ -106,6 +106,19 @@ def test_zero3_before_0_19_5_waits_for_each_fp32_gradient() -> None:
     assert not any(op.blocking for op in [*new.ops, *copies(old, "g"), *copies(old, "w")])
 
 
+def test_zero3_with_weights_for_a_master_widens_nothing() -> None:
+    usual, own = (build("zero3_offload", accumulation=2, master=master) for master in ("fp32", "weights"))
+    assert (usual.workload.precision, own.workload.precision) == ("bf16_fp32", "bf16")
+    params = TINY.total_params
+    assert usual.allocated_bytes(HOST) == 20 * params
+    assert own.allocated_bytes(HOST) == 16 * params  # weights, their master, gradient sum and gradients in bf16
+    assert once(own, DEVICE, HOST, "g") == {3}  # of each micro-batch the sum, and last of all the whole once more
+    assert not [op for op in own.ops if any(access.tensor.startswith("g32.") for access in op.accesses)]
+    assert phases(own)[Phase.CAST] == len(TINY.layers)  # the master to the weights, as always
+    with pytest.raises(PolicyError, match="not bf16_split"):
+        policies.build("zero3_offload", TINY, workload(precision="bf16_split"), ROOM, master="weights")
+
+
 def test_zero3_without_pinned_memory_waits_for_every_copy() -> None:
     schedule = build("zero3_offload", pin_memory=False, accumulation=2)
     assert all(op.blocking for op in schedule.ops if op.phase == Phase.COPY)

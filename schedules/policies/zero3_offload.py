@@ -11,9 +11,10 @@ Under accumulation later micro-batches bring the sum up, add on the device and t
 gradients are made by the last one only.
 
 Where states live, in bytes per parameter, all on the host (20): weights 2, gradient sum 2, fp32 gradients 4,
-fp32 master 4, moments 8. There always is an fp32 master: precisions bf16 and bf16_split are built as
-bf16_fp32. On the device: slots for max_live parameters, two gradient buckets, one gradient on its way back
-and one widened.
+fp32 master 4, moments 8. Precisions bf16 and bf16_split are built as bf16_fp32, unless master=weights, which is
+DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16, nothing is widened, and moments stay
+fp32 (16). On the device: slots for max_live parameters, two gradient buckets, one gradient on its way back and one
+widened.
 
 Exact in its training. Approximated: a layer is fetched and its gradient handed over as a whole, where DeepSpeed
 goes by module and by bucket; tensors below its persistence threshold are not resident; embedding and head
@@ -22,15 +23,16 @@ compute-type weights itself and the cast reads and writes them in place, 36 byte
 where DeepSpeed has 34; the norm is computed only with gradient clipping. Without pinned memory the host waits for
 every copy, but copies are as fast as pinned ones, which they are not: expect pin_memory=false to be predicted too fast.
 Source: DeepSpeed edaa722 (0.19.6 development), stage3.py, partitioned_param_coordinator.py; for older versions
-its pull request 8207.
+its pull request 8207; for master=weights the same file of 0.19.8.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
-from schedules.op import Stream
+from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.sweep import Activations, kept_as, sweep
 from schedules.workload import MemoryBudget, Workload
@@ -50,6 +52,7 @@ def policy(
     sub_group_size: int = 1,
     pin_memory: bool = True,
     version: Literal["0.19.5", "0.19.4"] = "0.19.5",
+    master: Literal["fp32", "weights"] = "fp32",
 ) -> Program:
     """Build the step.
 
@@ -63,14 +66,20 @@ def policy(
         sub_group_size: parameters that each pass of the optimizer takes at once, rounded up to whole layers.
         pin_memory: host memory is pinned (the default since 0.19.5); otherwise the host waits for every copy.
         version: up to 0.19.4 the host waits for each gradient's fp32 copy.
+        master: the optimizer's own weights and gradients are fp32, or of the weights' type.
     """
     kept = kept_as(model, activations, every=every)
-    p = Program(model, with_master(workload))
+    wide = master == "fp32"
+    if not wide and workload.precision in ("bf16_split", "bf16_fp32"):
+        raise ProgramError(f"master=weights is for precisions without an fp32 master, not {workload.precision}")
+    p = Program(model, with_master(workload) if wide else workload)
+    if not wide:
+        p.reserve("master", model.total_params * workload.bytes.weight, Tier.HOST)
     fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
     fetch = Fetch(p, stream=fetching, max_live=max_live, ahead=prefetch, blocking=not pin_memory)
     buckets = p.slots("bucket", 2)
-    reduction = Reduction(p, stream=reducing, blocking=not pin_memory, blocking_wide=version == "0.19.4")
+    reduction = Reduction(p, stream=reducing, blocking=not pin_memory, blocking_wide=version == "0.19.4", wide=wide)
     tied = p.buffer("embed.grad") if model.tie_word_embeddings else None
 
     def run(m: int) -> None:
@@ -89,5 +98,5 @@ def policy(
     for m in workload.microbatches:
         run(m)
     for group in sub_groups(model, sub_group_size):
-        passes(p, group)
+        passes(p, group, wide=wide)
     return p
