@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "zero3_offload"
+KNOBS = {BASELINE: {"master": "weights"}}  # of named policies, for the state that plans have; others come as they are
 FITTING = 2  # splits of the step that a named policy is tried with: the largest micro-batches that fit
 MOST = 16  # micro-batches
 
@@ -130,7 +131,7 @@ def row(
 
 
 def _named(found: Plan) -> dict[str, float]:
-    """Tokens/s of every exact policy as it comes; NaN where it does not fit.
+    """Tokens/s of every exact policy, with KNOBS if any; NaN where it does not fit.
 
     With micro-batches that suit it, and with or without what is pointwise computed again, whichever is faster: that
     is a matter of a block's kernels, not of a policy.
@@ -142,7 +143,9 @@ def _named(found: Plan) -> dict[str, float]:
     for name, mode in itertools.product(policies.comparable(), ("none", "pointwise")):
         fitting = 0
         for step in steps:
-            built = policies.build(name, model, replace(step, recompute=mode), memory_of(profile))
+            built = policies.build(
+                name, model, replace(step, recompute=mode), memory_of(profile), **KNOBS.get(name, {})
+            )
             if built.staleness:
                 break
             tried = rates.setdefault(name, [])

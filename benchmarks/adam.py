@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import importlib.util
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -100,6 +103,27 @@ def in_torch(n: int, precision: str) -> Callable[[], object]:
     return without_kernel
 
 
+def load_deepspeed_kernel() -> None:
+    """Make DeepSpeed's CPU optimizer ready where there is a GPU but no CUDA toolkit.
+
+    It wants the toolkit's compiler there, though it compiles nothing with it; a process that sees no GPU does without.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    if shutil.which("nvcc") or "CUDA_HOME" in os.environ or "cpu_adam" in CPUAdamBuilder._loaded_ops:
+        return
+    script = "from deepspeed.ops.op_builder import CPUAdamBuilder; print(CPUAdamBuilder().load().__file__)"
+    blind = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=blind, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    spec = importlib.util.spec_from_file_location("cpu_adam", done.stdout.strip().splitlines()[-1])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    CPUAdamBuilder._loaded_ops["cpu_adam"] = module
+
+
 def deepspeed(n: int, precision: str) -> Callable[[], object] | str:
     """DeepSpeedCPUAdam on gradients and weights of one type, as ZeRO-3 calls it. Or why not.
 
@@ -108,6 +132,7 @@ def deepspeed(n: int, precision: str) -> Callable[[], object] | str:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        load_deepspeed_kernel()
         weights, grad, _ = slabs(n, precision)
         parameter = torch.nn.Parameter(weights)
         parameter.grad = grad

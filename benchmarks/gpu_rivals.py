@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import adam as adam_benchmark
 import gpu_machine
 import torch
 from gpu_steps import STEPS, WARM_UP, Case, Row
@@ -137,6 +138,7 @@ def zero3(case: Case, host_bytes: int) -> Row:
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29511)):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    adam_benchmark.load_deepspeed_kernel()
     torch.set_num_threads(threads)  # its optimizer uses torch's number
     torch.cuda.set_per_process_memory_fraction(1.0)
     _clear()
