@@ -231,13 +231,11 @@ class Search:
             return
         blocks = self.model.num_hidden_layers
         if whole:
-            self.begun = True
-            start = self._off_the_device(start)
-            self.start = self._off_the_host(start)
+            self.start = self._off_the_host(self._off_the_device(start))
             self.least, self.most = self._residents(self.start)
+            self.begun = self.least <= self.most  # or these micro-batches have no room, and smaller ones may
         start = replace(self.start, workload=workload)
-        least, most = self.least, self.most
-        most = max(least, most)
+        least, most = self.least, max(self.least, self.most)
         # smaller micro-batches leave room for more: all but the head
         residents = [most, blocks + 1]
         if whole:
@@ -406,7 +404,7 @@ class Search:
         return start.with_knobs({"inputs": self.model.num_hidden_layers})
 
     def _off_the_host(self, start: Candidate) -> Candidate:
-        """With as much state on NVMe as host and device together cannot hold."""
+        """With as much state on NVMe as host and device together cannot hold, unless that is not what is lacking."""
 
         def held(nvme: int) -> bool:
             least, most = self._residents(start.with_knobs({"nvme": nvme}))
@@ -415,7 +413,8 @@ class Search:
         blocks = self.model.num_hidden_layers
         if self.profile.nvme is None or held(0):
             return start
-        return start.with_knobs({"nvme": _first(range(1, blocks + 1), held)})
+        nvme = _first(range(1, blocks + 1), held)
+        return start.with_knobs({"nvme": nvme}) if nvme <= blocks else start
 
     def nothing_fits(self, workload: Workload) -> NothingFits:
         """The sentence for a machine on which nothing runs."""

@@ -206,6 +206,22 @@ def test_state_that_the_host_cannot_hold_goes_to_the_device_first_and_then_to_nv
     assert without.prediction.fits and without.schedule.allocated_bytes(Tier.NVME)
 
 
+def test_micro_batches_without_room_do_not_decide_where_the_search_begins() -> None:
+    memory = MemoryBudget(device_bytes=3 << 30, host_bytes=17 << 30, nvme_bytes=10**12)
+    found = plan(
+        presets.load("llama-3.2-1b"),
+        hardware.load("h200"),
+        seq_len=4096,
+        tokens_per_step=32768,
+        memory=memory,
+        effort=2,
+    )
+    ours = [one for one in found.tried if one.policy == "streamed"]
+    assert max(one.workload.micro_batch_size for one in ours if one.over) == 8  # the first that are looked at
+    assert not any(one.knobs.get("nvme") for one in ours)  # it is the device that lacks room, the state has some
+    assert found.schedule.policy == "streamed"
+
+
 def test_inputs_of_a_long_sequence_go_to_the_host() -> None:
     model = shallow(12)
     workload = Workload(micro_batch_size=1, seq_len=131072)
