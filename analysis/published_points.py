@@ -20,7 +20,7 @@ _LLMQ = "IST-DASLab/llmq, benchmarks/4090x1.md and its configurations"
 _SUPER = "DeepSpeed blog on SuperOffload (blogs/deepspeed-superoffload), PyTorch blog of the same title"
 _ADAM_PAPER = "ZeRO-Offload paper (USENIX ATC 2021), recalled; not re-read"
 _UNKNOWN_BATCH = "batch unpublished: the largest that fits is assumed"
-_BF16_STATE = "bf16 master and gradients in DeepSpeed; the policy keeps fp32 ones"
+_BF16_STATE = {"master": "weights"}  # the source: bf16 master and gradients
 _MULTI = "more than one GPU"
 _NO_POLICY = "no policy models this system"
 _NO_PROFILE = "no profile of that machine"
@@ -127,11 +127,11 @@ MEGATRAIN: tuple[Point, ...] = (
 DEEPSPEED: tuple[Point, ...] = (
     Point(
         system="ZeRO-3 offload (LLaMA-Factory)", policy="zero3_offload", model="qwen2.5-7b", machine="rtx4090",
-        micro_batch_size=32, accumulation=16, value=2523, unit="tokens/s", source=_LLMQ, note=_BF16_STATE,
+        micro_batch_size=32, accumulation=16, value=2523, unit="tokens/s", source=_LLMQ, knobs=_BF16_STATE,
     ),
     Point(
         system="ZeRO-3 offload (LLaMA-Factory)", policy="zero3_offload", model="qwen2.5-14b", machine="rtx4090",
-        micro_batch_size=20, accumulation=26, value=1130, unit="tokens/s", source=_LLMQ, note=_BF16_STATE,
+        micro_batch_size=20, accumulation=26, value=1130, unit="tokens/s", source=_LLMQ, knobs=_BF16_STATE,
     ),
     Point(
         system="ZeRO-3 parameter offload, LoRA", model="llama-3.1-8b", machine="h100", value=21.65, unit="tokens/s",

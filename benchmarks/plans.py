@@ -62,7 +62,7 @@ LADDERS = (
     ("qwen2.5-32b", "h100", 2048, 16384),
     ("llama-3.2-3b", "rtx4090", 4096, 65536),
 )
-SHARES = (0.6, 0.8, 1.0, 1.25, 1.5)
+SHARES = (0.15, 0.3, 0.6, 0.8, 1.0, 1.25, 1.5)
 CORES = os.cpu_count() or 1
 Point = tuple[str, str, tuple[str, ...], str, int, int]
 
