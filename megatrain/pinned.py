@@ -47,6 +47,8 @@ def pinned(nbytes: int, runtime: Runtime, *, cpus: Sequence[int] = ()) -> Tensor
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping))
     offset = -base % HUGE_PAGE
+    # A process that is forked gets nothing of it: the kernel would copy pinned pages for it at once, all of them.
+    mapping.madvise(mmap.MADV_DONTFORK)
     _advise(mapping, offset, nbytes)
     slab = (ctypes.c_ubyte * nbytes).from_buffer(mapping, offset)
     address = base + offset

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -354,6 +355,19 @@ def test_slab_is_exact_zeroed_aligned_and_pinned_while_any_view_lives(nbytes: in
     del view
     gc.collect()
     assert not runtime.pinned
+
+
+def test_a_process_that_is_forked_does_not_get_the_slab() -> None:
+    slab = pinned(3 * HUGE_PAGE, FakeRuntime())
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(address, 16) for address in place.groups())
+            inside = first < slab.data_ptr() + slab.numel() and slab.data_ptr() < last
+        elif inside and line.startswith("VmFlags:"):
+            flags.append(line)
+    assert flags and all(" dc" in line for line in flags)  # "do not copy", the kernel's name for it
 
 
 def test_refusal_to_pin_is_told() -> None:
