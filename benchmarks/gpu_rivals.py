@@ -131,9 +131,8 @@ def zero3(case: Case, host_bytes: int) -> Row:
     except ImportError:
         raise LeftOut("left out: the package deepspeed is not installed") from None
     spec, threads = presets.load(case.model), max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
-    if (
-        needed := spec.total_params * ZERO3_HOST_BYTES[case.precision]
-    ) > host_bytes:  # the kernel would end this process
+    needed = spec.total_params * ZERO3_HOST_BYTES[case.precision]
+    if needed > host_bytes:  # the system would end this process
         raise LeftOut(f"does not fit: {needed / 2**30:.1f} GiB of host memory, {host_bytes / 2**30:.1f} GiB available")
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29511)):
         os.environ.setdefault(name, str(value))

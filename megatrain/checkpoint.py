@@ -9,6 +9,7 @@ the new one is complete. What is frozen is not saved.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from schedules.schedule import Schedule
 
 FORMAT = 1
 LAST = "training.json"
+STEPS = "step-[0-9]*"
 
 Kept = Callable[[int], tuple[Tensor, Tensor]]  # layer -> what is trained of it, flat, and its optimizer state, uint8
 
@@ -72,9 +74,10 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept) -> Path:
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(target, ignore_errors=True)
         raise NotSaved(f"the checkpoint of step {step} could not be written to {folder}: {error}") from None
-    for older in _complete(folder):
-        if older != target:
-            shutil.rmtree(older)
+    os.sync()  # what comes after a loss of power must not be a name without its contents
+    for other in folder.glob(STEPS):  # complete or not
+        if other != target:
+            shutil.rmtree(other)
     return target
 
 
@@ -141,7 +144,7 @@ def _short(key: str, value: object) -> str:
 
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, the newest last."""
-    return sorted(path.parent for path in folder.glob(f"step-*/{LAST}"))
+    return sorted(path.parent for path in folder.glob(f"{STEPS}/{LAST}"))
 
 
 def _file(folder: Path, model: ModelSpec, i: int) -> Path:

@@ -160,6 +160,14 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(
     assert found.step == 2 and same({i: found.layer(i) for i in of.model.layers}, right)
 
 
+def test_what_an_interrupted_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    (folder / "step-00000007").mkdir(parents=True)
+    (folder / "step-by-step").mkdir()
+    train(of, 1, tmp_path, save=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-by-step"]
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     of, folder = schedule(), tmp_path / "checkpoints"
     train(of, 1, tmp_path, save=True)
