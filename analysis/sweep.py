@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from schedules import policies
 from schedules.errors import InputError, Refused
@@ -31,9 +31,6 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import plan, splits
 from sim.prediction import Prediction, memory_of, predict
-
-if TYPE_CHECKING:
-    pass
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]

@@ -78,13 +78,9 @@ def _stream(stream: Stream) -> Iterator[None]:
     yield
 
 
-def _nothing() -> Callable[..., None]:
+def _always(value: object) -> Callable[..., object]:
     """A function of its own each time: torch's compiler takes one function under two names for an error."""
-    return lambda *a, **k: None
-
-
-def _none() -> Callable[..., int]:
-    return lambda *a, **k: 0
+    return lambda *a, **k: value
 
 
 def install(gpu: Any) -> None:
@@ -95,15 +91,15 @@ def install(gpu: Any) -> None:
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": Graph,
-        "graph_pool_handle": _none(),
+        "graph_pool_handle": _always(0),
         "stream": _stream,
         "cudart": Runtime,
         "_sleep": lambda cycles: time.sleep(cycles * 1e-11),
         "is_available": lambda: True,
         "get_device_name": lambda index=0: "no GPU, a rehearsal",
         "get_device_properties": lambda index: properties,
-        "max_memory_allocated": _none(),
-        **{name: _nothing() for name in NOTHING},
+        "max_memory_allocated": _always(0),
+        **{name: _always(None) for name in NOTHING},
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)

@@ -64,8 +64,10 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept) -> Path:
     Raises NotSaved.
     """
     target = folder / f"step-{step:08d}"
+    if target in _complete(folder):
+        raise NotSaved(f"{target} is there already")
     try:
-        shutil.rmtree(target, ignore_errors=True)  # of a save that was interrupted, or of this very step
+        shutil.rmtree(target, ignore_errors=True)  # of a save that was interrupted
         target.mkdir(parents=True)
         for i in trained.layers(schedule.model, schedule.workload):
             weights, state = kept(i)

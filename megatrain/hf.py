@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatrain.template import LORA_SCALE, views
+from schedules import trained
 from schedules.errors import InputError
 from schedules.hf_config import write_config
-from schedules.model import ModelSpec
+from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,13 +90,26 @@ def _check(folder: Path, files: Mapping[str, str], name: str, shape: tuple[int, 
 # ---- writing
 
 
-def write(folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor]) -> None:
-    """Write what is trained to `folder`, made if it is not there; `weights(i)` is that of layer i, flat.
+def require_writable(folder: Path, model: ModelSpec, workload: Workload) -> dict[str, Any]:
+    """Make `folder` if it is not there; what its config.json will say. Better asked before a training than after it.
 
-    Raises ModelError for an architecture whose config.json cannot be written.
+    Raises:
+        ModelError: no config.json describes this model.
+        WeightsError: nothing is trained.
+        OSError: the folder cannot be made.
     """
+    if not trained.layers(model, workload):
+        raise WeightsError("nothing is trained, so that there is nothing to export")
     config = write_config(model.to_dict())
+    if ModelSpec.from_hf_config(config, model.name) != model:
+        raise ModelError(f"{model.name}: no config.json of a {model.architecture} describes it")
     folder.mkdir(parents=True, exist_ok=True)
+    return config
+
+
+def write(folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor]) -> None:
+    """Write what is trained to `folder`; `weights(i)` is that of layer i, flat. Raises as `require_writable` does."""
+    config = require_writable(folder, model, workload)
     if workload.lora_rank is not None:
         _write_adapters(folder, model, workload.lora_rank, weights)
         return

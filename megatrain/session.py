@@ -20,7 +20,6 @@ from megatrain.initial import random_parameters
 from megatrain.pointwise import PLAIN, compiled
 from megatrain.train import Debug, Trainer, as_they_are
 from schedules.errors import InputError, Refused
-from schedules.hf_config import write_config
 from schedules.op import Tier
 from schedules.trace import Trace
 from schedules.verify import Verified
@@ -156,7 +155,9 @@ def train(
     if files.save is not None:
         checkpoint.require_room(files.save, schedule, resumed)
     if files.export is not None:
-        write_config(model.to_dict())  # whether it can be written is better told before the training
+        hf.require_writable(files.export, model, workload)
+    if files.every is not None and files.save is None:
+        raise InputError("every so many steps a checkpoint: say where to save it")
     with Trainer(
         verified,
         machine,
@@ -173,7 +174,7 @@ def train(
         losses: list[float] = []
         while len(losses) < steps:
             left = steps - len(losses)
-            losses += trainer.run(min(left, files.every or left) if files.save is not None else left, on_loss=on_loss)
+            losses += trainer.run(min(left, files.every or left), on_loss=on_loss)
             if files.save is not None:
                 trainer.save(files.save)
         if files.export is not None:

@@ -168,6 +168,14 @@ def test_what_an_interrupted_save_left_goes_with_the_next(tmp_path: Path) -> Non
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-by-step"]
 
 
+def test_a_checkpoint_is_not_written_over(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    with pytest.raises(NotSaved, match="step-00000001 is there already"):
+        checkpoint.save(folder, of, 1, lambda i: right[i])
+    assert same({i: checkpoint.read(folder, of).layer(i) for i in of.model.layers}, right)
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     of, folder = schedule(), tmp_path / "checkpoints"
     train(of, 1, tmp_path, save=True)

@@ -124,6 +124,13 @@ def test_a_model_whose_config_is_not_written_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_a_config_would_describe_as_another_is_told(tmp_path: Path) -> None:
+    odd = replace(TINY, attention_bias=True)  # Hugging Face's Llama has biases in all four projections or in none
+    with pytest.raises(ModelError, match=r"no config\.json of a LlamaForCausalLM describes it"):
+        hf.write(tmp_path / "out", odd, WORKLOAD, parameters(odd))
+    assert not (tmp_path / "out").exists()
+
+
 # ---- faults
 
 
