@@ -111,6 +111,7 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
         ("layers whose weights never leave the device", f"{count('w', Tier.DEVICE, only=True)} of {len(model.layers)}"),
         ("layers whose optimizer state does not", f"{count('o', Tier.DEVICE, only=True)} of {len(model.layers)}"),
         ("optimizer state on NVMe", f"{count('o', Tier.NVME, only=False)} of {len(model.layers)} layers"),
+        ("weights on NVMe", f"{count('w', Tier.NVME, only=False)} of {len(model.layers)} layers"),
         ("updates on the device, on the CPU", f"{on_device}, {len(adam) - on_device}"),
         ("loads of weights in a step", f"{loads}"),
         ("activations kept, to the host, recomputed", f"{runs - again - away}, {away}, {again} of {runs}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from schedules.drive import Drive
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
@@ -20,6 +21,7 @@ class StreamedStep:
         model: ModelSpec,
         workload: Workload,
         kept: Kept,
+        *,
         slots: int,
         grad_slots: int,
         slabs: int,
@@ -28,6 +30,8 @@ class StreamedStep:
         hold: int,
         through: int,
         nvme: int,
+        nvme_weights: int,
+        nvme_slots: int,
         singly: int,
         groups: int,
     ) -> None:
@@ -62,16 +66,12 @@ class StreamedStep:
         self.window = Window(
             [i for i in order if i in self.streamed] * groups,
             ahead=len(self.ahead),
-            fetch=lambda i: p.load(p.weight(i), self.ring),
+            fetch=self.fetch,
         )
         # blocks updated on the device while their weights and gradient are still there, the state passing through
         whole = [] if self.clip else [i for i in self.streamed if self.passes[i] == 1]
         self.through = spread(whole, through)
         self.states = p.slots("state", 2) if self.through else None
-        # blocks whose state comes from a drive and goes back there
-        self.on_nvme = spread(self.streamed, nvme)
-        p.keep_on_nvme(*(p.state(i) for i in sorted(self.on_nvme)))
-        self.passing = p.slots("update.state", 2, Tier.HOST) if self.on_nvme else None
         self.kept = kept
         self.slot = ""  # of the block that ran last
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
@@ -81,6 +81,18 @@ class StreamedStep:
         first = self.streamed[:1]
         self.order = [i for i in landing if i not in self.late]
         self.order += sorted(self.late, key=lambda i: (i not in first, i))
+        # blocks whose state comes from a drive and goes back there, and some of these whose weights do
+        states = spread(self.streamed, nvme)
+        read = spread(sorted(states), nvme_weights)
+        waiting = [i for i in read if i in self.late and self.passes[i] == 1]
+        self.drive = Drive(p, states=states, weights=read, waiting=waiting, slots=nvme_slots, ahead=len(self.ahead))
+
+    def fetch(self, i: int) -> str:
+        """The slot with block i's weights, which are loaded unless they still stand in one."""
+        p, weight = self.program, self.program.weight(i)
+        if i not in self.drive.weights:
+            return p.load(weight, self.ring)
+        return self.ring.holding(weight) or p.prefetch(weight, out_of=self.drive.weight(i), into=self.ring.next())
 
     def load_first(self) -> None:
         """Load what the forward begins with in the order in which the step before updates it.
@@ -90,7 +102,7 @@ class StreamedStep:
         p = self.program
         for i in self.order:
             if i in self.ahead:
-                p.load(p.weight(i), self.ring)
+                self.fetch(i)
             elif i in self.copy and (i not in self.late or i == p.model.embed):
                 p.prefetch(p.weight(i), into=self.copy[i])
 
@@ -124,8 +136,11 @@ class StreamedStep:
                 self.pass_through(i, where)
                 return
             if i not in self.resident:
-                held = i in self.late or i in self.ends
+                waits = i in self.drive.waiting
+                held = (i in self.late or i in self.ends) and not waits
                 where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
+                if waits:
+                    self.drive.wait(i, where[0])
             elif self.clip:
                 p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
             if last and i not in self.late:
@@ -135,26 +150,33 @@ class StreamedStep:
 
     def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
         """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
-        p = self.program
-        if i in self.on_nvme and self.passing is not None:
-            state = p.prefetch(p.state(i), into=self.passing.next(), stream=Stream.NVME_READ)
-            p.update(i, grad=grad, state=state)
-            p.offload(p.state(i), out_of=state, stream=Stream.NVME_WRITE)
-        else:
+        p, drive = self.program, self.drive
+        if i not in drive.states:
             p.update(i, grad=grad, stream=Stream.COMPUTE if i in self.resident else Stream.CPU)
+            return
+        if grad is None and i in drive.waiting:
+            grad = drive.read_grad(i, self.slabs)
+        weights = drive.weight(i) if i in drive.weights else None
+        state = drive.read_state(i)
+        p.update(i, grad=grad, weights=weights, state=state)
+        if weights is not None:
+            drive.write(p.weight(i), weights)
+        drive.write(p.state(i), state)
 
     def pass_through(self, i: int, grad: tuple[str, str]) -> None:
         """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
-        p = self.program
-        weights, source = self.slot, None
+        p, drive = self.program, self.drive
+        weights, source, target = self.slot, None, None
         assert self.states is not None and p.holds(weights) == p.weight(i), "the backward has just read the weights"
-        if i in self.on_nvme and self.passing is not None:
-            source = p.prefetch(p.state(i), into=self.passing.next(), stream=Stream.NVME_READ)
+        if i in drive.states:
+            source = drive.read_state(i)
+        if i in drive.weights:
+            target = drive.weight(i)
         state = p.prefetch(p.state(i), into=self.states.next(), out_of=source)
         p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE)
-        p.offload(p.weight(i), out_of=weights)
-        if source is None:
-            p.offload(p.state(i), out_of=state)
-        else:
-            p.offload(p.state(i), out_of=state, into=source)
-            p.offload(p.state(i), out_of=source, stream=Stream.NVME_WRITE)
+        p.offload(p.weight(i), out_of=weights, into=target)
+        if target is not None:
+            drive.write(p.weight(i), target)
+        p.offload(p.state(i), out_of=state, into=source)
+        if source is not None:
+            drive.write(p.state(i), source)

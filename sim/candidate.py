@@ -39,6 +39,10 @@ class Candidate:
         changed, usual = {**dict(self.knobs), **values}, _defaults()
         return replace(self, knobs=tuple(sorted((name, v) for name, v in changed.items() if v != usual.get(name))))
 
+    def value(self, name: str) -> Knob:
+        """Of one of our own knobs."""
+        return {**_defaults(), **dict(self.knobs)}[name]
+
 
 @functools.cache
 def _defaults() -> dict[str, Knob]:

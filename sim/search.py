@@ -37,6 +37,7 @@ GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
+ONE_BLOCK: dict[str, Knob] = {"slots": 1, "grad_slots": 1}  # on the device at a time
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -47,6 +48,10 @@ _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
 
 class NothingFits(Refused):
     """No schedule fits; the message names the smallest shortage found."""
+
+
+def _words_for(tier: Tier) -> str:
+    return "NVMe" if tier == Tier.NVME else f"{tier} memory"
 
 
 def _words(workload: Workload) -> str:
@@ -97,6 +102,7 @@ class Search:
     least: int = 0  # layers that must and
     most: int = 0  # may live on the device
     begun: bool = False  # these are known
+    one_block: bool = False  # weights and gradients may come one block at a time
     share: float = 0.0
     tried: dict[Candidate, Tried] = field(default_factory=dict)
     rooms: dict[Candidate, dict[Tier, bool]] = field(default_factory=dict)
@@ -143,7 +149,13 @@ class Search:
             self.evaluate(as_it_is.with_knobs({}))
 
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
-        """Search with our own knobs all splits that could fit."""
+        """Search with our own knobs all splits that could fit; if none does, once more with one block at a time."""
+        for self.one_block in (False, True):
+            if self.at is None:
+                self.modes(bounded)
+
+    def modes(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+        """Search all modes of recompute, the likeliest first."""
         modes = _likeliest_first(bounded)
         self.ways = len(bounded)
         for place, mode in enumerate(modes):
@@ -319,15 +331,17 @@ class Search:
         while stride and self.effort > 0:
             before = at
             for name, values in space.items():
-                here = values.index(dict(at.knobs).get(name, values[0]))
+                here = values.index(at.value(name))
                 step = min(stride, max(len(values) // 3, 1))
                 ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
                 if self.effort <= 0:
                     break
                 there = [at.with_knobs({name: values[here + way]}) for way in ways]
+                if name == "nvme_slots":  # as many buffers less for what lives on the host
+                    there = [self._on_the_drive(one, lambda way: self._room(way)[Tier.HOST]) or one for one in there]
                 for way, candidate, found in zip(ways, there, self.evaluate(*there), strict=True):
                     if self.tried[candidate].over and name == "offload" and way > 0:
-                        candidate, found = self._with_room(candidate)
+                        candidate, found = self._thriftier(candidate)
                     if self.tried[candidate].over:
                         too_far.add((name, way))
                     if found is not None and found < period * (1.0 - WORTH_A_STEP):
@@ -335,7 +349,7 @@ class Search:
             if at == before:
                 stride //= 2
 
-    def _with_room(self, candidate: Candidate) -> tuple[Candidate, float | None]:
+    def _thriftier(self, candidate: Candidate) -> tuple[Candidate, float | None]:
         """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
         thrifty = candidate.with_knobs({"slack": 1})
         (found,) = self.evaluate(thrifty)
@@ -398,23 +412,45 @@ class Search:
         return least, most
 
     def _off_the_device(self, start: Candidate) -> Candidate:
-        """With the blocks' inputs on the host between forward and backward, if they do not fit the device."""
+        """With no more on the device at once than it has room for.
+
+        The blocks' inputs go to the host between forward and backward; as a last resort weights and gradients come one
+        block at a time.
+        """
         if self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]:
             return start
-        return start.with_knobs({"inputs": self.model.num_hidden_layers})
+        start = start.with_knobs({"inputs": self.model.num_hidden_layers})
+        if not self.one_block or self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]:
+            return start
+        return start.with_knobs(ONE_BLOCK)
 
     def _off_the_host(self, start: Candidate) -> Candidate:
-        """With as much state on NVMe as host and device together cannot hold, unless that is not what is lacking."""
+        """With as much on NVMe as host and device together cannot hold, unless that is not what is lacking."""
 
-        def held(nvme: int) -> bool:
-            least, most = self._residents(start.with_knobs({"nvme": nvme}))
+        def held(candidate: Candidate) -> bool:
+            least, most = self._residents(candidate)
             return least <= most
 
-        blocks = self.model.num_hidden_layers
-        if self.profile.nvme is None or held(0):
+        of_device = self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]
+        if self.profile.nvme is None or not of_device or held(start):
             return start
-        nvme = _first(range(1, blocks + 1), held)
-        return start.with_knobs({"nvme": nvme}) if nvme <= blocks else start
+        for thrift in ({}, {"slabs": 1}, {"slabs": 1, "nvme_slots": 1}):
+            if found := self._on_the_drive(start.with_knobs(thrift), held):
+                return found
+        return start
+
+    def _on_the_drive(self, start: Candidate, enough: Callable[[Candidate], bool]) -> Candidate | None:
+        """With no more on NVMe than is enough; None if all of it is not.
+
+        State goes first, which is read and written once a step: weights are needed in both directions.
+        """
+        blocks = self.model.num_hidden_layers
+        for others, name in (({"nvme_weights": 0}, "nvme"), ({"nvme": blocks}, "nvme_weights")):
+            there = [start.with_knobs({**others, name: count}) for count in range(blocks + 1)]
+            least = _first(range(blocks + 1), lambda n: enough(there[n]))  # noqa: B023
+            if least <= blocks:
+                return there[least]
+        return None
 
     def nothing_fits(self, workload: Workload) -> NothingFits:
         """The sentence for a machine on which nothing runs."""
@@ -429,13 +465,15 @@ class Search:
             )
         elif self.shortest is not None:
             told.append(f"the closest one {self.shortest[1]}")
-        endless = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60)
-        least = policies.build(OURS, model, workload, endless, keep=0, inputs=model.num_hidden_layers, slabs=1)
-        peaks = peak_bytes(least, self.profile)
-        told.append(
-            f"the thriftiest one takes {peaks[Tier.DEVICE] / 1e9:,.1f} GB of device and "
-            f"{peaks[Tier.HOST] / 1e9:,.1f} GB of host memory"
-        )
+        endless = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
+        blocks = model.num_hidden_layers
+        drive: dict[str, Knob] = {"nvme": blocks, "nvme_weights": blocks, "nvme_slots": 1}
+        least: dict[str, Knob] = {"keep": 0, "inputs": blocks, "slabs": 1, **ONE_BLOCK}
+        if self.profile.nvme is not None:
+            least |= drive
+        peaks = peak_bytes(policies.build(OURS, model, workload, endless, **least), self.profile)
+        takes = [f"{peak / 1e9:,.1f} GB of {_words_for(tier)}" for tier, peak in peaks.items() if peak]
+        told.append(f"the thriftiest one takes {', '.join(takes[:-1])} and {takes[-1]}")
         return NothingFits("; ".join(told))
 
 
@@ -464,7 +502,13 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     }
     if workload.grad_clip is None:
         space |= {"defer": counts, "through": counts}
-    space |= {name: counts for name in ("inputs", "nvme") if name in dict(begun.knobs)}
+    known = dict(begun.knobs)
+    space |= {name: counts for name in ("inputs", "nvme", "nvme_weights") if name in known}
+    if "nvme" in known:
+        space |= {"nvme_slots": [1, 2, 3, 4], "nvme_weights": counts}
+    space |= {name: [1, 2, *space.get(name, [])[1:]] for name in ONE_BLOCK if name in known}
+    if "slabs" in known:
+        space["slabs"] = [1, 2, 4, 8]
     if workload.accumulation > 1:
         space |= {"order": ["layers", "microbatches"], "singly": counts}
     return {**space, "hold": counts}

@@ -46,6 +46,8 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, offload=2, inputs=2, slack=2": {"keep": 0, "offload": 2, "inputs": 2, "slack": 2},
     "streamed, through=2, resident=1": {"through": 2, "resident": 1},
     "streamed, nvme=2, through=1": {"nvme": 2, "through": 1},
+    "streamed, nvme=4, nvme_weights=3": {"nvme": 4, "nvme_weights": 3, "slots": 1, "nvme_slots": 1, "defer": 2},
+    "streamed, nvme_weights=4, through=2": {"nvme": 4, "nvme_weights": 4, "through": 2, "resident": 1},
     "zero3_offload, overlap_comm=False": {"overlap_comm": False},
     "zero3_offload, prefetch=2, unpinned": {"prefetch": 2, "pin_memory": False, "max_live": 1},
     "zero_infinity, everything": {

@@ -236,6 +236,8 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "slack": st.integers(1, 4),
             "through": st.integers(0, 7),
             "nvme": st.integers(0, 7),
+            "nvme_weights": st.integers(0, 7),
+            "nvme_slots": st.integers(1, 3),
             "swap": st.sampled_from(["host", "nvme"]),
             "every": st.integers(1, 4),
             "hold": st.integers(0, 7),
@@ -252,6 +254,24 @@ def test_streamed_is_safe_with_any_knobs(
     schedule = policies.build("streamed", model, step, ROOM, **knobs)
     verify(schedule)
     assert schedule.knobs == knobs
+
+
+def test_streamed_reads_weights_twice_from_the_drive_and_writes_them_once() -> None:
+    model, drive = blocks(8), {"nvme": 8, "nvme_weights": 8}
+    schedule = policies.build("streamed", model, workload(accumulation=2), ROOM, **drive)
+    states, weights = ({f"{letter}.{i}": 1 for i in range(8)} for letter in "ow")
+    assert moved(schedule, Tier.HOST, Tier.NVME, "o", "w", "g") == {**states, **weights}
+    # four host buffers: the last four blocks' weights still stand there at the turn
+    assert moved(schedule, Tier.NVME, Tier.HOST, "o", "w", "g") == {
+        **states,
+        **weights,
+        **{f"w.{i}": 2 for i in range(4)},
+    }
+    clipped = policies.build("streamed", model, workload(clip=1.0), ROOM, **drive)
+    gradients = {f"g.{i}": 1 for i in range(8)}
+    assert moved(clipped, Tier.HOST, Tier.NVME, "g") == gradients == moved(clipped, Tier.NVME, Tier.HOST, "g")
+    homes = {b.name for b in clipped.buffers if b.tier == Tier.HOST and b.name.startswith("host.")}
+    assert homes == {f"host.{letter}.{end}" for letter in "owg" for end in ("embed", "head")}
 
 
 def test_streamed_updates_on_the_device_what_passes_through() -> None:

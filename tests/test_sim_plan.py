@@ -26,7 +26,7 @@ from sim.cost import MissingCost
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import Plan, plan, splits
-from sim.prediction import memory_of, predict
+from sim.prediction import memory_of, peak_bytes, predict
 from sim.search import EFFORT, PART, NothingFits
 
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
@@ -206,6 +206,26 @@ def test_state_that_the_host_cannot_hold_goes_to_the_device_first_and_then_to_nv
     assert without.prediction.fits and without.schedule.allocated_bytes(Tier.NVME)
 
 
+def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
+    model, workload = shallow(6), step(2)
+    block = model.params(0) * 2 / 1e9  # weights
+    ends = sum(model.params(i) for i in (model.embed, model.head)) * 12 / 1e9
+    for room, slots in ((13, 2), (9, 1)):  # a state takes up four blocks' weights
+        found = searched(model, machine("rtx4090", device_gb=8 * block, host_gb=ends + room * block), workload)
+        knobs = found.schedule.knobs
+        assert found.prediction.fits and knobs["nvme"] == 6 and knobs["nvme_weights"]
+        assert knobs["nvme_slots"] == slots
+
+
+def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:
+    model, workload = shallow(6), step(2)
+    h200 = hardware.load("h200")
+    least = policies.build("streamed", model, workload, memory_of(h200), keep=0, inputs=6, slots=1, grad_slots=1)
+    need = (peak_bytes(least, h200)[Tier.DEVICE] + model.params(0)) / 1e9  # half a block's weights more
+    found = searched(model, machine("h200", device_gb=need, host_gb=100.0), workload)
+    assert found.prediction.fits and found.schedule.knobs["slots"] == 1
+
+
 def test_micro_batches_without_room_do_not_decide_where_the_search_begins() -> None:
     memory = MemoryBudget(device_bytes=3 << 30, host_bytes=17 << 30, nvme_bytes=10**12)
     found = plan(
@@ -254,7 +274,7 @@ def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
     with pytest.raises(NothingFits) as told:
         plan(shallow(8), profile, seq_len=512, micro_batch_size=1)
     assert "all its memory together is 4.0 GB" in str(told.value)
-    assert "GB of device and" in str(told.value)
+    assert "GB of device memory and" in str(told.value)
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ the device with gradient and state, 12, and are updated there: the next forward 
 still updates. With hold=n the weights of n other blocks stay there, 2, or 4 with a gradient that adds up, and only
 state and update are the host's: they come up once a step, however many micro-batches run one after another. With
 through=n that many blocks are updated on the device as well, and only their state, 8, passes through it: this pays
-where the CPU is slow and a step is long. With nvme=n the state of n blocks lives on a drive.
+where the CPU is slow and a step is long. With nvme=n the state of n blocks lives on a drive, with
+nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for the backward,
+after which they are updated there and go back.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -57,6 +59,8 @@ def policy(
     hold: int = 0,
     through: int = 0,
     nvme: int = 0,
+    nvme_weights: int = 0,
+    nvme_slots: int = 2,
     order: Literal["layers", "microbatches"] = "layers",
     singly: int = 0,
 ) -> Program:
@@ -80,6 +84,9 @@ def policy(
         through: how many of the other blocks are updated on the device while their weights and gradient are there,
             their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
         nvme: how many of the streamed blocks have their optimizer state on NVMe.
+        nvme_weights: how many of these have their weights there too; a gradient of theirs that has to wait, as all do
+            with clipping, waits there.
+        nvme_slots: host buffers for state on its way from and to NVMe.
         order: all micro-batches of a layer, or all layers of a micro-batch.
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
             the backward of all micro-batches by the others. Has no meaning with order=microbatches.
@@ -99,7 +106,21 @@ def policy(
             every=every,
         )
         step = StreamedStep(
-            model, workload, kept, slots, grad_slots, slabs, defer, resident, hold, through, nvme, alone, len(groups)
+            model,
+            workload,
+            kept,
+            slots=slots,
+            grad_slots=grad_slots,
+            slabs=slabs,
+            defer=defer,
+            resident=resident,
+            hold=hold,
+            through=through,
+            nvme=nvme,
+            nvme_weights=nvme_weights,
+            nvme_slots=nvme_slots,
+            singly=alone,
+            groups=len(groups),
         )
         step.load_first()
         for group in groups:
