@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatrain.adam import Adam
 from megatrain.profile import measure
 from megatrain.session import Trained, backend_of, train
 from schedules import codec, policies, presets
@@ -101,7 +102,7 @@ def run_all(folder: Path, profile: HardwareProfile, steps: int, progress: Progre
         def told(step: int, loss: float, number: int = number, policy: str = schedule.policy) -> None:
             progress((number + (step + 1) / steps) / len(proven), f"{policy}, loss {loss:.2f}")
 
-        trained = train(verified, steps=steps, lr=chosen.lr, backend=backend, on_loss=told)
+        trained = train(verified, steps=steps, hyper=Adam(lr=chosen.lr), backend=backend, on_loss=told)
         trained.trace.save(folder / "traces" / f"{schedule.policy}.measured.json")
         runs.append(Run(schedule=schedule, prediction=prediction, trained=trained))
     return Demo(model=proven[0].schedule.model, workload=chosen.workload, lr=chosen.lr, profile=profile, runs=runs)

@@ -118,7 +118,7 @@ def train(
     verified: Verified,
     *,
     steps: int,
-    lr: float,
+    hyper: Adam | Callable[[int], Adam],
     seed: int = 0,
     debug: bool = False,
     backend: str | None = "cpu",
@@ -128,9 +128,10 @@ def train(
     files: Files = Files(),
     on_loss: Callable[[int, float], None] | None = None,
 ) -> Trained:
-    """Train so many steps, more of them where `files` say to resume. `backend` as in `backend_of`, `nvme` in Trainer.
+    """Train so many steps, more of them where `files` say to resume.
 
-    `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
+    `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer. `fused` compiles what multiplies no matrices,
+    `graphs` replays blocks as CUDA graphs.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training.
@@ -162,7 +163,7 @@ def train(
         verified,
         machine,
         data,
-        Adam(lr=lr),
+        hyper,
         initial=initial,
         resume=resumed,
         debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),

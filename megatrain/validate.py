@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain.adam import Adam
 from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
 from megatrain.session import available_memory, backend_of, train
 from schedules import policies, presets
@@ -180,7 +181,9 @@ def _trained(grid: Grid, schedule: Schedule, number: int, folder: Path) -> Trace
     """The trace of a point's run in a round, which is run if the folder has none."""
     path = folder / f"{name_of(schedule)}.{number + 1}.json"
     if not path.is_file():
-        train(verify(schedule), steps=grid.steps, lr=1e-4, seed=number, backend=grid.backend).trace.save(path)
+        train(verify(schedule), steps=grid.steps, hyper=Adam(lr=1e-4), seed=number, backend=grid.backend).trace.save(
+            path
+        )
     trace = Trace.read(path)
     trace.check(schedule)
     return trace

@@ -59,6 +59,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--steps", "1", "--export", "/proc/nowhere"], 2, "/proc/nowhere"),
         (["run", "tiny", "-p", "flexgen_block", "--steps", "1", "--export", "/tmp"], 2, "nothing is trained"),
         (["run", "tiny", "--steps", "1", "--every", "1"], 2, "say where to save it"),
+        (["run", "tiny", "--warmup", "5", "--decay-until", "5"], 2, "falls after it has risen"),
         (["run", "llama-2-70b", "--steps", "1"], 1, "GB of memory are available on this machine"),
         (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
         (["plan", "tiny", "-t", "1000"], 2, "no whole number of sequences"),
@@ -154,7 +155,8 @@ def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path:
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.arange(5000) % 256)
     folder = tmp_path / "run"
-    step = ["run", "tiny", "--batch", "1", "--seq", "32", "--lr", "0.01", "--data", str(tokens), "--json"]
+    rates = ["--lr", "0.01", "--warmup", "2", "--decay-until", "9", "--weight-decay", "0.1"]
+    step = ["run", "tiny", "--batch", "1", "--seq", "32", *rates, "--data", str(tokens), "--json"]
 
     def losses(*options: str) -> list[float]:
         done = megatrain(*step, *options)

@@ -25,7 +25,7 @@ from megatrain.cli.options import (
     schedule_of,
     workload_of,
 )
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 
 
 def run(
@@ -43,6 +43,11 @@ def run(
     knob: Knob = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train, after --resume so many more.")] = 20,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises to that.")] = 0,
+    decay_until: Annotated[
+        int | None, typer.Option(help="Let it fall to zero, which this step would have, along half a cosine.")
+    ] = None,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices alone.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the order of the data.")] = 0,
     weights: Annotated[
         Path | None, typer.Option(help="Begin with the weights in this folder of Hugging Face's; random if left out.")
@@ -81,14 +86,20 @@ def run(
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
     verified = verify(schedule)
 
+    from megatrain.adam import Adam
+    from megatrain.learning_rate import by_step
     from megatrain.session import Files, train
 
+    try:
+        hyper = by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=decay_until)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     with progress_bar() as progress:
         task = progress.add_task(f"training {schedule.policy}", total=steps, note="")
         result = train(
             verified,
             steps=steps,
-            lr=lr,
+            hyper=hyper,
             seed=seed,
             debug=debug,
             backend=backend,

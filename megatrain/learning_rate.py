@@ -1,0 +1,30 @@
+"""The learning rate from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatrain.adam import Adam
+
+
+def by_step(hyper: Adam, *, warmup: int = 0, until: int | None = None) -> Callable[[int], Adam]:
+    """The optimizer's settings at each step, counted from 0 over all runs that go on from each other.
+
+    The learning rate rises in equal parts to that of `hyper`, which step `warmup` - 1 has as the first. Where `until`
+    is given it then falls along half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts): step
+    `until` would have none. Raises ValueError where that is not after the warm-up.
+    """
+    if warmup < 0 or (until is not None and until <= warmup):
+        raise ValueError(f"a learning rate falls after it has risen: warm-up of {warmup} steps, none left at {until}")
+
+    def at(step: int) -> Adam:
+        if step < warmup:
+            return replace(hyper, lr=hyper.lr * (step + 1) / warmup)
+        if until is None:
+            return hyper
+        gone = min((step - warmup) / (until - warmup), 1.0)
+        return replace(hyper, lr=hyper.lr * (1.0 + math.cos(math.pi * gone)) / 2.0)
+
+    return at
