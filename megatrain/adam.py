@@ -30,9 +30,10 @@ from megatrain import moments8
 from megatrain.native import adam as native
 from schedules.workload import PRECISIONS, STATE_BLOCK
 
-# Elements worked on at a time: on a CPU 2 to 4 MB with its scratch; on a GPU enough to fill it.
 QUANTISED = "bf16_8bit"
+MASTERS = ("bf16_split", "bf16_fp32")  # what keeps one beside the weights
 MOMENTS = {"bf16_16bit": torch.bfloat16}  # their type, where it is not fp32
+# Elements worked on at a time: on a CPU 2 to 4 MB with its scratch; on a GPU enough to fill it.
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -88,13 +89,12 @@ def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | 
 
     Without a source the master starts at the weights as they are.
     """
-    if precision == QUANTISED:  # codes of blocks whose largest is zero stand for zero
-        state.zero_()
-        weights.copy_(weights if source is None else source)
+    state.zero_()  # of 8 bits too: codes of blocks whose largest is zero stand for zero
+    if precision not in MASTERS:
+        if source is not None:
+            weights.copy_(source)
         return
     parts = split_state(state, weights.numel(), precision)
-    parts.m.zero_()
-    parts.v.zero_()
     master = weights.float() if source is None else source.clone()  # storing may change the pattern of a NaN
     _store(master, weights, parts.low, parts.master)
 

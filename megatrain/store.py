@@ -190,15 +190,22 @@ class Store:
                 if i not in updated or cls != trained.cls(workload):
                     self._fill_homes(verified, cls, i, values(i).to(float_type(workload.bytes.weight)))
                     continue
-                weights, state = kept(i) if kept is not None else self._begun(values(i))
+                weights, state = kept(i) if kept is not None else self._begun(verified, i, values(i))
                 self._fill_homes(verified, cls, i, weights)
                 self._fill_homes(verified, tensors.STATE, i, state)
 
-    def _begun(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and optimizer state before the first step."""
+    def _begun(self, verified: Verified, i: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What is trained of layer i and its optimizer state before the first step.
+
+        In its place where that is in the host's memory: to allocate gigabytes for each layer takes longer.
+        """
         workload = self._schedule.workload
-        weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
-        state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
+        homes = [self._homes(verified, cls, i)[0] for cls in (trained.cls(workload), tensors.STATE)]
+        if any(self._schedule.buffer[home.buffer].tier != Tier.HOST for home in homes):
+            weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
+            state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
+        else:
+            weights, state = map(self.tensor, homes)
         adam.initialise(weights, state, workload.precision, values)
         return weights, state
 
@@ -206,8 +213,8 @@ class Store:
         for home in self._homes(verified, cls, i):
             if slab := self.on_drive(home):
                 slab.write(contents)
-            else:
-                self.tensor(home).copy_(contents)
+            elif (tensor := self.tensor(home)).data_ptr() != contents.data_ptr():
+                tensor.copy_(contents)
 
     def kept(self, verified: Verified, i: int) -> tuple[Tensor, Tensor]:
         """What is trained of layer i and its optimizer state, new, flat, on the CPU. Only between steps."""
