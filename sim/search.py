@@ -150,9 +150,10 @@ class Search:
 
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search with our own knobs all splits that could fit; if none does, once more with one block at a time."""
-        for self.one_block in (False, True):
-            if self.at is None:
-                self.modes(bounded)
+        self.modes(bounded)
+        if self.at is None:
+            self.one_block = True
+            self.modes(bounded)
 
     def modes(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search all modes of recompute, the likeliest first."""
@@ -331,6 +332,8 @@ class Search:
         while stride and self.effort > 0:
             before = at
             for name, values in space.items():
+                if at.value(name) not in values:  # the search began with it
+                    values = [at.value(name), *values]
                 here = values.index(at.value(name))
                 step = min(stride, max(len(values) // 3, 1))
                 ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]

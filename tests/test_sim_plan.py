@@ -308,6 +308,23 @@ def test_a_plan_that_begins_with_another_is_not_slower() -> None:
     assert again.prediction.period_ns <= found.prediction.period_ns
 
 
+def test_a_plan_that_begins_with_another_searches_all_the_same() -> None:
+    model, profile = shallow(4), machine("h200", device_gb=6.0, host_gb=200.0)
+    slow = policies.build("streamed", model, step(8), memory_of(profile), keep=0, slots=1, grad_slots=1, slabs=1)
+    alone = plan(model, profile, seq_len=512, micro_batch_size=8)
+    found = plan(model, profile, seq_len=512, micro_batch_size=8, first=[slow])
+    assert predict(slow, profile).period_ns > 1.05 * alone.prediction.period_ns
+    assert found.prediction.period_ns <= 1.001 * alone.prediction.period_ns
+
+
+def test_a_plan_may_begin_with_knobs_that_are_not_searched() -> None:
+    model, profile = shallow(6), hardware.load("rtx4090")
+    best = plan(model, profile, seq_len=512, micro_batch_size=8).schedule
+    odd = policies.build("streamed", model, best.workload, memory_of(profile), **{**best.knobs, "slabs": 7})
+    found = plan(model, profile, seq_len=512, micro_batch_size=8, first=[odd])
+    assert found.tried[0].knobs["slabs"] == 7 and found.prediction.period_ns <= (found.tried[0].period_ns or 0)
+
+
 def test_a_plan_may_begin_with_a_schedule_that_no_search_would_find() -> None:
     """Written by hand, with the best one's ops: it is tried as it is, and what is found is not slower."""
     model, profile = shallow(6), hardware.load("rtx4090")
