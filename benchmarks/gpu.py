@@ -4,8 +4,9 @@
     python benchmarks/gpu.py --rehearse --out results/rehearsal
 
 Each row is written to gpu.json in the folder as soon as it is there; a row that is there is not measured again, so
-the same command goes on where it was stopped, here or in a later run. No row is begun after the budget. What did
-not fit or is not installed is a row too, and says why. The table is printed, and written to gpu.md.
+the same command goes on where it was stopped, here or in a later run. The rows that tell most come first; none is begun
+that is expected to end after the budget. What did not fit or is not installed is a row too, and says why. The table is
+printed, and written to gpu.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import gpu_machine
 import gpu_rivals
+import gpu_rows
 import gpu_steps
 import rehearsal
 import torch
@@ -39,76 +41,12 @@ from schedules.errors import Refused
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("links", "gemm", "dram", "adam", "correctness", "ways", "steps", "rivals")
-MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen2.5-14b")  # the most telling first
-POLICIES = ("streamed", "megatrain", "megatrain_released", "zero3_offload", "resident")
-KNOBS = {"zero3_offload": {"master": "weights"}}  # for the state that the others have
-# (sequence, micro-batch, accumulation): 2k, 8k and 64k tokens a step
-BATCHES = ((1024, 2, 1), (1024, 8, 1), (4096, 4, 4))
-SPUN = ("streamed",)  # policies that are run with spinning kernels as well
 WAYS = ((False, False), (True, False), (False, True), (True, True))  # fused, graphs
 WAYS_OF = Case(model="llama-3.2-1b", policy="streamed", seq_len=1024, micro_batch_size=2)
 GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
 BACKEND = "cuda"  # of the smaller trainings
 CHECK_TIMEOUT_S = 150
 HOST_SHARE = 0.9  # of the host's memory, where nothing is said
-
-
-def cases(models: tuple[str, ...]) -> Iterator[Case]:
-    """Steps by schedule, the most telling first: our own policy and the tight budget, then the others."""
-    first = [case for case in _all_cases(models) if case.policy in ("streamed", PLANNED)]
-    yield from first
-    yield from (case for case in _all_cases(models) if case not in first)
-
-
-def _all_cases(models: tuple[str, ...]) -> Iterator[Case]:
-    for model in models:
-        if model == "qwen2.5-14b":  # more than 128 GiB hold: some layers live on the GPU
-            for seq, micro, accumulation in BATCHES[1:]:
-                yield Case(
-                    model=model,
-                    policy="streamed",
-                    seq_len=seq,
-                    micro_batch_size=micro,
-                    accumulation=accumulation,
-                    knobs={"resident": "fit"},
-                )
-            seq, micro, accumulation = BATCHES[-1]
-            yield Case(model=model, policy=PLANNED, seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
-            continue
-        for seq, micro, accumulation in BATCHES:
-            for policy in POLICIES:
-                yield Case(
-                    model=model,
-                    policy=policy,
-                    seq_len=seq,
-                    micro_batch_size=micro,
-                    accumulation=accumulation,
-                    knobs=KNOBS.get(policy, {}),
-                )
-            yield Case(  # with moments as plain PyTorch has them, which is among the rivals
-                model=model,
-                policy="resident",
-                seq_len=seq,
-                micro_batch_size=micro,
-                accumulation=accumulation,
-                precision="bf16_16bit",
-            )
-        seq, micro, accumulation = BATCHES[-1]  # where activations are what fills the GPU
-        large = Case(model=model, policy="streamed", seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
-        yield dataclasses.replace(large, recompute="pointwise")
-        yield dataclasses.replace(large, policy=PLANNED)
-        if model == "llama-3.1-8b":  # fp32 moments, and the bf16 ones of those who publish the first point
-            for accumulation in (16, 2):  # 64k tokens a step, and 8k
-                tight = Case(
-                    model=model,
-                    policy=PLANNED,
-                    seq_len=4096,
-                    micro_batch_size=1,
-                    accumulation=accumulation,
-                    device_gib=12,
-                )
-                yield tight
-                yield dataclasses.replace(tight, precision="bf16_16bit")
 
 
 def ways(options: tuple[bool, bool] | None, case: Case) -> Case:
@@ -128,37 +66,17 @@ def fastest_way(results: Results) -> tuple[bool, bool] | None:
     return None if best is None else (best["fused"], best["graphs"])
 
 
-def rivals(models: tuple[str, ...], host_bytes: int) -> Iterator[tuple[Case, Callable[[Case], Row]]]:
-    """DeepSpeed with our state, once with its usual one, and plain PyTorch with and without checkpointing.
-
-    All at the batches of our own steps, DeepSpeed first: what it is compared in is what this is about.
-    """
-
-    def zero3(case: Case) -> Row:
+def rival(case: Case, host_bytes: int) -> Row:
+    gpu_steps.PooledBackend.trim([])
+    if case.policy == gpu_rows.ZERO3:
         return gpu_rivals.zero3(case, host_bytes)
+    gpu_rivals.Zero3.end()
+    return gpu_rivals.plain(case)
 
-    def batches(policy: str, precision: str) -> list[Case]:
-        return [
-            Case(
-                model=model,
-                policy=policy,
-                seq_len=seq,
-                micro_batch_size=micro,
-                accumulation=accumulation,
-                precision=precision,
-            )
-            for model in models
-            for seq, micro, accumulation in BATCHES
-        ]
 
-    for case in batches("deepspeed zero3", "bf16"):
-        yield case, zero3
-    for case in batches("plain torch", "bf16_16bit"):
-        yield case, gpu_rivals.plain
-        yield dataclasses.replace(case, knobs={"checkpointing": True}), gpu_rivals.plain
-    for case in batches("deepspeed zero3", "bf16_fp32"):
-        if (case.seq_len, case.micro_batch_size, case.accumulation) == BATCHES[-1]:
-            yield case, zero3
+def ours(case: Case, step: Callable[[Case], Row]) -> Row:
+    gpu_rivals.Zero3.end()
+    return step(case)
 
 
 # ---- correctness
@@ -207,7 +125,7 @@ class Results:
         self.folder, self._end = folder, time.monotonic() + budget_s
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "gpu.json"
-        empty: dict[str, Any] = {"runs": [], "rows": {}}
+        empty: dict[str, Any] = {"runs": [], "rows": {}, "op_times_ns": {}}
         self.body = json.loads(self._file.read_text()) if self._file.exists() else empty
         self.body["runs"].append(
             {
@@ -227,10 +145,12 @@ class Results:
         """The rows of a part that hold figures."""
         return [row for row in self.body["rows"].get(part, {}).values() if "error" not in row]
 
-    def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]]) -> None:
-        """Add the rows of `work` unless they are there, or time is up. Its error becomes the row."""
+    def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]], *, takes_s: float = 0.0) -> None:
+        """Add the rows of `work` unless they are there, or too little time is left. Its error becomes the row."""
         known = self.body["rows"].setdefault(part, {})
-        if any(name == key or name.startswith(f"{key}: ") for name in known) or time.monotonic() > self._end:
+        if any(name == key or name.startswith(f"{key}: ") for name in known):
+            return
+        if time.monotonic() + takes_s > self._end:
             return
         print(f"{part}: {key} ...", file=sys.stderr, flush=True)
         begun = time.monotonic()
@@ -294,10 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="the folder of the results")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="for steps and rivals")
-    parser.add_argument("--policies", nargs="+", default=[*POLICIES, PLANNED], help="for steps")
+    parser.add_argument("--models", nargs="+", default=list(gpu_rows.MODELS), help="for steps and rivals")
+    parser.add_argument("--policies", nargs="+", default=[*gpu_rows.POLICIES, PLANNED], help="for steps")
     parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
-    parser.add_argument("--budget-s", type=float, default=500.0, help="seconds after which nothing more is begun")
+    parser.add_argument("--budget-s", type=float, default=520.0, help="seconds in which to end")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
     parser.add_argument(
         "--rehearse",
@@ -307,7 +227,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rehearse:
         rehearsal.install(sys.modules[__name__])
-        options.models = list(MODELS)
+        options.models = list(gpu_rows.MODELS)
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU here: nothing was measured")
     results = Results(options.out, options.budget_s)
@@ -331,32 +251,24 @@ def main() -> None:
         if part in whole:
             results.measure(part, part, whole[part])
     machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
+
+    def step(case: Case) -> Row:
+        known = results.body["op_times_ns"].setdefault(f"fused={case.fused}, graphs={case.graphs}", {})
+        return gpu_steps.measure(case, host_bytes, machine, known, traces, gpu_rows.spun(case))
+
     if "ways" in options.parts:
         for fused, graphs in WAYS:
             way = dataclasses.replace(WAYS_OF, fused=fused, graphs=graphs)
-            results.measure(
-                "ways",
-                way.key,
-                lambda way=way: {
-                    **gpu_steps.measure(way, host_bytes, machine, traces, False),
-                    "fused": way.fused,
-                    "graphs": way.graphs,
-                },
-            )
+            results.measure("ways", way.key, lambda way=way: {**step(way), "fused": way.fused, "graphs": way.graphs})
     fastest = fastest_way(results)
-    if "steps" in options.parts:
-        for case in (ways(fastest, case) for case in cases(models)):
-            if case.policy in options.policies:
-                spin = case.policy in SPUN
-                results.measure(
-                    "steps",
-                    case.key,
-                    lambda case=case, spin=spin: gpu_steps.measure(case, host_bytes, machine, traces, spin),
-                )
-    if "rivals" in options.parts:
-        gpu_steps.PooledBackend.trim([])
-        for case, work in rivals(models, host_bytes):
-            results.measure("rivals", case.key, lambda case=case, work=work: work(case))
+    for case in gpu_rows.cases(models):
+        if gpu_rows.is_rival(case) and "rivals" in options.parts:
+            takes_s = gpu_rows.seconds(case)
+            results.measure("rivals", case.key, lambda case=case: rival(case, host_bytes), takes_s=takes_s)
+        elif not gpu_rows.is_rival(case) and "steps" in options.parts and case.policy in options.policies:
+            case, takes_s = ways(fastest, case), gpu_rows.seconds(case)
+            results.measure("steps", case.key, lambda case=case: ours(case, step), takes_s=takes_s)
+    gpu_rivals.Zero3.end()
     text = table(results)
     (results.folder / "gpu.md").write_text(text)
     print(text)

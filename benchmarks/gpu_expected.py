@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import gpu
+import gpu_rows
 import gpu_steps
 from rich.progress import track
 
@@ -68,14 +69,15 @@ def page(rows: dict[str, dict[str, Any] | str], profile: HardwareProfile, comman
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder of the page")
-    parser.add_argument("--models", nargs="+", default=list(gpu.MODELS))
+    parser.add_argument("--models", nargs="+", default=list(gpu_rows.MODELS))
     parser.add_argument("--host-gib", type=float, default=115.0, help="host memory to plan with")
     options = parser.parse_args()
     profile = hardware.override(
         hardware.load("h200"), [f"host.memory={options.host_gib}GiB", f"host.cores={CORES}cores"]
     )
     rows: dict[str, dict[str, Any] | str] = {}
-    for case in track(list(gpu.cases(tuple(options.models))), description="predicting"):
+    ours = [case for case in gpu_rows.cases(tuple(options.models)) if not gpu_rows.is_rival(case)]
+    for case in track(ours, description="predicting"):
         try:
             rows[case.key] = expected(case, profile)
         except Refused as error:
@@ -83,6 +85,12 @@ def main() -> None:
     text = page(rows, profile, f"python {' '.join(sys.argv)}")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "README.md").write_text(text)
+    numbers = {
+        key: {"step_s": float(row["step"]), "host_GB": float(row["host"])}
+        for key, row in rows.items()
+        if not isinstance(row, str)
+    }
+    (options.out / gpu_rows.EXPECTED.name).write_text(json.dumps(numbers, indent=1) + "\n")
     print(text)
 
 

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import adam as adam_benchmark
 import gpu_machine
@@ -121,6 +121,58 @@ def plain(case: Case) -> Row:
     return {**steps(case, step), "by": f"torch {torch.__version__}, transformers, AdamW(fused) with bf16 moments"}
 
 
+class Zero3:
+    """DeepSpeed's engine for a model and a precision: kept for the batches after the first, as it begins slowly."""
+
+    _kept: ClassVar[tuple[tuple[str, str], Any] | None] = None
+
+    @classmethod
+    def engine(cls, case: Case) -> Any:
+        """The engine of the case's model and precision, set to its batch."""
+        of = (case.model, case.precision)
+        if cls._kept is None or cls._kept[0] != of:
+            cls.end()
+            cls._kept = of, _begun(case)
+        _, engine = cls._kept
+        engine.set_train_micro_batch_size(case.micro_batch_size)
+        engine.set_train_batch_size(case.micro_batch_size * case.accumulation)
+        return engine
+
+    @classmethod
+    def end(cls) -> None:
+        """Let go of the engine, if there is one."""
+        if cls._kept is not None:
+            _, engine = cls._kept
+            cls._kept = None
+            engine.destroy()
+            del engine
+            _clear()
+
+
+def _begun(case: Case) -> Any:
+    """A new engine. The package is installed."""
+    import deepspeed
+
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29511)):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    adam_benchmark.load_deepspeed_kernel()
+    torch.set_num_threads(_threads())  # its optimizer uses torch's number
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    _clear()
+    spec = presets.load(case.model)
+    config, build = settings(case, spec), builder(spec)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build()
+    model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def _threads() -> int:
+    return max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
+
+
 def zero3(case: Case, host_bytes: int) -> Row:
     """DeepSpeed, parameters and optimizer offloaded, checkpointing, settings as `settings` says them.
 
@@ -130,22 +182,10 @@ def zero3(case: Case, host_bytes: int) -> Row:
         import deepspeed
     except ImportError:
         raise LeftOut("left out: the package deepspeed is not installed") from None
-    spec, threads = presets.load(case.model), max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
+    spec = presets.load(case.model)
     needed = spec.total_params * ZERO3_HOST_BYTES[case.precision]
     if needed > host_bytes:  # the system would end this process
         raise LeftOut(f"does not fit: {needed / 2**30:.1f} GiB of host memory, {host_bytes / 2**30:.1f} GiB available")
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29511)):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    adam_benchmark.load_deepspeed_kernel()
-    torch.set_num_threads(threads)  # its optimizer uses torch's number
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    _clear()
-    config, build = settings(case, spec), builder(spec)
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = build()
-    model.gradient_checkpointing_enable()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
 
     def at_once(name: str, work: Callable[[], Any]) -> Any:
@@ -159,23 +199,27 @@ def zero3(case: Case, host_bytes: int) -> Row:
         phases[name].append(time.perf_counter() - begun)
         return value
 
-    def step(do: Callable[[str, Callable[[], Any]], Any] = at_once) -> None:
-        for _ in range(case.accumulation):
-            batch = tokens(case, spec.vocab_size)
-            loss = do("forward", lambda batch=batch: engine(input_ids=batch, labels=batch).loss)
-            do("backward", lambda loss=loss: engine.backward(loss))
-            do("step", engine.step)
-
     try:
+        engine = Zero3.engine(case)
+        torch.cuda.reset_peak_memory_stats()
+
+        def step(do: Callable[[str, Callable[[], Any]], Any] = at_once) -> None:
+            for _ in range(case.accumulation):
+                batch = tokens(case, spec.vocab_size)
+                loss = do("forward", lambda batch=batch: engine(input_ids=batch, labels=batch).loss)
+                do("backward", lambda loss=loss: engine.backward(loss))
+                do("step", engine.step)
+
         row = steps(case, step)
         for _ in range(PHASED_STEPS):
             step(timed)
-    finally:
-        engine.destroy()
+    except Exception:
+        Zero3.end()  # what is left of a step would be in the way of the next
+        raise
     return {
         **row,
-        "by": f"deepspeed {deepspeed.__version__}, {threads} threads",
-        "settings": config,
+        "by": f"deepspeed {deepspeed.__version__}, {_threads()} threads",
+        "settings": settings(case, spec),
         "phases_s": {name: sum(times) / PHASED_STEPS for name, times in phases.items()},
     }
 

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,8 +45,8 @@ Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 
 PLANNED = "planned"
 SOURCE = "measured by benchmarks/gpu.py"
-WARM_UP, STEPS = 2, 6  # a period needs the ends of two steps: five periods
-ALONE_STEPS = 3  # with every op by itself; the last one counts
+WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
+ALONE_STEPS = 2  # with every op by itself; the last one counts
 # For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
 DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 
@@ -186,8 +186,18 @@ def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
     return parameters
 
 
-def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: Path | None, spin: bool) -> Row:
-    """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused."""
+def measure(
+    case: Case,
+    host_bytes: int,
+    machine: dict[str, list[Row]],
+    known_ns: dict[str, float],
+    traces: Path | None,
+    spin: bool,
+) -> Row:
+    """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused.
+
+    `known_ns` is what ops were found to take alone, by signature; what this schedule's take is added where any lacks.
+    """
     total = torch.cuda.get_device_properties(0).total_memory
     schedule = schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes)
     verified = verify(schedule)
@@ -220,8 +230,11 @@ def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: 
         peak = torch.cuda.max_memory_allocated()
         if traces is not None:
             trace.save(traces / f"{case.key.replace(' ', '_')}.json")
-        durations_ns, serial = _alone(trainer, backend, schedule, prepare)
-        profile = profile_of(schedule, machine, durations_ns, handing_ns)
+        serial = None
+        if not all(key in known_ns for key in _timed(schedule).values()):
+            durations_ns, serial = _alone(trainer, backend, schedule, prepare)
+            known_ns.update(_op_times(schedule, durations_ns))
+        profile = profile_of(schedule, machine, known_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
         row |= {
             "startup_s": startup_s,
@@ -234,7 +247,7 @@ def measure(case: Case, host_bytes: int, machine: dict[str, list[Row]], traces: 
         }
         row |= _predicted(schedule, profile, row["step_s"]["median"])
         if spin:
-            row["spin_step_s"] = _spin(trainer, backend, verified, durations_ns)
+            row["spin_step_s"] = _spin(trainer, backend, verified, known_ns)
     return row
 
 
@@ -303,18 +316,33 @@ def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
     return dataclasses.replace(base, gpu=gpu, links=links, host=host)
 
 
+def _timed(schedule: Schedule) -> dict[int, str]:
+    """Place -> signature of the ops whose times a profile holds."""
+    return {
+        place: signature(op, schedule.model, schedule.workload)
+        for place, op in enumerate(schedule.ops)
+        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
+    }
+
+
+def _op_times(schedule: Schedule, durations_ns: list[int]) -> dict[str, float]:
+    """Signature -> median ns, from what each op of the schedule took."""
+    times: dict[str, list[int]] = defaultdict(list)
+    for place, key in _timed(schedule).items():
+        times[key].append(durations_ns[place])
+    return {key: round(statistics.median(found)) for key, found in times.items()}
+
+
 def profile_of(
-    schedule: Schedule, machine: dict[str, list[Row]], durations_ns: list[int], handing_ns: dict[str, float]
+    schedule: Schedule, machine: dict[str, list[Row]], known_ns: dict[str, float], handing_ns: dict[str, float]
 ) -> HardwareProfile:
     """This machine for the simulator: as for the planner, with what this schedule's ops take alone."""
-    base = machine_of(machine)
-    times: dict[str, list[int]] = defaultdict(list)
-    rates = []
-    for op, duration in zip(schedule.ops, durations_ns, strict=True):
-        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
-            times[signature(op, schedule.model, schedule.workload)].append(duration)
-        if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and duration:
-            rates.append(op.params / duration * 1e9)
+    base, keys = machine_of(machine), _timed(schedule)
+    rates = [
+        op.params / known_ns[keys[place]] * 1e9
+        for place, op in enumerate(schedule.ops)
+        if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and known_ns[keys[place]]
+    ]
     host, issue = base.host, base.issue
     if rates:
         host = dataclasses.replace(host, adam_params_per_s=_value(statistics.median(rates), "params/s"))
@@ -323,7 +351,7 @@ def profile_of(
         compute=_value(handing_ns.get(str(Kind.COMPUTE), issue.compute.value), "ns"),
         copy=_value(handing_ns.get("copy", issue.copy.value), "ns"),
     )
-    op_times = {key: round(statistics.median(found)) for key, found in times.items()}
+    op_times = {key: known_ns[key] for key in keys.values()}
     measured = Measured(op_times=Table(values=op_times, unit="ns", source=f"{SOURCE}, each op alone, in place"))
     return dataclasses.replace(base, mode="measured", host=host, issue=issue, measured=measured)
 
@@ -344,9 +372,13 @@ def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> R
     }
 
 
-def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, durations_ns: list[int]) -> float:
+def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known_ns: Mapping[str, float]) -> float:
     """The median step, s, when kernels merely last as long as they do alone. The weights are worthless after it."""
-    works = spinning(verified.schedule, trainer._actions.works(), durations_ns, backend.spin)
+    schedule = verified.schedule
+    durations_ns, keys = [0] * len(schedule.ops), _timed(schedule)
+    for place, key in keys.items():
+        durations_ns[place] = int(known_ns[key])
+    works = spinning(schedule, trainer._actions.works(), durations_ns, backend.spin)
     trace = Executor(verified, backend, works).run(WARM_UP + STEPS)
     return float(np.median(trace.step_ns(WARM_UP - 1))) / 1e9
 

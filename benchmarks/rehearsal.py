@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu_machine
+import gpu_rows
 import gpu_steps
 import torch
 
@@ -113,6 +114,6 @@ def install(gpu: Any) -> None:
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
     gpu_steps.DEVICE_RESERVE, gpu_steps.FRAGMENTS = 0, 0.0
     gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
-    gpu.MODELS, gpu.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
+    gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
     gpu.WAYS_OF = gpu_steps.Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2)
     gpu.BACKEND = "cpu"

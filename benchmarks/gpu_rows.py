@@ -1,0 +1,134 @@
+"""The steps that `gpu.py` measures, ours and the rivals', those first that are most worth their time on a GPU.
+
+A lease of a GPU ends, and all rows together take more than an hour. What the aims speak of takes a third of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu_steps import PLANNED, STEPS, WARM_UP, Case
+
+EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected" / "expected.json"
+
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen2.5-14b")
+POLICIES = ("streamed", "megatrain", "megatrain_released", "zero3_offload", "resident")
+KNOBS: dict[str, dict[str, Any]] = {"zero3_offload": {"master": "weights"}}  # for the state that the others have
+ZERO3, TORCH = "deepspeed zero3", "plain torch"
+# (sequence, micro-batch, accumulation): 2k, 8k and 64k tokens a step
+BATCHES = ((1024, 2, 1), (1024, 8, 1), (4096, 4, 4))
+SPUN = ("streamed",)  # policies that are run with spinning kernels as well
+SPUN_UP_TO = 8192  # tokens of a step: above it issuing hides behind the kernels
+# What a row takes beside its steps: imports, a plan, compiling; pinning host memory; DeepSpeed's start.
+STARTUP_S, PINNED_GB_S, ENGINE_S = 15.0, 4.0, 60.0
+ALONE = 1.5  # a step whose ops run one by one, in steps; two of those
+
+
+def _of(what: str, precision: str = "bf16") -> tuple[str, ...]:
+    return tuple(f"{what} {count}x{micro}x{seq} {precision}" for seq, micro, count in BATCHES)
+
+
+# keys of cases
+FIRST = (
+    "llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB",
+    "llama-3.1-8b planned 4x4x4096 bf16",
+    *_of("llama-3.2-3b streamed"),
+    *_of("llama-3.2-3b planned"),
+    *_of(f"llama-3.2-3b {ZERO3}"),
+    *_of("qwen2.5-7b planned"),
+    *_of(f"qwen2.5-7b {ZERO3}"),
+    "qwen2.5-14b planned 4x4x4096 bf16",
+    "llama-3.2-3b megatrain_released 1x8x1024 bf16",
+    *_of("llama-3.2-1b resident", "bf16_16bit"),
+    *_of(f"llama-3.2-1b {TORCH}", "bf16_16bit"),
+    "llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB",
+)
+
+
+def cases(models: tuple[str, ...]) -> list[Case]:
+    """All rows, in the order in which they are measured."""
+    every = [case for case in (*_ours(models), *_rivals(models)) if case.model in models]
+    rank = {key: place for place, key in enumerate(FIRST)}
+    return sorted(every, key=lambda case: rank.get(case.key, len(rank)))
+
+
+def is_rival(case: Case) -> bool:
+    return case.policy in (ZERO3, TORCH)
+
+
+def spun(case: Case) -> bool:
+    """Whether the case is run with spinning kernels as well."""
+    return case.policy in SPUN and case.workload.tokens_per_step <= SPUN_UP_TO
+
+
+def seconds(case: Case) -> float:
+    """About how long a row takes, from what was expected of it before; 0 where nothing was."""
+    known, steps, startup = _expected(), float(WARM_UP + STEPS), STARTUP_S
+    like = dataclasses.replace(case, fused=False, graphs=False)
+    if case.policy == ZERO3:
+        like = dataclasses.replace(case, policy="zero3_offload", precision="bf16", knobs=KNOBS["zero3_offload"])
+        steps += 2.0  # by phases
+    elif case.policy == TORCH:
+        like = dataclasses.replace(case, policy="resident", knobs={})
+    else:
+        steps += 2 * ALONE + (steps if spun(case) else 0.0)
+    row = known.get(like.key)
+    if row is None:
+        return 0.0
+    if case.policy != ZERO3:
+        startup += row["host_GB"] / PINNED_GB_S
+    elif (case.seq_len, case.micro_batch_size, case.accumulation) == BATCHES[0]:  # the engine is kept for the others
+        startup += row["host_GB"] / PINNED_GB_S + ENGINE_S
+    return startup + steps * row["step_s"]
+
+
+def _expected() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    return found
+
+
+def _ours(models: tuple[str, ...]) -> Iterator[Case]:
+    """The planner's and our own policy of all models, then the others'."""
+    every = [case for model in models for case in _of_model(model)]
+    yield from (case for case in every if case.policy in ("streamed", PLANNED))
+    yield from (case for case in every if case.policy not in ("streamed", PLANNED))
+
+
+def _case(model: str, policy: str, batch: tuple[int, int, int], **more: Any) -> Case:
+    seq, micro, accumulation = batch
+    return Case(model=model, policy=policy, seq_len=seq, micro_batch_size=micro, accumulation=accumulation, **more)
+
+
+def _of_model(model: str) -> Iterator[Case]:
+    large = BATCHES[-1]
+    if model == "qwen2.5-14b":  # more than 128 GiB hold: some layers live on the GPU
+        yield from (_case(model, "streamed", batch, knobs={"resident": "fit"}) for batch in BATCHES[1:])
+        yield _case(model, PLANNED, large)
+        return
+    for batch in BATCHES:
+        for policy in POLICIES:
+            yield _case(model, policy, batch, knobs=KNOBS.get(policy, {}))
+        # with moments as plain PyTorch has them, which is among the rivals
+        yield _case(model, "resident", batch, precision="bf16_16bit")
+        if batch == large or model in ("llama-3.2-3b", "qwen2.5-7b"):
+            yield _case(model, PLANNED, batch)
+    # where activations are what fills the GPU
+    yield _case(model, "streamed", large, recompute="pointwise")
+    if model == "llama-3.1-8b":  # fp32 moments, and the bf16 ones of those who publish the first point
+        for accumulation in (16, 2):  # 64k tokens a step, and 8k
+            for precision in ("bf16", "bf16_16bit"):
+                yield _case(model, PLANNED, (4096, 1, accumulation), precision=precision, device_gib=12)
+
+
+def _rivals(models: tuple[str, ...]) -> Iterator[Case]:
+    """DeepSpeed with our state, plain PyTorch with and without checkpointing, DeepSpeed once with its usual state."""
+    yield from (_case(model, ZERO3, batch) for model in models for batch in BATCHES)
+    for model in models:
+        for batch in BATCHES:
+            yield _case(model, TORCH, batch, precision="bf16_16bit")
+            yield _case(model, TORCH, batch, precision="bf16_16bit", knobs={"checkpointing": True})
+    yield from (_case(model, ZERO3, BATCHES[-1], precision="bf16_fp32") for model in models)
