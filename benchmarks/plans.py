@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 from rich.progress import track
 
 from analysis import figure, plans
@@ -42,6 +43,8 @@ SPECIAL = (
     ("llama-3.1-8b", "h200", (), "h200, 64k tokens", 4096, 65536),
     ("qwen2.5-7b", "gh200", (), "gh200, one sequence of 128k", 131072, 131072),
     ("qwen2.5-7b", "gh200", (), "gh200, one sequence of 512k", 524288, 524288),
+    ("llama-3.1-70b", "rtx4090", (), "rtx4090, 128k tokens", 2048, 131072),
+    ("llama-3.1-70b", "rtx5090", (), "rtx5090, 128k tokens", 2048, 131072),
 )
 # a rival's planner: 9,903 tokens/s predicted of 12,033 that computing alone allows, 46 s of planning
 RIVAL = (
@@ -187,6 +190,13 @@ def with_more_memory(out: Path) -> None:
     print(told)
 
 
+def _reasons(table: pd.DataFrame) -> list[str]:
+    """Why points do not fit, as a section, if there are any."""
+    points = table[table["reason"] != ""].to_dict("records")
+    rows = [f"- {point['model']} on {point['machine']}: {point['reason']}" for point in points]
+    return ["## What does not fit", "", *rows, ""] if rows else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
@@ -228,13 +238,7 @@ def main() -> None:
         "[Against brute force](brute_force.md): small instances, all placements tried.",
         "[With more memory](more_memory.md): whether a plan is ever slower.",
         "",
-        "## What does not fit",
-        "",
-        *(
-            f"- {point['model']} on {point['machine']}: {point['reason']}"
-            for point in table[table["reason"] != ""].to_dict("records")
-        ),
-        "",
+        *_reasons(table),
         "## A rival's planner",
         "",
         "Llama-3 8B on an H100 taken as 989 TFLOP/s x 0.65, links of 50 GB/s each way, 12 GiB of device memory, 4 x 4 "

@@ -31,14 +31,16 @@ class Kept:
 
     on_device: all activations stay. on_host: they go to the host and come back. on_nvme: they go to the host and on
     to a drive, and come back. inputs: the block's input goes to the host and comes back, whatever else the block
-    keeps. slack: how many visits of a block lie between its own and the moment its buffer is needed again, or filled
-    again. every: of so many blocks that run forward again one keeps its input, and they run forward again together.
+    keeps. inputs_on_nvme: of these blocks, those whose inputs go on to a drive. slack: how many visits of a block lie
+    between its own and the moment its buffer is needed again, or filled again. every: of so many blocks that run
+    forward again one keeps its input, and they run forward again together.
     """
 
     on_device: Collection[int] = ()
     on_host: Collection[int] = ()
     on_nvme: Collection[int] = ()
     inputs: Collection[int] = ()
+    inputs_on_nvme: Collection[int] = ()
     slack: int = 1
     every: int = 1
 
@@ -50,6 +52,13 @@ class Kept:
         """The tensors of block i, micro-batch m, that leave the device and come back."""
         found = [p.output(i - 1, m)] if i in self.inputs else []
         return [*found, p.saved(i, m)] if i in self.on_host or i in self.on_nvme else found
+
+    def deep(self, p: Program, group: Iterable[int]) -> set[str]:
+        """Those that go on to a drive, of these micro-batches."""
+        return {
+            *(p.saved(i, m) for i in self.on_nvme for m in group),
+            *(p.output(i - 1, m) for i in self.inputs_on_nvme for m in group),
+        }
 
     def pieces(self, blocks: Sequence[int]) -> list[list[int]]:
         """The blocks in order, those together that run forward again from one input.
@@ -220,9 +229,8 @@ class _Sweep:
         self._program, self._group, self._kept = p, group, kept
         self._weights, self._grad, self._done = weights, grad, done
         self._pieces = kept.pieces(blocks)
-        deep = {p.saved(i, m) for i in kept.on_nvme for m in group}
         returns = [kept.travels(p, i, m) for i in reversed(blocks) for m in group]
-        self.travel = Travel(p, returns, slack=kept.slack, deep=deep)
+        self.travel = Travel(p, returns, slack=kept.slack, deep=kept.deep(p, group))
 
     def forward(self) -> None:
         p, kept = self._program, self._kept

@@ -25,7 +25,8 @@ from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judge
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
-from sim.prediction import Prediction, peak_bytes
+from sim.prediction import Prediction
+from sim.room import ONE_BLOCK, Room
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -37,7 +38,6 @@ GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
-ONE_BLOCK: dict[str, Knob] = {"slots": 1, "grad_slots": 1}  # on the device at a time
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -103,12 +103,13 @@ class Search:
     most: int = 0  # may live on the device
     begun: bool = False  # these are known
     one_block: bool = False  # weights and gradients may come one block at a time
+    room: Room = field(init=False)
     share: float = 0.0
     tried: dict[Candidate, Tried] = field(default_factory=dict)
-    rooms: dict[Candidate, dict[Tier, bool]] = field(default_factory=dict)
     shortest: tuple[int, str] | None = None  # bytes that the closest candidate lacked, and what for
 
     def __post_init__(self) -> None:
+        self.room = Room(self.model, self.profile, self.budget)
         self.thorough = self.effort >= EFFORT
         self.effort *= len(policies.build(OURS, self.model, _NO_STEP, self.budget).ops)
 
@@ -237,15 +238,15 @@ class Search:
         if self.few(workload):
             placements = self._placements(workload)
             effort = self.effort
-            for begin in dict.fromkeys((start, self._off_the_host(self._off_the_device(start)))):
+            for begin in dict.fromkeys((start, self.room.begin(start, one_block=self.one_block))):
                 every = itertools.product(*placements.values())
                 self.evaluate(*(begin.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
             self.effort = effort  # there are few: what follows may still take its own
             return
         blocks = self.model.num_hidden_layers
         if whole:
-            self.start = self._off_the_host(self._off_the_device(start))
-            self.least, self.most = self._residents(self.start)
+            self.start = self.room.begin(start, one_block=self.one_block)
+            self.least, self.most = self.room.residents(self.start)
             self.begun = self.least <= self.most  # or these micro-batches have no room, and smaller ones may
         start = replace(self.start, workload=workload)
         least, most = self.least, max(self.least, self.most)
@@ -300,19 +301,7 @@ class Search:
         """Try one split with as many blocks' weights on the device as it has room for."""
         for order in ("layers", "microbatches") if workload.accumulation > 1 else ("layers",):
             start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
-            self.evaluate(*(start.with_knobs({"hold": hold}) for hold in self._holds(start)))
-
-    def _holds(self, start: Candidate) -> list[int]:
-        """How many blocks may have their weights on the device: beside all activations, and beside none."""
-        blocks, workload = self.model.num_hidden_layers, start.workload
-        adding_up = dict(start.knobs).get("order") == "microbatches"
-        one = self.model.params(0) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
-        kept = self.model.saved_bytes(0, workload) * (1 if adding_up else workload.accumulation)
-        spare = (
-            self.budget.device_bytes - peak_bytes(self._built(start.with_knobs({"keep": 0})), self.profile)[Tier.DEVICE]
-        )
-        found = (int((spare - kept * count) // one) for count in (blocks, 0))
-        return sorted({min(hold, blocks) for hold in found if hold > 0})
+            self.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.room.holds(start)))
 
     def refine(self, *, hold: bool) -> None:
         """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
@@ -341,7 +330,7 @@ class Search:
                     break
                 there = [at.with_knobs({name: values[here + way]}) for way in ways]
                 if name == "nvme_slots":  # as many buffers less for what lives on the host
-                    there = [self._on_the_drive(one, lambda way: self._room(way)[Tier.HOST]) or one for one in there]
+                    there = [self.room.less_on_the_drive(one) for one in there]
                 for way, candidate, found in zip(ways, there, self.evaluate(*there), strict=True):
                     if self.tried[candidate].over and name == "offload" and way > 0:
                         candidate, found = self._thriftier(candidate)
@@ -389,72 +378,6 @@ class Search:
         if self.progress is not None:
             self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
 
-    def _built(self, candidate: Candidate) -> Schedule:
-        return policies.build(candidate.policy, self.model, candidate.workload, self.budget, **dict(candidate.knobs))
-
-    def _room(self, candidate: Candidate) -> dict[Tier, bool]:
-        """Whether a candidate has room in each tier."""
-        if candidate not in self.rooms:
-            limits = zip(Tier, vars(self.budget).values(), strict=True)
-            try:
-                peaks = peak_bytes(self._built(candidate), self.profile)
-                self.rooms[candidate] = {tier: peaks[tier] <= limit for tier, limit in limits}
-            except policies.PolicyError:
-                self.rooms[candidate] = dict.fromkeys(Tier, False)
-        return self.rooms[candidate]
-
-    def _residents(self, start: Candidate) -> tuple[int, int]:
-        """The fewest layers that must live on the device, for the host has no room, and the most that may."""
-        limit = self.model.num_hidden_layers + 2
-
-        def room(resident: int, tier: Tier) -> bool:
-            return self._room(start.with_knobs({"resident": resident, "keep": 0}))[tier]
-
-        least = _first(range(limit + 1), lambda n: room(n, Tier.HOST))
-        most = _first(range(limit + 1), lambda n: not room(n, Tier.DEVICE)) - 1
-        return least, most
-
-    def _off_the_device(self, start: Candidate) -> Candidate:
-        """With no more on the device at once than it has room for.
-
-        The blocks' inputs go to the host between forward and backward; as a last resort weights and gradients come one
-        block at a time.
-        """
-        if self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]:
-            return start
-        start = start.with_knobs({"inputs": self.model.num_hidden_layers})
-        if not self.one_block or self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]:
-            return start
-        return start.with_knobs(ONE_BLOCK)
-
-    def _off_the_host(self, start: Candidate) -> Candidate:
-        """With as much on NVMe as host and device together cannot hold, unless that is not what is lacking."""
-
-        def held(candidate: Candidate) -> bool:
-            least, most = self._residents(candidate)
-            return least <= most
-
-        of_device = self._room(start.with_knobs({"keep": 0}))[Tier.DEVICE]
-        if self.profile.nvme is None or not of_device or held(start):
-            return start
-        for thrift in ({}, {"slabs": 1}, {"slabs": 1, "nvme_slots": 1}):
-            if found := self._on_the_drive(start.with_knobs(thrift), held):
-                return found
-        return start
-
-    def _on_the_drive(self, start: Candidate, enough: Callable[[Candidate], bool]) -> Candidate | None:
-        """With no more on NVMe than is enough; None if all of it is not.
-
-        State goes first, which is read and written once a step: weights are needed in both directions.
-        """
-        blocks = self.model.num_hidden_layers
-        for others, name in (({"nvme_weights": 0}, "nvme"), ({"nvme": blocks}, "nvme_weights")):
-            there = [start.with_knobs({**others, name: count}) for count in range(blocks + 1)]
-            least = _first(range(blocks + 1), lambda n: enough(there[n]))  # noqa: B023
-            if least <= blocks:
-                return there[least]
-        return None
-
     def nothing_fits(self, workload: Workload) -> NothingFits:
         """The sentence for a machine on which nothing runs."""
         model = self.model
@@ -468,25 +391,11 @@ class Search:
             )
         elif self.shortest is not None:
             told.append(f"the closest one {self.shortest[1]}")
-        endless = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
-        blocks = model.num_hidden_layers
-        drive: dict[str, Knob] = {"nvme": blocks, "nvme_weights": blocks, "nvme_slots": 1}
-        least: dict[str, Knob] = {"keep": 0, "inputs": blocks, "slabs": 1, **ONE_BLOCK}
-        if self.profile.nvme is not None:
-            least |= drive
-        peaks = peak_bytes(policies.build(OURS, model, workload, endless, **least), self.profile)
-        takes = [f"{peak / 1e9:,.1f} GB of {_words_for(tier)}" for tier, peak in peaks.items() if peak]
+        takes = [
+            f"{peak / 1e9:,.1f} GB of {_words_for(tier)}" for tier, peak in self.room.least(workload).items() if peak
+        ]
         told.append(f"the thriftiest one takes {', '.join(takes[:-1])} and {takes[-1]}")
         return NothingFits("; ".join(told))
-
-
-def _first(values: range, holds: Callable[[int], bool]) -> int:
-    """The first of the values for which `holds`, as it then does for all after it; the one past the end if none."""
-    low, high = values.start, values.stop
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
 
 
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
@@ -506,7 +415,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     if workload.grad_clip is None:
         space |= {"defer": counts, "through": counts}
     known = dict(begun.knobs)
-    space |= {name: counts for name in ("inputs", "nvme", "nvme_weights") if name in known}
+    space |= {name: counts for name in ("inputs", "nvme", "nvme_weights", "nvme_inputs") if name in known}
     if "nvme" in known:
         space |= {"nvme_slots": [1, 2, 3, 4], "nvme_weights": counts}
     space |= {name: [1, 2, *space.get(name, [])[1:]] for name in ONE_BLOCK if name in known}

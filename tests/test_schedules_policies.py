@@ -238,6 +238,7 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "nvme": st.integers(0, 7),
             "nvme_weights": st.integers(0, 7),
             "nvme_slots": st.integers(1, 3),
+            "nvme_inputs": st.integers(0, 7),
             "swap": st.sampled_from(["host", "nvme"]),
             "every": st.integers(1, 4),
             "hold": st.integers(0, 7),
@@ -272,6 +273,15 @@ def test_streamed_reads_weights_twice_from_the_drive_and_writes_them_once() -> N
     assert moved(clipped, Tier.HOST, Tier.NVME, "g") == gradients == moved(clipped, Tier.NVME, Tier.HOST, "g")
     homes = {b.name for b in clipped.buffers if b.tier == Tier.HOST and b.name.startswith("host.")}
     assert homes == {f"host.{letter}.{end}" for letter in "owg" for end in ("embed", "head")}
+
+
+def test_streamed_sends_inputs_on_to_the_drive() -> None:
+    model, step = blocks(6), workload(accumulation=2)
+    schedule = policies.build("streamed", model, step, ROOM, keep=0, inputs=6, nvme_inputs=6)
+    inputs = {f"x.{model.layer_name(i - 1)}.{m}": 1 for i in model.blocks for m in step.microbatches}
+    assert moved(schedule, Tier.HOST, Tier.NVME, "x") == inputs == moved(schedule, Tier.NVME, Tier.HOST, "x")
+    on_host = [b for b in schedule.buffers if b.tier == Tier.HOST and b.name.startswith("host.hidden")]
+    assert 0 < len(on_host) <= 4  # on their way, and not twelve
 
 
 def test_streamed_updates_on_the_device_what_passes_through() -> None:

@@ -217,6 +217,14 @@ def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
         assert knobs["nvme_slots"] == slots
 
 
+def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
+    model, workload = shallow(6), step(4, seq=4096, accumulation=16)
+    inputs = 6 * workload.accumulation * model.hidden_bytes(workload) / 1e9
+    found = searched(model, machine("rtx4090", device_gb=0.6 * inputs, host_gb=0.9 * inputs), workload)
+    assert found.prediction.fits
+    assert found.schedule.knobs["nvme_inputs"]
+
+
 def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:
     model, workload = shallow(6), step(2)
     h200 = hardware.load("h200")

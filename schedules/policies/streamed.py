@@ -61,6 +61,7 @@ def policy(
     nvme: int = 0,
     nvme_weights: int = 0,
     nvme_slots: int = 2,
+    nvme_inputs: int = 0,
     order: Literal["layers", "microbatches"] = "layers",
     singly: int = 0,
 ) -> Program:
@@ -87,13 +88,14 @@ def policy(
         nvme_weights: how many of these have their weights there too; a gradient of theirs that has to wait, as all do
             with clipping, waits there.
         nvme_slots: host buffers for state on its way from and to NVMe.
+        nvme_inputs: of how many of the blocks whose inputs go to the host they go on to NVMe.
         order: all micro-batches of a layer, or all layers of a micro-batch.
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
             the backward of all micro-batches by the others. Has no meaning with order=microbatches.
     """
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
     alone = min(singly, len(model.blocks)) if len(groups[0]) > 1 else 0
-    away = spread(model.blocks, offload)
+    away, leaving = spread(model.blocks, offload), spread(model.blocks, inputs)
     others = [i for i in model.blocks if i not in away]
 
     def build(keep: int) -> Program:
@@ -101,7 +103,8 @@ def policy(
             on_device=others[max(len(others) - keep, 0) :],
             on_host=away if swap == "host" else (),
             on_nvme=away if swap == "nvme" else (),
-            inputs=spread(model.blocks, inputs),
+            inputs=leaving,
+            inputs_on_nvme=spread(sorted(leaving), nvme_inputs),
             slack=slack,
             every=every,
         )
