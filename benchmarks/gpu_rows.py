@@ -1,6 +1,6 @@
 """The steps that `gpu.py` measures, ours and the rivals', those first that are most worth their time on a GPU.
 
-A lease of a GPU ends, and all rows together take more than an hour. What the aims speak of takes a third of it.
+A GPU is lent for a while, and all rows together take nearly two hours. What the aims speak of takes a fifth of that.
 """
 
 from __future__ import annotations

@@ -38,6 +38,21 @@ def test_a_named_policy_has_what_suits_it() -> None:
     assert named["streamed"] == max(found)
 
 
+def test_zero_infinity_has_the_knobs_that_suit_it() -> None:
+    model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12)  # several sub-groups, which can overlap
+    profile = hardware.load("rtx4090")
+    _, named = plans.row(model, profile, **STEP)
+    whole = Workload(micro_batch_size=4, seq_len=512)
+    rates = [
+        plans.fitting_rates("zero_infinity", model, profile, whole, mode, knobs) or []
+        for mode in ("none", "pointwise")
+        for knobs in plans.KNOBS["zero_infinity"]
+    ]
+    as_it_comes, on_the_drive = rates[0] + rates[2], rates[1] + rates[3]
+    assert named["zero_infinity"] == max(on_the_drive) > max(as_it_comes)
+    assert plans.fitting_rates("roundpipe", model, profile, whole, "none", {}) is None  # stale
+
+
 def test_what_does_not_fit_is_a_row_with_its_reason() -> None:
     nowhere = replace(hardware.override(SMALL, ["gpu.memory=1GB", "host.memory=1GB"]), nvme=None)
     row, named = plans.row(MODEL, nowhere, **STEP)
