@@ -373,7 +373,11 @@ def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> R
 
 
 def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known_ns: Mapping[str, float]) -> float:
-    """The median step, s, when kernels merely last as long as they do alone. The weights are worthless after it."""
+    """The median step, s, when kernels merely last as long as they do alone. The weights are worthless after it.
+
+    What a profile holds no time of takes none: sums and norms on the host, copies of saved activations. The steps that
+    are spun have none of these.
+    """
     schedule = verified.schedule
     durations_ns, keys = [0] * len(schedule.ops), _timed(schedule)
     for place, key in keys.items():

@@ -76,7 +76,6 @@ class Room:
 
     def _off_the_host(self, start: Candidate) -> Candidate:
         """With as much on NVMe as host and device together cannot hold, unless that is not what is lacking."""
-
         most = self._most(start)  # whatever is on the drive
 
         def held(candidate: Candidate) -> bool:
