@@ -225,6 +225,7 @@ def main() -> None:
         help="go through it all on the CPU with small sizes; the figures mean nothing",
     )
     options = parser.parse_args()
+    gpu_steps.PLANNER.submit(os.getpid).result()
     if options.rehearse:
         rehearsal.install(sys.modules[__name__])
         options.models = list(gpu_rows.MODELS)

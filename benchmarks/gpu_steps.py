@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,7 +47,10 @@ Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 PLANNED = "planned"
 SOURCE = "measured by benchmarks/gpu.py"
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
+PLANNING_S = 120.0  # at most
 ALONE_STEPS = 2  # with every op by itself; the last one counts
+# Asked before CUDA starts, the process is there from then on: one forked later has locks, and not the threads in them.
+PLANNER = ProcessPoolExecutor(1)
 # For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
 DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 
@@ -126,7 +130,8 @@ def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: Mem
         from sim.plan import plan
     except ImportError as error:
         raise Refused(f"left out: {error}") from None
-    found = plan(
+    found = PLANNER.submit(
+        plan,
         model,
         profile,
         seq_len=case.seq_len,
@@ -135,7 +140,7 @@ def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: Mem
         memory=budget,
         workers=os.cpu_count() or 1,
     )
-    return found.schedule
+    return found.result(PLANNING_S).schedule
 
 
 class PooledBackend(CudaBackend):

@@ -100,8 +100,9 @@ class Actions:
         squares = self.read(op, tensors.NORM)
 
         def factor(device: torch.device) -> Tensor:
-            # the arithmetic of torch.nn.utils.clip_grad_norm_
-            return (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0).to(device, torch.float32)
+            # the arithmetic of torch.nn.utils.clip_grad_norm_, where it is needed: no thread waits for one number
+            norm = squares.to(device, non_blocking=True).sqrt()
+            return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
 
         return factor
 
@@ -313,19 +314,18 @@ def _zero(a: Actions, op: Op) -> Work:
 
 def _norm(a: Actions, op: Op) -> Work:
     (target,) = op.writes
-    sink = autograd.Sink(a.store.tensor(target), accumulate=target in op.reads)
+    total, add = a.store.tensor(target), target in op.reads
     grads = [a.store.tensor(access) for access in _all(op.reads, *tensors.GRADIENTS)]
+    device = grads[0].device  # of all: verified
 
     def run(step: int) -> None:
-        squares = torch.zeros((), dtype=torch.float64, device=sink.view.device)
+        squares = torch.zeros(total.shape, dtype=torch.float64, device=device)
         for grad in grads:
-            # from one device to another once a gradient: the thread that hands over waits for it
-            here = squares if grad.device == squares.device else torch.zeros_like(squares, device=grad.device)
-            for part in torch.split(grad, NORM_CHUNK[grad.device.type]):
-                here += part.double().square_().sum()
-            if here is not squares:
-                squares += here.to(squares.device)
-        sink.put(squares)
+            for part in torch.split(grad, NORM_CHUNK[device.type]):
+                squares += part.double().square_().sum()
+        if add:
+            squares += total.to(device, non_blocking=True)
+        total.copy_(squares, non_blocking=True)  # in the stream's order, and its readers wait for the op
 
     return run
 

@@ -21,11 +21,10 @@ from torch import Tensor
 from megatrain.backend import Task, Work
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.pinned import cpus_beside, pinned
-from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
 
-DEVICE_STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
 SYNCHRONISATIONS = 5  # readings of the two clocks side by side; the closest pair counts

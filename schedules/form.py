@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from schedules.contents import Violation, describe
-from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import TensorError, parse
+from schedules.tensor import NORM, TensorError, parse
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
@@ -56,7 +56,7 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
                 fix="use 0 for this step or 1 for the step before",
             )
     for op in schedule.ops:
-        yield from list(_op_accesses(schedule, op)) or _op_form(schedule, op)
+        yield from list(_op_accesses(schedule, op)) or [*_op_form(schedule, op), *_op_reach(schedule, op)]
 
 
 def _op_accesses(schedule: Schedule, op: Op) -> Iterator[Violation]:
@@ -121,6 +121,32 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
             yield _wrong(op, f"{op.name} makes {target} of {source}", "stay in one layer")
     if op.phase in (Phase.ACCUMULATE, Phase.NORM, Phase.SCALE) and len(op.writes) != 1:
         yield _wrong(op, f"{op.name} ({op.phase}) writes {len(op.writes)} buffers", "write one")
+    if op.phase == Phase.NORM and all(access.tensor == NORM for access in op.reads):
+        yield _wrong(op, f"{op.name} (norm) reads no gradient", "name those whose squares it adds")
+
+
+def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
+    """Whoever runs an op must be able to wait for the memory that it works on.
+
+    The GPU runs its streams' ops long after the host has queued them, so host memory is in their reach as one end of a
+    copy only, and device memory is in no reach of a thread of the host. The global norm, one number, is in both.
+    """
+    if op.kind == Kind.COMPUTE or op.phase == Phase.SYNC:
+        return
+    copies, on_gpu = op.phase == Phase.COPY, op.stream in DEVICE_STREAMS
+    tiers = {access.buffer: schedule.buffer[access.buffer].tier for access in op.accesses if access.tensor != NORM}
+    if on_gpu and copies and Tier.DEVICE not in tiers.values():
+        yield _wrong(op, f"{op.name} copies on {op.stream}, but nothing to or from the device", "queue it on cpu")
+    for buffer, tier in tiers.items():
+        if on_gpu and (tier == Tier.NVME or (tier == Tier.HOST and not copies)):
+            who, fix = "a stream of the GPU", f"queue it on {'nvme_read or nvme_write' if copies else 'cpu'}"
+        elif not on_gpu and tier == Tier.DEVICE:
+            who, fix = "a thread of the host", f"queue it on {'h2d or d2h' if copies else 'compute'}"
+        else:
+            continue
+        yield _wrong(
+            op, f"{op.name} ({op.phase}) runs on {op.stream}, {who}, and touches {buffer}, on {tier}", fix, buffer
+        )
 
 
 _COMPUTE_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)

@@ -28,6 +28,9 @@ class ScheduleError(Refused):
         title = f"{count} in {schedule.policy} ({schedule.short_digest}, {len(schedule.ops)} ops)"
         super().__init__("\n\n".join([title, *(self._told(v) for v in violations[:_TOLD])]) + self._rest())
 
+    def __reduce__(self) -> tuple[type[ScheduleError], tuple[Schedule, list[Violation]]]:
+        return type(self), (self.schedule, self.violations)  # it may come from another process
+
     def _told(self, violation: Violation) -> str:
         where = excerpt(self.schedule, violation.op, violation.on) if violation.op else ""
         return "\n".join("  " + line for line in [*str(violation).splitlines(), *where.splitlines()])

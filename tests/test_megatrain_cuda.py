@@ -1,8 +1,4 @@
-"""The CUDA backend, against a recording fake of torch.cuda, and on a real GPU where there is one.
-
-The fake runs a task's work when it is handed over, on the CPU: whole trainings pass through it, with the right
-numbers, and it writes down each event that was recorded, and each wait for one.
-"""
+"""The CUDA backend, against a recording fake of torch.cuda, and on a real GPU where there is one."""
 
 from __future__ import annotations
 
@@ -19,170 +15,34 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from fake_cuda import MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
 from hand_written import WRITERS, small
-from torch import Tensor
 from torch.cuda import _sanitizer as sanitizer
 
-from megatrain import cuda, initial
-from megatrain.adam import Adam
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, CudaBackend, Spin, spinning
-from megatrain.data import RandomTokens
 from megatrain.executor import Executor
 from megatrain.graphs import PHASES, Pool, replayed
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
 from megatrain.pointwise import compiled
 from megatrain.session import backend_of
-from megatrain.train import Debug, Trainer
-from schedules import policies, trained
+from megatrain.train import Debug
+from schedules import policies
 from schedules.errors import InputError, Refused
-from schedules.model import ModelSpec
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
-from schedules.schedule import Schedule
 from schedules.verify import verify
-from schedules.workload import MemoryBudget, Workload
-
-MODEL = small()
-WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
-STEPS = 3
-
-
-class FakeEvent:
-    """Remembers who recorded it; its time is the number of events recorded before, in ms."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu, self.name, self.ms = gpu, "", -1.0
-
-    def record(self, stream: FakeStream | None = None) -> None:
-        self.name = self.gpu.running()
-        self.ms = float(self.gpu.tick())
-        self.gpu.write(("record", stream.name if stream else "default", self.name))
-
-    def synchronize(self) -> None:
-        if self.name in self.gpu.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.gpu.write(("host waits", self.name))
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return other.ms - self.ms
-
-
-class FakeStream:
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu, self.name = gpu, DEVICE_STREAMS[gpu.streams % len(DEVICE_STREAMS)]
-        gpu.streams += 1
-
-    def wait_event(self, event: FakeEvent) -> None:
-        assert event.name, "a wait for an event that was never recorded is no wait"
-        self.gpu.write(("wait", self.name, event.name))
-
-
-class FakeGpu:
-    """What the backend asks of torch.cuda, written down in the order it was asked."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, ...]] = []
-        self.spun: list[tuple[str, int]] = []
-        self.broken: set[str] = set()
-        self.streams = 0
-        self._lock, self._ticks, self._here = threading.Lock(), 0, threading.local()
-
-    def running(self) -> str:
-        return getattr(self._here, "name", "calibration")
-
-    def run(self, name: str) -> None:
-        self._here.name = name
-
-    def tick(self) -> int:
-        with self._lock:
-            self._ticks += 1
-            return self._ticks
-
-    def write(self, line: tuple[str, ...]) -> None:
-        with self._lock:
-            self.log.append(line)
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self._here.stream = stream.name
-        yield
-        self._here.stream = "default"
-
-    def sleep(self, cycles: int) -> None:
-        self.spun.append((getattr(self._here, "stream", "default"), cycles))
-
-
-class FakeBackend(CudaBackend):
-    """The device's memory is the host's."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        super().__init__(machine="fake")
-        self.gpu = gpu
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    fake = FakeGpu()
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(fake))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(fake))
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
-    monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
-    for name in ("synchronize", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *a: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
-    run = cuda.DeviceEvent.run
-
-    def named(event: cuda.DeviceEvent, task: Task) -> None:
-        fake.run(f"{task.op.name}@{task.step}")
-        run(event, task)
-
-    monkeypatch.setattr(cuda.DeviceEvent, "run", named)
-    return fake
-
-
-class FakeRuntime:
-    def __init__(self, status: int = 0) -> None:
-        self.status, self.pinned = status, {}
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned[address] = nbytes
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
+    return installed(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("stream ")] == []
-
-
-def trainer(schedule: Schedule, backend: CpuBackend, **options: Any) -> Trainer[Any]:
-    data = RandomTokens(vocab_size=256, workload=schedule.workload, seed=1)
-    start = initial.random_parameters(schedule.model, 0)
-    return Trainer(verify(schedule), backend, data, Adam(lr=1e-2), initial=start, **options)
-
-
-def result(schedule: Schedule, backend: CpuBackend, **options: Any) -> tuple[list[float], list[Tensor]]:
-    with trainer(schedule, backend, **options) as run:
-        losses = run.run(STEPS)
-        return losses, [run.parameters(i).cpu() for i in trained.layers(schedule.model, schedule.workload)]
-
-
-def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:
-    """A policy's schedule; skips the test where it needs NVMe, which cannot be run yet."""
-    schedule = policies.build(policy, model, workload, MemoryBudget(device_bytes=10**9, host_bytes=10**9))
-    if schedule.allocated_bytes(Tier.NVME):
-        pytest.skip("its schedule uses NVMe")
-    return schedule
 
 
 # ---- the backend and the fake
@@ -254,9 +114,9 @@ def test_training_through_the_backend_is_training(gpu: FakeGpu, writer: str) -> 
 
 
 @pytest.mark.parametrize("policy", policies.names())
-def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str) -> None:
+def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str, tmp_path: Path) -> None:
     schedule = built(policy, MODEL, dataclasses.replace(WORKLOAD, grad_clip=None))
-    assert result(schedule, FakeBackend(gpu))[0] == result(schedule, CpuBackend())[0]
+    assert result(schedule, FakeBackend(gpu), nvme=tmp_path)[0] == result(schedule, CpuBackend(), nvme=tmp_path)[0]
 
 
 def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu) -> None:
@@ -483,11 +343,11 @@ real = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 @real
 @pytest.mark.parametrize("name", [*WRITERS, *policies.names()])
-def test_gpu_trains_as_the_cpu_does(name: str) -> None:
+def test_gpu_trains_as_the_cpu_does(name: str, tmp_path: Path) -> None:
     model = small(blocks=4)
     schedule = WRITERS[name](model, REAL) if name in WRITERS else built(name, model, REAL)
-    losses, parameters = result(schedule, CudaBackend())
-    right = result(schedule, CpuBackend())
+    losses, parameters = result(schedule, CudaBackend(), nvme=tmp_path)
+    right = result(schedule, CpuBackend(), nvme=tmp_path)
     assert losses == pytest.approx(right[0], rel=1e-5)
     for found, expected in zip(parameters, right[1], strict=True):
         assert float((found - expected).abs().max() / expected.abs().max()) < 1e-3

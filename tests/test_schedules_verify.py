@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -192,6 +194,11 @@ def test_clipping_needs_the_norm_of_every_layer() -> None:
     assert p.workload.grad_clip == 1.0
 
 
+def test_a_norm_of_nothing_is_told() -> None:
+    schedule = edit(streaming(CLIPPED).build(policy="streaming"), "N", lambda op: replace(op, reads=()))
+    assert any("N (norm) reads no gradient" in str(v) for v in problems(schedule))
+
+
 def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
     schedule = streaming().build(policy="streaming")
     cycle = (*schedule.waits, Wait(op="F.embed.0", on="F.1.0"), Wait(op="P.w.embed", on="U.embed"))
@@ -237,6 +244,41 @@ def test_compute_needs_its_tensors_on_the_device() -> None:
 
     found = problems(edit(schedule, "F.0.0", from_host))
     assert any("computes with host.w.0, not on the device" in str(v) for v in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        (
+            "U.1",
+            {"stream": Stream.COMPUTE},
+            "U.1 (adam) runs on compute, a stream of the GPU, and touches host.o.1, on host",
+        ),
+        ("N", {"stream": Stream.D2H}, "N (norm) runs on d2h, a stream of the GPU, and touches host.g.1, on host"),
+        ("O.g.1", {"stream": Stream.CPU}, "O.g.1 (copy) runs on cpu, a thread of the host, and touches grad"),
+        (
+            "P.w.1",
+            {"stream": Stream.NVME_READ},
+            "P.w.1 (copy) runs on nvme_read, a thread of the host, and touches weight",
+        ),
+        (
+            "P.w.1",
+            {"writes": (Access("host.w.1", "w.1"),)},
+            "P.w.1 copies on h2d, but nothing to or from the device",
+        ),
+    ],
+)
+def test_an_op_works_on_memory_that_its_stream_can_wait_for(name: str, change: dict[str, Any], told: str) -> None:
+    """Else the CPU backend would train rightly by it, and a GPU would race."""
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    found = problems(edit(schedule, name, lambda op: replace(op, **change)))
+    assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
+
+
+def test_an_error_of_another_process_says_the_same() -> None:
+    with pytest.raises(ScheduleError) as error:
+        verify(replace(streaming().build(policy="streaming"), waits=()))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
 def test_all_violations_are_told_at_once() -> None:

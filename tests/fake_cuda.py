@@ -1,0 +1,166 @@
+"""A recording fake of torch.cuda, a backend that asks it, and trainings by that backend.
+
+The fake runs a task's work when it is handed over, on the CPU: whole trainings pass through it, with the right
+numbers, and it writes down each event that was recorded, and each wait for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hand_written import small
+from torch import Tensor
+
+from megatrain import cuda, initial
+from megatrain.adam import Adam
+from megatrain.backend import Task
+from megatrain.cpu import CpuBackend
+from megatrain.cuda import CudaBackend
+from megatrain.data import RandomTokens
+from megatrain.train import Trainer
+from schedules import policies, trained
+from schedules.model import ModelSpec
+from schedules.op import DEVICE_STREAMS
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+
+MODEL = small()
+WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
+STEPS = 3
+
+
+class FakeEvent:
+    """Remembers who recorded it; its time is the number of events recorded before, in ms."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.name, self.ms = gpu, "", -1.0
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.name = self.gpu.running()
+        self.ms = float(self.gpu.tick())
+        self.gpu.write(("record", stream.name if stream else "default", self.name))
+
+    def synchronize(self) -> None:
+        if self.name in self.gpu.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.gpu.write(("host waits", self.name))
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.ms - self.ms
+
+
+class FakeStream:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.name = gpu, DEVICE_STREAMS[gpu.streams % len(DEVICE_STREAMS)]
+        gpu.streams += 1
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.name, "a wait for an event that was never recorded is no wait"
+        self.gpu.write(("wait", self.name, event.name))
+
+
+class FakeGpu:
+    """What the backend asks of torch.cuda, written down in the order it was asked."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.spun: list[tuple[str, int]] = []
+        self.broken: set[str] = set()
+        self.streams = 0
+        self._lock, self._ticks, self._here = threading.Lock(), 0, threading.local()
+
+    def running(self) -> str:
+        return getattr(self._here, "name", "calibration")
+
+    def run(self, name: str) -> None:
+        self._here.name = name
+
+    def tick(self) -> int:
+        with self._lock:
+            self._ticks += 1
+            return self._ticks
+
+    def write(self, line: tuple[str, ...]) -> None:
+        with self._lock:
+            self.log.append(line)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self._here.stream = stream.name
+        yield
+        self._here.stream = "default"
+
+    def sleep(self, cycles: int) -> None:
+        self.spun.append((getattr(self._here, "stream", "default"), cycles))
+
+
+class FakeBackend(CudaBackend):
+    """The device's memory is the host's."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__(machine="fake")
+        self.gpu = gpu
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class FakeRuntime:
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.pinned = status, {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """The fake in the place of torch.cuda, for one test."""
+    fake = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(fake))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(fake))
+    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
+    monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    run = cuda.DeviceEvent.run
+
+    def named(event: cuda.DeviceEvent, task: Task) -> None:
+        fake.run(f"{task.op.name}@{task.step}")
+        run(event, task)
+
+    monkeypatch.setattr(cuda.DeviceEvent, "run", named)
+    return fake
+
+
+# ---- trainings
+
+
+def trainer(schedule: Schedule, backend: CpuBackend, **options: Any) -> Trainer[Any]:
+    data = RandomTokens(vocab_size=256, workload=schedule.workload, seed=1)
+    start = initial.random_parameters(schedule.model, 0)
+    return Trainer(verify(schedule), backend, data, Adam(lr=1e-2), initial=start, **options)
+
+
+def result(schedule: Schedule, backend: CpuBackend, **options: Any) -> tuple[list[float], list[Tensor]]:
+    with trainer(schedule, backend, **options) as run:
+        losses = run.run(STEPS)
+        return losses, [run.parameters(i).cpu() for i in trained.layers(schedule.model, schedule.workload)]
+
+
+def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:
+    """A policy's schedule, with memory for everything."""
+    return policies.build(policy, model, workload, MemoryBudget(device_bytes=10**9, host_bytes=10**9))
