@@ -117,6 +117,7 @@ def columns(prices: Prices) -> tuple[tables.Column, ...]:
         tables.Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),
         tables.Column(heading="days", cell=tables.number("days", ",.1f")),
+        tables.Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
         money("cost"),
         tables.Column(heading="MWh", cell=tables.number("energy_kwh", ",.2f", 1e-3), spare=True),
         *(

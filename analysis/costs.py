@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataFrame:
     """Rows with price, time, cost and energy of training that many tokens, and months to break even.
 
-    Columns added: buy, cost_per_hour, days, cost, energy_kwh, pareto (no point of the model trains faster for as
-    little an hour), and a column of months for every rental. Raises PriceError.
+    Columns added: buy, cost_per_hour, days, drives (worn out meanwhile), cost, energy_kwh, pareto (no point of the
+    model trains faster for as little an hour), and a column of months for every rental. Raises PriceError.
     """
     import pandas as pd
 
@@ -37,8 +37,11 @@ def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataF
 def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
     machine = hardware.load(row["machine"])
     price = prices.of(row["machine"], more_host_bytes=row["host_memory"] - machine.host.memory.value)
-    hourly = prices.cheapest_per_hour(price)
-    nothing = {"buy": price.buy, "cost_per_hour": hourly, "days": None, "cost": None, "energy_kwh": None}
+    worn = 1.0 / row["drive_days"] / 24 if row.get("drive_days") else 0.0  # drives an hour
+    wear = worn * price.drive
+    hourly = prices.cheapest_per_hour(price, wear)
+    nothing = dict.fromkeys(("days", "drives", "cost", "energy_kwh"))
+    nothing |= {"buy": price.buy, "cost_per_hour": hourly}
     months: Row = {months_column(rental.name): None for rental in prices.rentals}
     if not row["fits"]:
         return nothing | months
@@ -48,11 +51,12 @@ def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
         flops = _flops_per_token(presets.load(row["model"]), row)
         rented = rental.gpus * rental.mfu * peak / flops  # tokens/s
         months[months_column(rental.name)] = prices.break_even_months(
-            price, row["tokens_per_s"], rental.rent_per_hour / 3600 / rented
+            price, row["tokens_per_s"], rental.rent_per_hour / 3600 / rented, wear
         )
     return {
         **nothing,
         "days": hours / 24,
+        "drives": hours * worn,
         "cost": hours * hourly,
         "energy_kwh": hours * price.watts / 1e3,
     } | months

@@ -105,8 +105,7 @@ def row(
     named = _named(found)
     best = max(named, key=lambda policy: -1.0 if math.isnan(named[policy]) else named[policy])
     prediction, workload = found.prediction, found.schedule.workload
-    known = {knob: parameter.default for knob, parameter in policies.knobs(found.schedule.policy).items()}
-    changed = [f"{knob}={value}" for knob, value in found.schedule.knobs.items() if value != known.get(knob)]
+    changed = policies.changed(found.schedule)
     return (
         Row(
             model=model.name,

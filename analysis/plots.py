@@ -6,6 +6,7 @@ caller could not write to a CSV file beside the picture.
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 BAND = 0.10  # of the identity line in `predicted_against_measured`
 _STEPS_SHOWN = 3  # in pictures of memory
 _LEGEND_INCHES = 2.1  # a policy's name and its patch
+_LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
 _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
@@ -226,7 +228,8 @@ def _agreement(runs: pd.DataFrame, ax: Axes) -> tuple[Axes, float]:
     for policy, of_policy in runs.groupby("policy", sort=False):
         style = policy_style(str(policy))
         measured, predicted = of_policy["measured_s"] * scale, of_policy["predicted_s"] * scale
-        ax.scatter(measured, predicted, s=46, color=style.colour, marker=style.marker, label=policy, zorder=3)
+        label = textwrap.fill(str(policy), _LEGEND_LETTERS)
+        ax.scatter(measured, predicted, s=46, color=style.colour, marker=style.marker, label=label, zorder=3)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlim(low, high)

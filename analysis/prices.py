@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ class PriceError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePrice:
-    """One machine. `buy` in the file's currency, `rent_per_hour` likewise, `watts` at the wall while it trains."""
+    """One machine. `buy` in the file's currency, `rent_per_hour` likewise, `watts` at the wall while it trains.
+
+    `drive` is the price of another drive, once its own is worn out.
+    """
 
     source: str
     watts: float
     buy: float | None = None
     rent_per_hour: float | None = None
+    drive: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,33 +70,35 @@ class Prices:
         if self.host_memory_per_gb is None:
             raise PriceError("the host memory of a machine is changed; add host_memory_per_gb to the price file")
         buy = max(price.buy + more_host_bytes / 1e9 * self.host_memory_per_gb, 0.0)
-        return MachinePrice(source=price.source, watts=price.watts, buy=buy, rent_per_hour=price.rent_per_hour)
+        return replace(price, buy=buy)
 
     def energy_per_hour(self, price: MachinePrice) -> float:
         """Of a machine that trains."""
         return price.watts / 1e3 * self.electricity_per_kwh
 
-    def owned_per_hour(self, price: MachinePrice) -> float:
-        """An hour of training on a machine that was bought, energy included; NaN if it cannot be bought."""
+    def owned_per_hour(self, price: MachinePrice, wear: float = 0.0) -> float:
+        """An hour of training on a machine that was bought, with energy and `wear`; NaN if it cannot be bought."""
         if price.buy is None:
             return math.nan
         hours = self.lifetime_months * HOURS_A_MONTH * self.utilisation
-        return price.buy / hours + self.energy_per_hour(price)
+        return price.buy / hours + self.energy_per_hour(price) + wear
 
-    def cheapest_per_hour(self, price: MachinePrice) -> float:
-        """An hour of training, bought or rented, whichever is less."""
+    def cheapest_per_hour(self, price: MachinePrice, wear: float = 0.0) -> float:
+        """An hour of training, bought or rented, whichever is less; what wears out is the owner's."""
         rent = math.inf if price.rent_per_hour is None else price.rent_per_hour
-        owned = self.owned_per_hour(price)
+        owned = self.owned_per_hour(price, wear)
         return min(rent, math.inf if math.isnan(owned) else owned)
 
-    def break_even_months(self, price: MachinePrice, tokens_per_s: float, rent_per_token: float) -> float:
+    def break_even_months(
+        self, price: MachinePrice, tokens_per_s: float, rent_per_token: float, wear: float = 0.0
+    ) -> float:
         """After how many months a bought machine has cost less than renting what trains as many tokens.
 
-        NaN if it cannot be bought, infinite if its energy alone costs more.
+        NaN if it cannot be bought, infinite if its energy and `wear` by the hour alone cost more.
         """
         if price.buy is None:
             return math.nan
-        saved_per_hour = rent_per_token * tokens_per_s * 3600 - self.energy_per_hour(price)
+        saved_per_hour = rent_per_token * tokens_per_s * 3600 - self.energy_per_hour(price) - wear
         if saved_per_hour <= 0:
             return math.inf
         return price.buy / (saved_per_hour * self.utilisation * HOURS_A_MONTH)

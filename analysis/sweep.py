@@ -152,6 +152,7 @@ def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> R
         "mfu": prediction.mfu,
         "gap": prediction.period_ns / bound_ns - 1.0 if bound_ns else None,
         "binding": prediction.binding,
+        "drive_days": prediction.drive_days,
         **{f"{tier}_gb": prediction.peak_bytes[tier] / 1e9 for tier in Tier},
         "digest": schedule.short_digest,
     }

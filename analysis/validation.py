@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.validate import WARMUP, Point, name_of
+from megatrain.validate import WARMUP, Point, name_of, policy_of
 from schedules.op import Op, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -122,7 +122,7 @@ def rows(points: Sequence[Point], profile: HardwareProfile) -> pd.DataFrame:
             {
                 "point": name_of(schedule),
                 "model": schedule.model.name,
-                "policy": schedule.policy,
+                "policy": policy_of(schedule),
                 "micro_batch_size": schedule.workload.micro_batch_size,
                 "seq_len": schedule.workload.seq_len,
                 "measured_s": step,

@@ -50,6 +50,10 @@ def headline(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([{"level": name, **vars(validation.summary(table[error]))} for name, error in levels])
 
 
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) > 1 else ''}"
+
+
 def _page(
     grid: Grid,
     points: Sequence[Point],
@@ -70,9 +74,10 @@ def _page(
         "# Predictions against runs",
         f"{machine}, {datetime.datetime.now(datetime.UTC).date().isoformat()}, Python {platform.python_version()}, "
         f"{versions}. Made by `{command}`.",
-        f"{len(table)} points: {len(grid.models)} models x {len(grid.policies)} policies x {len(grid.held_out)} "
-        f"shapes, {grid.precision}. The profile ({profile.date}) saw the shapes {seen} (micro-batch x sequence), one "
-        f"op at a time, and what ops share with `{grid.models[0].name}` only; the runs have the shapes {held}. "
+        f"{len(table)} points: {_count(grid.models, 'model')} x {_count(grid.policies, 'schedule')} x "
+        f"{_count(grid.held_out, 'shape')}, {grid.precision}. The profile ({profile.date}) saw the shapes {seen} "
+        "(micro-batch x sequence), one op at a time, and what ops share with "
+        f"`{grid.models[0].name}` only; the runs have the shapes {held}. "
         "No run is of a shape that was profiled, and nothing is fitted to a run. Each point was run in "
         f"{grid.rounds} rounds of {grid.steps} steps, the first {WARMUP} left out; rounds go over the whole grid, and "
         "each model's ops are timed anew before its runs, so that both see the machine at the same pace.",

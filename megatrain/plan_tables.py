@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatrain.tables import prediction_record, print_table
+from megatrain.tables import drive_rows, prediction_record, print_table
 from schedules import policies
 from schedules.op import Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -150,8 +150,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
     """The plan for people."""
     prediction, schedule, workload = found.prediction, found.schedule, found.schedule.workload
     simulated = sum(tried.period_ns is not None for tried in found.tried)
-    knobs = {name: knob.default for name, knob in policies.knobs(schedule.policy).items()}
-    changed = [f"{name}={value}" for name, value in schedule.knobs.items() if value != knobs.get(name)]
+    changed = policies.changed(schedule)
     print(
         f"{schedule.model.name} on {prediction.profile.name} ({prediction.profile.mode} profile), "
         f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
@@ -172,9 +171,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         ["  which is set by", found.bound.binding],
         *([f"  {part}", f"{share:+.1%}"] for part, share in found.gap_parts.items() if abs(share) >= TOLD),
     ]
-    if written := prediction.nvme_bytes_per_day:
-        rows.append(["written to NVMe", f"{written / 1e12:,.1f} TB a day"])
-    print_table("one step", ["", ""], rows)
+    print_table("one step", ["", ""], rows + drive_rows(prediction))
     print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
     memory = []
     for tier, limit in zip(Tier, vars(memory_of(prediction.profile)).values(), strict=True):

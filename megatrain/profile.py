@@ -92,7 +92,7 @@ def measure(
     spaces = []
     for schedule in memory:
         progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
-        spaces.append(kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, machine)))  # type: ignore[misc]
+        spaces.append(kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, machine, nvme)))  # type: ignore[misc]
     whole = _whole_machine(model, runnable[0], machine, nvme, kept, progress)
     profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, here)
     kept.remove()
@@ -226,7 +226,7 @@ def alone(
     }
 
 
-def workspaces(schedule: Schedule, machine: Machine = this_cpu) -> dict[str, int]:
+def workspaces(schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None = None) -> dict[str, int]:
     """Signature of a compute op -> the most bytes that one takes beside its buffers, of one step."""
     found: dict[str, int] = {}
     backend = machine()
@@ -240,7 +240,7 @@ def workspaces(schedule: Schedule, machine: Machine = this_cpu) -> dict[str, int
         ]
 
     serial = replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
-    _run(serial, 1, backend, None, prepare)
+    _run(serial, 1, backend, nvme, prepare)
     return found
 
 
@@ -337,6 +337,7 @@ def _whole_machine(
     }
     if nvme is not None:
         works["nvme"] = (f"the drive at {nvme}", lambda: readings.drive(nvme))
+        works["nvme_both"] = (f"both ways at {nvme}", lambda: {"shares": readings.drive_both(backend, nvme)})
     found = {}
     try:
         for number, (name, (note, work)) in enumerate(works.items()):

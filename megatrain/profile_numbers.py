@@ -142,7 +142,7 @@ def profile_of(
         host=_host(ops, whole, dram, at, value),
         links=links,
         issue=_issue(ops.gaps, streams, value),
-        nvme=_nvme(whole["nvme"], dram, at, value) if "nvme" in whole else None,
+        nvme=_nvme(whole["nvme"], sum(whole["nvme_both"]["shares"]), dram, at, value) if "nvme" in whole else None,
         measured=_measured(ops, streams, whole, source),
     )
 
@@ -275,7 +275,7 @@ def _link(points: Sequence[tuple[int, float]], value: Tell) -> Link:
     )
 
 
-def _nvme(found: Mapping[str, Any], dram: float, at: Here, value: Tell) -> Nvme:
+def _nvme(found: Mapping[str, Any], both: float, dram: float, at: Here, value: Tell) -> Nvme:
     """As training reads and writes; of small pieces, the smallest one at a time, what each takes beyond its bytes."""
     read, write = (min(float(found[readings.as_used(verb)][1]), dram) for verb in ("read", "write"))
     piece = readings.PIECES[0]
@@ -283,6 +283,7 @@ def _nvme(found: Mapping[str, Any], dram: float, at: Here, value: Tell) -> Nvme:
     return Nvme(
         read=value(read, "B/s", "large pieces, as many at once as in training"),
         write=value(write, "B/s", "large pieces, as many at once as in training"),
+        both=value(min(2.0, max(1.0, both)), "fraction", "one of each at once, for ever"),
         capacity=value(at.drive_bytes, "bytes", "what was free"),
         latency=value(max(0.0, small * 1e9), "ns", f"reads of {piece >> 10} KiB, one at a time"),
     )

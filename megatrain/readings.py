@@ -6,6 +6,7 @@ machines have misled others by a fifth.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -158,6 +159,19 @@ def drive(folder: Path) -> Found:
                     speeds = [memory.nbytes / s for s in times]
                     found[f"{verb}/{piece}/{depth}"] = Rate(min(speeds), statistics.median(speeds), max(speeds))
     return found
+
+
+def drive_both(backend: Backend[Any], folder: Path) -> tuple[float, float]:
+    """How fast a drive is read while it is written, and written while it is read; alone is 1. Raises DriveError."""
+    with Drive(folder) as opened:
+
+        def load(stream: Stream, verb: str) -> Load:
+            slab = opened.allocate(Buffer(name=verb, tier=Tier.NVME, nbytes=DRIVE_FILE))
+            memory = torch.empty(DRIVE_FILE // 4, dtype=torch.int32).random_()
+            slab.write(memory)
+            return Load(stream=stream, work=functools.partial(getattr(slab, verb), memory))
+
+        return together(backend, load(Stream.NVME_READ, "read"), load(Stream.NVME_WRITE, "write"))
 
 
 def as_used(verb: str) -> str:

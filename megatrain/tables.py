@@ -59,9 +59,7 @@ def print_prediction(prediction: Prediction) -> None:
         ["above the bound", f"{prediction.gap:.1%}"],
         ["what binds", prediction.binding],
     ]
-    if written := prediction.nvme_bytes_per_day:
-        rows.append(["written to NVMe", f"{written / 1e12:,.1f} TB a day"])
-    print_table("one step", ["", ""], rows)
+    print_table("one step", ["", ""], rows + drive_rows(prediction))
     memory = []
     for tier, limit in zip(Tier, vars(memory_of(profile)).values(), strict=True):
         if peak := prediction.peak_bytes[tier]:
@@ -76,6 +74,15 @@ def print_prediction(prediction: Prediction) -> None:
         told = ", ".join(f"{cause} {ns / span:.0%}" for cause, ns in sorted(causes.items(), key=lambda c: -c[1])[:3])
         streams.append([stream, told, f"{share:.1%}"])
     print_table("streams", ["stream", "idle, waiting for", "busy"], streams, left=2)
+
+
+def drive_rows(prediction: Prediction) -> list[list[str]]:
+    """What is written to the drive, and how long it bears that; nothing where nothing is."""
+    if not (written := prediction.nvme_bytes_per_day):
+        return []
+    days = prediction.drive_days
+    worn = "" if days is None else f", all that its maker promises in {days:,.0f} days"
+    return [["written to NVMe", f"{written / 1e12:,.1f} TB a day{worn}"]]
 
 
 def prediction_record(prediction: Prediction) -> dict[str, Any]:
@@ -96,6 +103,7 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "hfu": prediction.hfu,
         "nvme_bytes_per_day": prediction.nvme_bytes_per_day,
+        "drive_days": prediction.drive_days,
         "peak_bytes": {str(tier): nbytes for tier, nbytes in prediction.peak_bytes.items()},
         "utilisation": prediction.utilisation,
         "idle_causes_ns": prediction.idle_causes_ns,

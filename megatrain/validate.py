@@ -61,7 +61,10 @@ def models() -> list[ModelSpec]:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is profiled, and what is run to check predictions: no run is of a shape that the profile saw."""
+    """What is profiled, and what is run to check predictions: no run is of a shape that the profile saw.
+
+    A policy may be followed by knobs: "streamed nvme=4". `nvme` is a folder on the drive for those that use one.
+    """
 
     models: tuple[ModelSpec, ...]
     policies: tuple[str, ...] = POLICIES
@@ -72,6 +75,7 @@ class Grid:
     steps: int = STEPS
     backend: str = "cpu"
     room: MemoryBudget = ROOM
+    nvme: Path | None = None
 
     def __post_init__(self) -> None:
         if shared := set(self.calibrated) & set(self.held_out):
@@ -81,8 +85,12 @@ class Grid:
 
     def schedules(self, model: ModelSpec, shapes: Sequence[Shape]) -> list[Schedule]:
         """Every policy on a model, shape by shape."""
+        room = replace(self.room, nvme_bytes=self.room.host_bytes if self.nvme else 0)
+        chosen = [(name, policies.parse_knobs(name, settings)) for name, *settings in map(str.split, self.policies)]
         return [
-            policies.build(name, model, self._workload(shape), self.room) for shape in shapes for name in self.policies
+            policies.build(name, model, self._workload(shape), room, **knobs)
+            for shape in shapes
+            for name, knobs in chosen
         ]
 
     def points(self) -> list[Schedule]:
@@ -149,6 +157,7 @@ def profile_and_run(
                 number,
                 progress=partial(told, profiling, of=len(turns) + 1),
                 machine=machine,
+                nvme=grid.nvme,
                 parts=parts,
             )
         chosen = grid.schedules(model, grid.held_out)
@@ -163,6 +172,7 @@ def profile_and_run(
             [schedule for of_model in calibrated.values() for schedule in of_model],
             progress=profiling,
             machine=machine,
+            nvme=grid.nvme,
             parts=parts,
             memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, between)]),
             rounds=grid.rounds,
@@ -181,9 +191,15 @@ def _trained(grid: Grid, schedule: Schedule, number: int, folder: Path) -> Trace
     """The trace of a point's run in a round, which is run if the folder has none."""
     path = folder / f"{name_of(schedule)}.{number + 1}.json"
     if not path.is_file():
-        train(verify(schedule), steps=grid.steps, hyper=Adam(lr=1e-4), seed=number, backend=grid.backend).trace.save(
-            path
+        run = train(
+            verify(schedule),
+            steps=grid.steps,
+            hyper=Adam(lr=1e-4),
+            seed=number,
+            backend=grid.backend,
+            nvme=grid.nvme,
         )
+        run.trace.save(path)
     trace = Trace.read(path)
     trace.check(schedule)
     return trace
@@ -195,12 +211,19 @@ def _workspaces(grid: Grid, schedules: Sequence[Schedule], path: Path, progress:
     for schedule in schedules:
         if (name := name_of(schedule)) not in found:
             progress(1.0, f"memory of {name}")
-            found[name] = max(workspaces(schedule, partial(backend_of, grid.backend)).values())
+            found[name] = max(workspaces(schedule, partial(backend_of, grid.backend), grid.nvme).values())
             path.write_text(json.dumps(found))
     return found
+
+
+def policy_of(schedule: Schedule) -> str:
+    """Its policy, as in Grid."""
+    return " ".join([schedule.policy, *policies.changed(schedule)])
 
 
 def name_of(schedule: Schedule) -> str:
     """A point's name, also of its files."""
     workload = schedule.workload
-    return f"{schedule.model.name}-{schedule.policy}-{workload.micro_batch_size}x{workload.seq_len}"
+    return (
+        f"{schedule.model.name}-{policy_of(schedule).replace(' ', '-')}-{workload.micro_batch_size}x{workload.seq_len}"
+    )

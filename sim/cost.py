@@ -22,7 +22,7 @@ from sim.shapes import between
 H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
 DRAM, CORES = "dram", "cores"
 GPU, HBM = "gpu", "hbm"
-NVME_READ, NVME_WRITE = "nvme.read", "nvme.write"
+NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
 
 _HOST_STREAMS = frozenset({Stream.CPU, Stream.HOST, Stream.NVME_READ, Stream.NVME_WRITE})
 
@@ -186,10 +186,9 @@ def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str
         if profile.nvme is None:
             raise InputError(f"the schedule uses NVMe and profile {profile.name} has none")
         latency_ns += profile.nvme.latency.value
-        if source == Tier.NVME:
-            rates[NVME_READ] = profile.nvme.read.value
-        if target == Tier.NVME:
-            rates[NVME_WRITE] = profile.nvme.write.value
+        # a drive that takes turns has one capacity, of which whoever reads or writes alone has all
+        name, alone = (NVME_READ, profile.nvme.read) if source == Tier.NVME else (NVME_WRITE, profile.nvme.write)
+        rates |= {name: alone.value, NVME_BOTH: alone.value * profile.nvme.both.value}
     # without a GPU the device's arena lies in host memory too
     in_dram = {Tier.HOST} if profile.host.copy_threads is None else {Tier.HOST, Tier.DEVICE}
     if passes := (source in in_dram) + (target in in_dram):

@@ -163,8 +163,12 @@ class Links:
 class Nvme:
     read: Annotated[Value, _number("B/s", "large sequential reads")]
     write: Annotated[Value, _number("B/s", "large sequential writes, sustained")]
+    both: Annotated[
+        Value, _number("fraction", "reading and writing at once, each as a share of its rate alone, added", at_most=2.0)
+    ]
     capacity: Annotated[Value, _number("bytes", "space the training process may use")]
     latency: Annotated[Value, _number("ns", "from submission to first byte", zero=True)]
+    endurance: Annotated[Value | None, _number("bytes", "writes in its life that the maker promises")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,14 @@ class Prediction:
         return written * DAY_NS / self.period_ns
 
     @property
+    def drive_days(self) -> float | None:
+        """Days of training after which the drive has had the writes its maker promises; None where none is known."""
+        drive = self.profile.nvme
+        if drive is None or drive.endurance is None or not self.nvme_bytes_per_day:
+            return None
+        return drive.endurance.value / self.nvme_bytes_per_day
+
+    @property
     def idle_causes_ns(self) -> dict[str, dict[str, int]]:
         """Stream -> what its next op was waiting for -> ns within the window."""
         return {

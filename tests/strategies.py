@@ -114,6 +114,7 @@ def round_profile(*assignments: str) -> HardwareProfile:
             "nvme.read=4GB/s",
             "nvme.write=2GB/s",
             "nvme.latency=100us",
+            "nvme.both=2fraction",
             *assignments,
         ],
     )

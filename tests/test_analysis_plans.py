@@ -40,7 +40,7 @@ def test_a_named_policy_has_what_suits_it() -> None:
 
 def test_zero_infinity_has_the_knobs_that_suit_it() -> None:
     model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12)  # several sub-groups, which can overlap
-    profile = hardware.load("rtx4090")
+    profile = hardware.override(hardware.load("rtx4090"), ["nvme.write=7GB/s", "nvme.both=2fraction"])
     _, named = plans.row(model, profile, **STEP)
     whole = Workload(micro_batch_size=4, seq_len=512)
     rates = [

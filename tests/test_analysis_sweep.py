@@ -31,7 +31,7 @@ def some_prices(**changes: Any) -> Prices:
         "utilisation": 0.5,
         "machines": {
             "h200": MachinePrice(source="made up", watts=2000, buy=36525.0, rent_per_hour=4.0),
-            "rtx4090": MachinePrice(source="made up", watts=1000, buy=3652.5),
+            "rtx4090": MachinePrice(source="made up", watts=1000, buy=3652.5, drive=120.0),
         },
     }
     return Prices(**{**values, **changes})
@@ -79,6 +79,7 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
         return {
             "model": "qwen2.5-7b", "machine": machine, "tokens_per_s": rate, "fits": rate is not None,
             "reason": "" if rate else "too large", "seq_len": 1024, "host_memory": memory,
+            "drive_days": 10.0 if machine == "rtx4090" else None,
         }  # fmt: skip
 
     rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
@@ -88,6 +89,9 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
     assert fast["days"] == pytest.approx(1000 / 24) and fast["cost"] == pytest.approx(4000)
     assert fast["energy_kwh"] == pytest.approx(2000)
     assert slow["cost"] == pytest.approx(10000 * slow["cost_per_hour"])
+    assert slow["drives"] == pytest.approx(10000 / 240) and fast["drives"] == 0
+    whole = costs.priced([{**row("rtx4090", 100.0), "drive_days": None}], with_rent, 3.6e9).to_dict("records")[0]
+    assert slow["cost"] - whole["cost"] == pytest.approx(10000 / 240 * 120)  # what is worn out is bought again
     assert fast["pareto"] and slow["pareto"] and not nothing["pareto"]  # dearer and faster; cheaper; nothing
     flops = presets.load("qwen2.5-7b").model_flops_per_step(Workload(micro_batch_size=1, seq_len=1024)) / 1024
     per_token = 20 / 3600 / (8 * 0.4 * 989e12 / flops)

@@ -149,6 +149,7 @@ def test_a_drive_is_measured_and_its_schedules_with_it(tmp_path: Path) -> None:
         hurry(patch)
         found = profile.measure(MODEL, [on_nvme], progress=lambda done, note: None, nvme=tmp_path)
     assert found.nvme is not None and found.nvme.read.value > 0 and found.nvme.capacity.value > 1e6
+    assert 1 <= found.nvme.both.value <= 2
     assert found.measured is not None and found.measured.nvme is not None
     assert {name.split("/")[0] for name in found.measured.nvme.values} == {"read", "write"}
     assert predict(on_nvme, found).period_ns > 0

@@ -19,6 +19,7 @@ from sim.cost import (
     GPU,
     H2D,
     HBM,
+    NVME_BOTH,
     NVME_READ,
     NVME_WRITE,
     Demand,
@@ -27,6 +28,7 @@ from sim.cost import (
     demands,
     signature,
 )
+from sim.engine import simulate
 from sim.machine import HardwareProfile, Measured, Table
 
 MB = 10**6
@@ -104,10 +106,21 @@ def test_without_its_term_a_copy_goes_at_full_bandwidth() -> None:
 def test_copies_from_and_to_nvme() -> None:
     found = demand(copy(Tier.NVME, Tier.HOST, 4 * MB), round_profile())
     assert found.duration_ns == 1_100_000
-    assert found.usage == {NVME_READ: 1.0, DRAM: pytest.approx(20 / 1100)}
+    assert found.usage == {NVME_READ: 1.0, NVME_BOTH: pytest.approx(500 / 1100), DRAM: pytest.approx(20 / 1100)}
     found = demand(copy(Tier.HOST, Tier.NVME, 4 * MB), round_profile())
     assert found.duration_ns == 2_100_000
-    assert found.usage == {NVME_WRITE: 1.0, DRAM: pytest.approx(20 / 2100)}
+    assert found.usage == {NVME_WRITE: 1.0, NVME_BOTH: pytest.approx(1000 / 2100), DRAM: pytest.approx(20 / 2100)}
+
+
+@pytest.mark.parametrize(("both", "until_ns"), [("1", 2_000_000), ("1.6", 1_250_000), ("2", 1_000_000)])
+def test_a_drive_that_reads_and_writes_at_once_is_slower_at_both(both: str, until_ns: int) -> None:
+    """A millisecond of each: by turns that is two, and one where neither slows the other."""
+    read = copy(Tier.NVME, Tier.HOST, 4 * MB, Stream.NVME_READ)
+    write = replace(copy(Tier.HOST, Tier.NVME, 2 * MB, Stream.NVME_WRITE), name="O", kind=Kind.OFFLOAD)
+    schedule = replace(schedule_of(read, write), waits=())
+    profile = round_profile(f"nvme.both={both}fraction", "nvme.latency=0us", "issue.copy=0us")
+    trace = simulate(schedule, profile, steps=1)
+    assert trace.end_ns.tolist() == [until_ns, until_ns]
 
 
 def test_a_schedule_for_nvme_needs_a_machine_that_has_it() -> None:

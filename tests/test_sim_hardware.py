@@ -213,7 +213,7 @@ def test_nvme_can_be_added_on_the_command_line_but_only_whole() -> None:
     assert bare.nvme is None
     with pytest.raises(HardwareError, match=r"nvme\.write: missing"):
         override(bare, ["nvme.read=7GB/s"])
-    whole = ["nvme.read=7GB/s", "nvme.write=4GB/s", "nvme.capacity=2TB", "nvme.latency=100us"]
+    whole = ["nvme.read=7GB/s", "nvme.write=4GB/s", "nvme.both=1.5fraction", "nvme.capacity=2TB", "nvme.latency=100us"]
     drive = override(bare, whole).nvme
     assert drive is not None
     assert drive.latency.value == 100_000

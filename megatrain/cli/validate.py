@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,12 +22,16 @@ def validate(
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="Repeatable; three small ones if left out.")
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Repeatable; five if left out.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help='With knobs if need be: "streamed nvme=4". Repeatable; five if left out.'),
+    ] = None,
     calibrate: Annotated[Shapes, typer.Option(help="A profiled shape, micro-batch x sequence: 2x128.")] = None,
     hold_out: Annotated[Shapes, typer.Option(help="A shape that is run, and not profiled.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 on a CPU and bf16 on a GPU, if left out.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each point is run.")] = 2,
     steps: Annotated[int, typer.Option(min=5, help="Optimizer steps of each run.")] = 10,
+    nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, for policies that use one.")] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one, if left out.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -47,6 +53,7 @@ def validate(
         precision=precision or usual.precision,
         rounds=rounds,
         steps=steps,
+        nvme=nvme,
     )
     with progress_bar() as bar:
         tasks = {name: bar.add_task(name, total=1.0, note="") for name in ("profiling", "running", "reporting")}
@@ -61,7 +68,7 @@ def validate(
             grid,
             points,
             profile,
-            "megatrain validate",
+            shlex.join(["megatrain", *sys.argv[1:]]),
             lambda done, note: bar.update(tasks["reporting"], completed=done, note=note),
         )
     if as_json:

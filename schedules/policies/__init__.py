@@ -131,6 +131,12 @@ def build(
         return program.build(policy=where, knobs=chosen)
 
 
+def changed(schedule: Schedule) -> list[str]:
+    """The knobs that its policy was given other values for than its defaults: "slots=3". Raises PolicyError."""
+    known = {name: knob.default for name, knob in knobs(schedule.policy).items()}
+    return [f"{name}={value}" for name, value in schedule.knobs.items() if value != known.get(name)]
+
+
 # ---- files
 
 
