@@ -143,4 +143,14 @@ def test_what_a_drive_is_written_in_a_day_is_state_times_steps() -> None:
     found = predict(policies.build("streamed", model, workload, memory_of(profile), nvme=2), profile)
     state = sum(8 * model.params(i) for i in model.blocks[:2])  # two moments of fp32 each; all blocks are alike
     assert found.nvme_bytes_per_day == pytest.approx(state * 86_400 / (found.period_ns / 1e9))
-    assert predict(policies.build("streamed", model, workload, memory_of(profile)), profile).nvme_bytes_per_day == 0
+    without = predict(policies.build("streamed", model, workload, memory_of(profile)), profile)
+    assert without.nvme_bytes_per_day == 0 and without.drive_days is None
+
+
+def test_a_drive_lasts_its_promise_over_a_days_writes() -> None:
+    model, workload = presets.load("tiny"), Workload(micro_batch_size=1, seq_len=16)
+    profile = hardware.override(hardware.load("h200"), ["nvme.endurance=600TB"])
+    found = predict(policies.build("streamed", model, workload, memory_of(profile), nvme=2), profile)
+    assert found.drive_days == pytest.approx(600e12 / found.nvme_bytes_per_day)
+    unknown = predict(found.schedule, replace(profile, nvme=replace(profile.nvme, endurance=None)))  # type: ignore[type-var]
+    assert unknown.drive_days is None
