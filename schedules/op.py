@@ -45,11 +45,7 @@ class Stream(StrEnum):
     HOST = "host"  # the issuing thread itself: it issues nothing while it works
 
 
-DEVICE_STREAMS = (
-    Stream.H2D,
-    Stream.COMPUTE,
-    Stream.D2H,
-)  # queues of the GPU itself; threads of the host serve the others
+DEVICE_STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)  # queues of the GPU; the others are threads of the host
 
 
 class Tier(StrEnum):

@@ -43,6 +43,8 @@ def _checked(number: object, unit: object, rule: Rule, where: str) -> float:
         least = "zero or more" if rule.zero else "above zero"
         raise HardwareError(f"{where}: must be {least}, got {number!r}")
     value = to_base(number, unit, rule.unit)
+    if value < rule.at_least:
+        raise HardwareError(f"{where}: must be at least {rule.at_least:g}, got {number!r}")
     if value > rule.at_most:
         raise HardwareError(f"{where}: must be at most {rule.at_most:g}, got {number!r}")
     return value

@@ -72,13 +72,14 @@ class Rule:
     holds: Literal["number", "text", "section", "table", "readings"]
     unit: str = ""
     zero: bool = False
+    at_least: float = 0.0
     at_most: float = math.inf
     choices: tuple[str, ...] = ()
     section: type | None = None
 
 
-def _number(unit: str, meaning: str, *, zero: bool = False, at_most: float = math.inf) -> Rule:
-    return Rule(holds="number", meaning=meaning, unit=unit, zero=zero, at_most=at_most)
+def _number(unit: str, meaning: str, *, zero: bool = False, at_least: float = 0.0, at_most: float = math.inf) -> Rule:
+    return Rule(holds="number", meaning=meaning, unit=unit, zero=zero, at_least=at_least, at_most=at_most)
 
 
 def _fraction(meaning: str, *, zero: bool = False) -> Rule:
@@ -164,7 +165,8 @@ class Nvme:
     read: Annotated[Value, _number("B/s", "large sequential reads")]
     write: Annotated[Value, _number("B/s", "large sequential writes, sustained")]
     both: Annotated[
-        Value, _number("fraction", "reading and writing at once, each as a share of its rate alone, added", at_most=2.0)
+        Value,
+        _number("fraction", "reading and writing at once, as shares of either alone, added", at_least=1.0, at_most=2.0),
     ]
     capacity: Annotated[Value, _number("bytes", "space the training process may use")]
     latency: Annotated[Value, _number("ns", "from submission to first byte", zero=True)]

@@ -198,6 +198,7 @@ def test_an_override_replaces_one_number_and_says_so() -> None:
         ("host.memory=big", "write host.memory=NUMBER UNIT"),
         ("host.memory=0GiB", "must be above zero"),
         ("gpu.matmul_efficiency=68fraction", "must be at most 1"),
+        ("nvme.both=0.5fraction", "must be at least 1"),
         ("links.h2d.bandwidth=1e999GB/s", "must be finite"),
     ],
 )
