@@ -92,6 +92,11 @@ class Actions:
         access = _named(op.writes, f"{tensors.GRAD}.{self.schedule.model.layer_name(i)}")
         return sinks(self.store.tensor(access), self.trained_shapes(i), accumulate=access in op.reads)
 
+    def span(self, op: Op) -> slice:
+        """The trained parameters that an update is of."""
+        name = parse(_one(op, op.writes, tensors.STATE).tensor)
+        return trained.span(self.schedule.model, self.schedule.workload, _layer(op), name.part)
+
     def clipping(self, op: Op) -> Callable[[torch.device], Tensor | None]:
         """The factor that clips to the workload's largest norm, fp32 []; None where `op` reads no norm."""
         limit = self.schedule.workload.grad_clip
@@ -344,16 +349,17 @@ def _adam(a: Actions, op: Op) -> Work:
     i = _layer(op)
     grad = a.store.tensor(_one(op, op.reads, *tensors.GRADIENTS))
     weights, state = a.written(op, trained.cls(a.schedule.workload)), a.written(op, tensors.STATE)
-    decay, clipping = adam.decayed(a.trained_shapes(i)), a.clipping(op)
+    of = a.span(op)
+    decay, clipping = adam.within(adam.decayed(a.trained_shapes(i)), of), a.clipping(op)
     precision = a.schedule.workload.precision
 
     def run(step: int) -> None:
         factor = clipping(grad.device)
-        if a.on_gradient is not None:
+        if a.on_gradient is not None and not of.start:  # it is of the whole layer
             a.on_gradient(step, i, grad.clone() if factor is None else grad * factor)
         adam.step(
-            weights,
-            grad,
+            weights[of],
+            grad[of],
             state,
             a.hyper(step),
             step + 1,

@@ -84,6 +84,32 @@ def split_state(state: Tensor, n: int, precision: str) -> State:
     )
 
 
+def matched(whole: Tensor, part: Tensor, n: int, of: slice, precision: str) -> list[tuple[Tensor, Tensor]]:
+    """The state of parameters `of`, in the slab of all n and in a slab of their own: pairs of views of the same bytes.
+
+    `of` begins at a whole block of STATE_BLOCK parameters.
+    """
+    return [
+        (in_whole[of.start // params : -(-of.stop // params)], in_part)
+        for (params, in_whole), (_, in_part) in zip(
+            _arrays(whole, n, precision), _arrays(part, of.stop - of.start, precision), strict=True
+        )
+    ]
+
+
+def _arrays(state: Tensor, n: int, precision: str) -> list[tuple[int, Tensor]]:
+    """What a state slab of n parameters is made of, uint8 [elements, bytes], and how many parameters an element has."""
+    if precision != QUANTISED:
+        found = split_state(state, n, precision)
+        return [
+            (1, array.view(torch.uint8).view(n, -1))
+            for array in (found.m, found.v, found.low, found.master)
+            if array is not None
+        ]
+    codes, scales = state[: 2 * n].view(2, n, 1), state[2 * n :].view(2, moments8.blocks(n), -1)
+    return [*((1, array) for array in codes), *((STATE_BLOCK, array) for array in scales)]
+
+
 def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | None = None) -> None:
     """Set the state before the first step, and the weights from `source` (fp32 [n]) where one is given.
 
@@ -122,6 +148,12 @@ def decayed(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
                 ranges.append((start, stop))
         start = stop
     return ranges
+
+
+def within(ranges: Sequence[tuple[int, int]], of: slice) -> list[tuple[int, int]]:
+    """What of ranges lies in [start, stop) of a slab, counted from its start."""
+    cut = [(max(a, of.start) - of.start, min(b, of.stop) - of.start) for a, b in ranges]
+    return [(a, b) for a, b in cut if a < b]
 
 
 def step(
@@ -216,17 +248,11 @@ def _step_quantised(
             moments8.dequantise(codes[part], scales[of_blocks], values, signed=signed)
         step(
             weights[part], grad[part], both, hyper, step_number, precision="bf16", grad_scale=grad_scale,
-            decay=None if decay is None else _within(decay, start, stop),
+            decay=None if decay is None else within(decay, slice(start, stop)),
         )  # fmt: skip
         for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
             moments8.quantise(values, codes[part], scales[of_blocks], signed=signed)
     state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
-
-
-def _within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of ranges that lie in [start, stop), counted from `start`."""
-    cut = [(max(a, start) - start, min(b, stop) - start) for a, b in ranges]
-    return [(a, b) for a, b in cut if a < b]
 
 
 def _step_in_torch(

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatrain.tables import drive_rows, prediction_record, print_table
-from schedules import policies
+from schedules import policies, trained
+from schedules import tensor as tensors
 from schedules.op import Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim import whatif
@@ -87,7 +88,10 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
 
 
 def placement(schedule: Schedule) -> list[tuple[str, str]]:
-    """Where the model's state is and what becomes of activations, counted from the ops of any schedule."""
+    """Where the model's state is and what becomes of activations, counted from the ops of any schedule.
+
+    A part of a layer counts as the share of its parameters.
+    """
     model, workload = schedule.model, schedule.workload
     tiers: dict[str, set[Tier]] = {}
     loads = 0
@@ -96,23 +100,34 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
             tiers.setdefault(access.tensor, set()).add(schedule.buffer[access.buffer].tier)
         loads += op.stream == Stream.H2D and op.phase == Phase.COPY and op.reads[0].tensor.startswith("w.")
 
-    def count(letter: str, tier: Tier, *, only: bool) -> str:
-        names = [f"{letter}.{model.layer_name(i)}" for i in model.layers]
-        return str(sum(tier in tiers.get(n, ()) and (not only or len(tiers[n]) == 1) for n in names))
+    def share(tensor: tensors.Tensor) -> float:
+        if tensor.part is None:
+            return 1.0
+        i = model.layer_index(tensor.layer)
+        of = trained.span(model, workload, i, tensor.part)
+        return float(of.stop - of.start) / trained.params(model, workload, i)
+
+    def count(cls: str, tier: Tier, *, only: bool) -> str:
+        found = {tensors.parse(name): there for name, there in tiers.items()}
+        there = [t for t, on in found.items() if t.cls == cls and tier in on and (not only or len(on) == 1)]
+        return f"{sum(share(t) for t in there if t.layer):.3g} of {len(model.layers)}"
 
     adam = [op for op in schedule.ops if op.phase == Phase.ADAM]
-    on_device = sum(op.stream not in (Stream.CPU, Stream.HOST) for op in adam)
+    updated = {True: 0.0, False: 0.0}  # on the CPU or not
+    for op in adam:
+        state = next(access.tensor for access in op.writes if tensors.parse(access.tensor).cls == tensors.STATE)
+        updated[op.stream in (Stream.CPU, Stream.HOST)] += share(tensors.parse(state))
     again = sum(op.phase == Phase.RECOMPUTE for op in schedule.ops)
     away = sum(
         op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s" for op in schedule.ops
     )
     runs = model.num_hidden_layers * workload.accumulation
     return [
-        ("layers whose weights never leave the device", f"{count('w', Tier.DEVICE, only=True)} of {len(model.layers)}"),
-        ("layers whose optimizer state does not", f"{count('o', Tier.DEVICE, only=True)} of {len(model.layers)}"),
-        ("optimizer state on NVMe", f"{count('o', Tier.NVME, only=False)} of {len(model.layers)} layers"),
-        ("weights on NVMe", f"{count('w', Tier.NVME, only=False)} of {len(model.layers)} layers"),
-        ("updates on the device, on the CPU", f"{on_device}, {len(adam) - on_device}"),
+        ("layers whose weights never leave the device", count(tensors.WEIGHT, Tier.DEVICE, only=True)),
+        ("layers whose optimizer state does not", count(tensors.STATE, Tier.DEVICE, only=True)),
+        ("optimizer state on NVMe", f"{count(tensors.STATE, Tier.NVME, only=False)} layers"),
+        ("weights on NVMe", f"{count(tensors.WEIGHT, Tier.NVME, only=False)} layers"),
+        ("layers updated on the device, on the CPU", f"{updated[False]:.3g}, {updated[True]:.3g}"),
         ("loads of weights in a step", f"{loads}"),
         ("activations kept, to the host, recomputed", f"{runs - again - away}, {away}, {again} of {runs}"),
     ]

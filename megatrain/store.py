@@ -22,6 +22,7 @@ from schedules import trained
 from schedules.errors import Refused
 from schedules.op import Access, Buffer, Phase, Tier
 from schedules.schedule import Schedule
+from schedules.sizes import tensor_bytes
 from schedules.tensor import parse
 from schedules.verify import Verified
 
@@ -111,7 +112,7 @@ class Store:
             return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
         params = model.params(layer) if name.cls == tensors.WEIGHT else trained.params(model, workload, layer)
         if name.cls == tensors.STATE:
-            return slab[: precision.state_bytes(params)]
+            return slab[: tensor_bytes(access.tensor, model, workload)]
         itemsize = {tensors.GRAD32: 4, tensors.GRAD: precision.grad}.get(name.cls, precision.weight)
         return slab[: params * itemsize].view(float_type(itemsize))
 
@@ -188,54 +189,97 @@ class Store:
                 sources[tensors.ADAPTER] = adapters
             for cls, values in sources.items():
                 if i not in updated or cls != trained.cls(workload):
-                    self._fill_homes(verified, cls, i, values(i).to(float_type(workload.bytes.weight)))
+                    self._fill(self._homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
                     continue
-                weights, state = kept(i) if kept is not None else self._begun(verified, i, values(i))
-                self._fill_homes(verified, cls, i, weights)
-                self._fill_homes(verified, tensors.STATE, i, state)
+                if kept is None:
+                    self._begin(verified, i, values(i))
+                else:
+                    self._go_on(verified, i, *kept(i))
 
-    def _begun(self, verified: Verified, i: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What is trained of layer i and its optimizer state before the first step.
+    def _begin(self, verified: Verified, i: int, values: Tensor) -> None:
+        """What is trained of layer i and its optimizer state as before the first step.
 
-        In its place where that is in the host's memory: to allocate gigabytes for each layer takes longer.
+        In their place where that is in the host's memory: to allocate gigabytes for each layer takes longer.
         """
         workload = self._schedule.workload
-        homes = [self._homes(verified, cls, i)[0] for cls in (trained.cls(workload), tensors.STATE)]
-        if any(self._schedule.buffer[home.buffer].tier != Tier.HOST for home in homes):
-            weights = torch.empty(values.shape, dtype=float_type(workload.bytes.weight))
-            state = torch.empty(workload.bytes.state_bytes(len(values)), dtype=torch.uint8)
-        else:
-            weights, state = map(self.tensor, homes)
-        adam.initialise(weights, state, workload.precision, values)
-        return weights, state
+        weights, copies = self._place_for(self._homes(verified, trained.cls(workload), i))
+        weights = weights.view(float_type(workload.bytes.weight))
+        for of, homes in self._states(verified, i):
+            state, others = self._place_for(homes)
+            adam.initialise(weights[of], state, workload.precision, values[of])
+            self._fill(others, state)
+        self._fill(copies, weights)
 
-    def _fill_homes(self, verified: Verified, cls: str, i: int, contents: Tensor) -> None:
-        for home in self._homes(verified, cls, i):
+    def _place_for(self, homes: list[Access]) -> tuple[Tensor, list[Access]]:
+        """Host memory for what homes hold, the first of them if it is there, and which are then still to be filled."""
+        first, *others = homes
+        if self._schedule.buffer[first.buffer].tier == Tier.HOST:
+            return self.tensor(first), others
+        return torch.empty(self._bytes(first), dtype=torch.uint8), homes
+
+    def _go_on(self, verified: Verified, i: int, weights: Tensor, state: Tensor) -> None:
+        """What is trained of layer i and its optimizer state, whole, go where the first step expects them."""
+        self._fill(self._homes(verified, trained.cls(self._schedule.workload), i), weights)
+        for of, homes in self._states(verified, i):
+            if (nbytes := self._bytes(homes[0])) == len(state):
+                self._fill(homes, state)
+                continue
+            part = torch.empty(nbytes, dtype=torch.uint8)
+            for in_whole, in_part in adam.matched(state, part, len(weights), of, self._schedule.workload.precision):
+                in_part.copy_(in_whole)
+            self._fill(homes, part)
+
+    def _fill(self, homes: list[Access], contents: Tensor) -> None:
+        for home in homes:
             if slab := self.on_drive(home):
                 slab.write(contents)
-            elif (tensor := self.tensor(home)).data_ptr() != contents.data_ptr():
-                tensor.copy_(contents)
+            else:
+                self.tensor(home).copy_(contents)
 
     def kept(self, verified: Verified, i: int) -> tuple[Tensor, Tensor]:
         """What is trained of layer i and its optimizer state, new, flat, on the CPU. Only between steps."""
         workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
         weights = torch.empty(params, dtype=float_type(workload.bytes.weight))
+        self._read(self._homes(verified, trained.cls(workload), i)[0], weights)
         state = torch.empty(workload.bytes.state_bytes(params), dtype=torch.uint8)
-        for cls, contents in ((trained.cls(workload), weights), (tensors.STATE, state)):
-            home = self._homes(verified, cls, i)[0]
-            if slab := self.on_drive(home):
-                slab.read(contents)
-            else:
-                contents.copy_(self.tensor(home))
+        for of, (home, *_) in self._states(verified, i):
+            if (nbytes := self._bytes(home)) == len(state):
+                self._read(home, state)
+                continue
+            part = torch.empty(nbytes, dtype=torch.uint8)
+            self._read(home, part)
+            for in_whole, in_part in adam.matched(state, part, params, of, workload.precision):
+                in_whole.copy_(in_part)
         return weights, state
+
+    def _read(self, home: Access, contents: Tensor) -> None:
+        if slab := self.on_drive(home):
+            slab.read(contents)
+        else:
+            contents.copy_(self.tensor(home))
 
     def master(self, verified: Verified, i: int) -> Tensor:
         """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
         return adam.master_weights(*self.kept(verified, i), self._schedule.workload.precision)
 
     def _homes(self, verified: Verified, cls: str, i: int) -> list[Access]:
-        """The buffers that hold a tensor between steps; where the optimizer writes it first."""
-        tensor = str(tensors.Tensor(cls, self._schedule.model.layer_name(i)))
+        """The buffers that hold a tensor, or its parts, between steps; where the optimizer writes it first."""
+        layer = self._schedule.model.layer_name(i)
         updated = {access for op in self._schedule.ops if op.phase == Phase.ADAM for access in op.writes}
-        homes = [Access(buffer, held) for buffer, held in verified.initial.items() if held == tensor]
+        homes = [
+            Access(buffer, held)
+            for buffer, held in verified.initial.items()
+            if (name := parse(held)).cls == cls and name.layer == layer
+        ]
         return sorted(homes, key=lambda home: home not in updated)
+
+    def _states(self, verified: Verified, i: int) -> list[tuple[slice, list[Access]]]:
+        """The parts that layer i's optimizer state is in: of which trained parameters, and their homes."""
+        model, workload = self._schedule.model, self._schedule.workload
+        homes: dict[str, list[Access]] = {}
+        for home in self._homes(verified, tensors.STATE, i):
+            homes.setdefault(home.tensor, []).append(home)
+        return [(trained.span(model, workload, i, parse(tensor).part), found) for tensor, found in homes.items()]
+
+    def _bytes(self, home: Access) -> int:
+        return tensor_bytes(home.tensor, self._schedule.model, self._schedule.workload)

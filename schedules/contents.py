@@ -8,7 +8,7 @@ needs and what it leaves behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
@@ -24,7 +24,7 @@ class Content:
 
     tensor: str
     version: int
-    parts: tuple[str, ...] = ()  # gradients: the passes in it, sorted; norm: the gradients in it
+    parts: tuple[str, ...] = ()  # gradients: the passes in it, sorted; norm: the gradients in it; weights: see _adam
     scaled: bool = False  # gradients: multiplied by the clipping coefficient
     writer: str = ""  # the op that wrote it, for messages
 
@@ -54,7 +54,8 @@ class Contents:
         self._layers = trained.layers(schedule.model, schedule.workload)
         self._held: dict[str, Content] = {}
         self._step = 0
-        self._updated: dict[str, str] = {}  # layer -> the op that updated it in this step
+        self._updated: dict[str, str] = {}  # layer -> the op that updated it, or the last part of it, in this step
+        self._begun: set[str] = set()  # layers of which something was updated in this step
         self._forward_version: dict[tuple[str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
         self._training = bool(self._layers) and any(
@@ -66,6 +67,7 @@ class Contents:
         seen: set[tuple[str, str, str]] = set()
         for self._step in range(steps):
             self._updated.clear()
+            self._begun.clear()
             for violation in self._one_step():
                 key = (violation.rule, violation.op, violation.buffer)
                 if key not in seen:
@@ -119,6 +121,15 @@ class Contents:
             return None  # carried along; checked where it is computed with or updated
         if cls in tensors.PARAMETERS and (cls != self._trained or not self._layers):
             return None  # frozen: there is one version
+        if cls in tensors.PARAMETERS and held.parts:
+            return Violation(
+                rule="stale read",
+                op=op.name,
+                on=held.writer,
+                buffer=held.tensor,
+                message=f"{op.name} reads {describe(held.tensor)} while only {_listed(held.parts)} updated",
+                fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
+            )
         oldest = self._step - (stale if cls in {*tensors.PARAMETERS, *tensors.GRADIENTS, tensors.NORM} else 0)
         if oldest <= held.version <= self._step:
             return None
@@ -162,8 +173,9 @@ class Contents:
                 yield Violation(
                     rule="gradient coverage",
                     op=last,
-                    message=f"the gradient of layer {layer} is never applied: the step has no update of it",
-                    fix=f"add an update of layer {layer}",
+                    message=f"the gradient of layer {layer} is never applied: the step has no update of it"
+                    + (" that is whole" if layer in self._begun else ""),
+                    fix=f"add an update of layer {layer}" + (", of each part" if layer in self._begun else ""),
                     buffer=f"w.{layer}",
                 )
 
@@ -277,17 +289,33 @@ class Contents:
                 fix=f"name the buffers of g, o and {self._trained} of one layer",
             )
             return
-        layer = parse(weights.tensor).layer
-        if layer in self._updated:
+        layer, part, done = parse(weights.tensor).layer, parse(state.tensor).part, found[weights].parts
+        due = sorted(map(str, tensors.parts(part.of))) if part else []
+        what = f"layer {layer}" if part is None else f"part {part} of layer {layer}"
+        if (before := self._updated.get(layer)) is not None or str(part) in done:
             yield Violation(
                 rule="gradient coverage",
                 op=op.name,
-                on=self._updated[layer],
+                on=before or found[weights].writer,
                 buffer=weights.buffer,
-                message=f"{op.name} updates layer {layer} a second time in one step, after {self._updated[layer]}",
+                message=f"{op.name} updates {what} a second time in one step"
+                + ("" if before is None else f", after {before}"),
                 fix="update every layer exactly once",
             )
-        self._updated[layer] = op.name
+        elif not set(done) <= set(due):
+            yield Violation(
+                rule="gradient coverage",
+                op=op.name,
+                on=found[weights].writer,
+                buffer=weights.buffer,
+                message=f"{op.name} updates {what}, of which {_listed(done)} already updated",
+                fix="divide a layer in one way",
+            )
+        updated = tuple(sorted({*done, str(part)})) if part else ()
+        self._begun.add(layer)
+        whole = list(updated) == due
+        if whole:
+            self._updated[layer] = op.name
         yield from self._whole_gradient(op, gradient, found[gradient])
         if self._schedule.workload.grad_clip is not None and not found[gradient].scaled:
             yield from self._whole_norm(op, found)
@@ -300,8 +328,10 @@ class Contents:
                 f"{found[state].version} of its state",
                 fix="update the copy of the weights that the last update wrote",
             )
-        for access in (weights, state):
-            self._write(op, access, replace(found[access], version=found[access].version + 1))
+        # a weight has its new version once all parts of it are updated; until then it says which
+        version = found[weights].version + whole
+        self._write(op, weights, replace(found[weights], version=version, parts=() if whole else updated))
+        self._write(op, state, replace(found[state], version=found[state].version + 1))
 
     def _whole_gradient(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
         due = self._complete(parse(access.tensor).layer)
@@ -411,4 +441,10 @@ def describe(tensor: str) -> str:
     """A tensor's name in words: 'the output of layer 3, micro-batch 0'."""
     name = parse(tensor)
     text = _WORDS[name.cls].format(name.layer)
+    if name.part is not None:
+        return f"part {name.part} of {text}"
     return text if name.microbatch is None else f"{text}, micro-batch {name.microbatch}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return f"part{'s' if len(parts) > 1 else ''} {', '.join(parts)} {'are' if len(parts) > 1 else 'is'}"

@@ -1,4 +1,4 @@
-"""Blocks whose optimizer state lives on a drive, their weights too on request, and the host buffers in between."""
+"""Blocks whose optimizer state lives on a drive, or parts of it, their weights too on request, and host buffers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Collection
 from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.ring import Ring
+from schedules.tensor import Part
 
 BESIDE = 2  # host buffers for weights beyond those on their way to the device: being updated, being written
 
 
 class Drive:
-    """The drive as the home of some blocks' state, and of the weights of some of these.
+    """The drive as the home of parts of blocks' `states`, and of the weights of some of these blocks.
 
     States pass through `slots` host buffers. Weights pass through others on their way to the device, `ahead` at once,
     and are updated there. Gradients in `waiting`, which are whole long before their update, wait on the drive as well.
@@ -22,7 +23,7 @@ class Drive:
         self,
         p: Program,
         *,
-        states: Collection[int],
+        states: Collection[tuple[int, Part | None]],
         weights: Collection[int],
         waiting: Collection[int],
         slots: int,
@@ -30,7 +31,7 @@ class Drive:
     ) -> None:
         self._program = p
         self.states, self.weights, self.waiting = set(states), set(weights), set(waiting)
-        p.keep_on_nvme(*(p.state(i) for i in sorted(self.states)))
+        p.keep_on_nvme(*(p.state(*state) for state in sorted(self.states)))
         p.keep_on_nvme(*(p.weight(i) for i in sorted(self.weights)), *(p.grad(i) for i in sorted(self.waiting)))
         self._passing = p.slots("update.state", slots, Tier.HOST) if self.states else None
         self._staged = p.slots("stage", ahead + BESIDE, Tier.HOST) if self.weights else None
@@ -41,10 +42,10 @@ class Drive:
         p, weight = self._program, self._program.weight(i)
         return p.load(weight, self._staged, stream=Stream.NVME_READ)
 
-    def read_state(self, i: int) -> str:
-        """Bring block i's state; returns its host buffer."""
+    def read_state(self, i: int, part: Part | None) -> str:
+        """Bring a part of block i's state; returns its host buffer."""
         assert self._passing is not None, "blocks' states are there"
-        return self._program.prefetch(self._program.state(i), into=self._passing.next(), stream=Stream.NVME_READ)
+        return self._program.prefetch(self._program.state(i, part), into=self._passing.next(), stream=Stream.NVME_READ)
 
     def wait(self, i: int, slab: str) -> None:
         """Block i's gradient in `slab` goes to the drive until it is read."""

@@ -20,7 +20,7 @@ from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import named, parse
+from schedules.tensor import Part, named, parse
 from schedules.traffic import elementwise_bytes, workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
@@ -48,6 +48,7 @@ class Program:
         self._nbytes: dict[str, int] = {}  # of tensors asked for so far
         self._homes: dict[str, str] = {}
         self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
+        self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
         self._demands: dict[tuple[str, Phase], tuple[int, int]] = {}  # FLOPs and bytes of compute ops, by kind of layer
         self._activations = Activations(self.buffer, self.nbytes)
 
@@ -65,9 +66,9 @@ class Program:
         """The gradient of what is trained of layer i, in fp32 if `wide`."""
         return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i))
 
-    def state(self, i: int) -> str:
-        """The optimizer state of layer i."""
-        return named(tensors.STATE, self.model.layer_name(i))
+    def state(self, i: int, part: Part | None = None) -> str:
+        """The optimizer state of layer i, or a part of it."""
+        return named(tensors.STATE, self.model.layer_name(i), part)
 
     def output(self, i: int, m: int) -> str:
         """The output of layer i for micro-batch m."""
@@ -395,24 +396,31 @@ class Program:
         state: str | None = None,
         scaled: bool = False,
         stream: Stream = Stream.CPU,
+        part: Part | None = None,
     ) -> None:
         """The optimizer's step on layer i, or on its adapters, in the buffers named, or at home.
 
         With gradient clipping it reads the global norm, unless the gradient was `scaled` before.
-        Copies of the weights elsewhere are out of date afterwards.
+        Copies of the weights elsewhere are out of date afterwards. A state that is in parts is updated part by part,
+        in any order, and with each as much of the weights.
         """
         grad = grad or (self.home(self.grad(i)), self.grad(i))
         updated = self.adapter(i) if self._has_adapters(i) else self.weight(i)
         own = [
-            (state or self.home(self.state(i)), self.state(i)),
+            (state or self.home(self.state(i, part)), self.state(i, part)),
             (weights or self.home(updated), updated),
         ]
         reads = [grad, *own, *([] if scaled else self._clip())]
-        self._update(f"U.{self.model.layer_name(i)}", Phase.ADAM, i, stream, reads, own)
+        name = f"U.{self.model.layer_name(i)}"
+        self._update(name if part is None else f"{name}.{part}", Phase.ADAM, i, stream, reads, own, part=part)
         target, weight = own[1]
-        for buffer in [b for b, held in self._holds.items() if held == weight and b != target]:
-            self.discard(buffer)
-        self.discard(grad[0])
+        if not self._left.get(i):  # nothing of it was updated yet
+            for buffer in [b for b, held in self._holds.items() if held == weight and b != target]:
+                self.discard(buffer)
+            self._left[i] = 1 if part is None else part.of
+        self._left[i] -= 1
+        if not self._left[i]:
+            self.discard(grad[0])
 
     def _clip(self) -> list[tuple[str, str]]:
         return [] if self.workload.grad_clip is None else [(self.buffer("norm", Tier.HOST), tensors.NORM)]
@@ -426,7 +434,9 @@ class Program:
         reads: Sequence[tuple[str, str]],
         writes: Sequence[tuple[str, str]],
         fresh: int = 0,
+        part: Part | None = None,
     ) -> None:
+        of = slice(0, 0) if i is None else trained.span(self.model, self.workload, i, part)
         self._emit(
             name,
             Kind.UPDATE,
@@ -435,10 +445,18 @@ class Program:
             layer=i,
             reads=reads,
             writes=writes,
-            nbytes=sum(self.nbytes(tensor) for _, tensor in [*reads, *writes]),
-            params=0 if i is None else trained.params(self.model, self.workload, i),
+            nbytes=sum(self._touched(tensor, i, part) for _, tensor in [*reads, *writes]),
+            params=of.stop - of.start,
             fresh=fresh,
         )
+
+    def _touched(self, tensor: str, i: int | None, part: Part | None) -> int:
+        """Bytes of a tensor that an update of a part of layer i touches: of what has no parts its own share."""
+        if i is None or part is None or parse(tensor).part is not None or tensor == tensors.NORM:
+            return self.nbytes(tensor)
+        of = trained.span(self.model, self.workload, i, part)
+        params: int = of.stop - of.start
+        return self.nbytes(tensor) // trained.params(self.model, self.workload, i) * params
 
     def synchronize(self, *until: tuple[str, str], kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""
@@ -467,8 +485,8 @@ class Program:
 
     # ---- the schedule
 
-    def build(self, *, policy: str, knobs: Mapping[str, Knob] | None = None) -> Schedule:
-        """The finished schedule, with the waits that its hazards need.
+    def build(self, *, policy: str, knobs: Mapping[str, Knob] | None = None, waits: bool = True) -> Schedule:
+        """The finished schedule, with the waits that its hazards need, unless it is only to be weighed.
 
         Raises:
             ProgramError: an activation was made and never freed, so that it would grow from step to step.
@@ -482,7 +500,7 @@ class Program:
                 for name, tier in self._tiers.items()
                 if name in self._sizes
             ),
-            waits=minimal_waits(self._ops),
+            waits=minimal_waits(self._ops) if waits else (),
             model=self.model,
             workload=self.workload,
             policy=policy,

@@ -17,7 +17,7 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
 
     Raises:
         TensorError: the name is not of the language.
-        ModelError: the model has no such layer.
+        InputError: the model has no such layer, or the layer no such part.
     """
     name, precision = parse(tensor), workload.bytes
     if name.cls == tensors.NORM:
@@ -28,7 +28,8 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
     if name.cls in tensors.MICROBATCH_CLASSES:
         return model.hidden_bytes(workload)
     if name.cls == tensors.STATE:
-        return precision.state_bytes(trained.params(model, workload, layer))
+        of = trained.span(model, workload, layer, name.part)
+        return precision.state_bytes(of.stop - of.start)
     if name.cls == tensors.WEIGHT:
         return model.params(layer) * precision.weight
     if name.cls == tensors.ADAPTER and workload.lora_rank is None:

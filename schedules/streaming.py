@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from schedules import tensor as tensors
 from schedules.drive import Drive
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
@@ -29,9 +30,11 @@ class StreamedStep:
         resident: int,
         hold: int,
         through: int,
+        stay: int,
         nvme: int,
         nvme_weights: int,
         nvme_slots: int,
+        parts: int,
         singly: int,
         groups: int,
     ) -> None:
@@ -70,8 +73,13 @@ class StreamedStep:
         )
         # blocks updated on the device while their weights and gradient are still there, the state passing through
         whole = [] if self.clip else [i for i in self.streamed if self.passes[i] == 1]
-        self.through = spread(whole, through)
-        self.states = p.slots("state", 2) if self.through else None
+        self.parts = tensors.parts(parts)
+        updated_here = spread(whole, -(-stay // parts))
+        staying = [(i, part) for i in sorted(updated_here) for part in self.parts][:stay]
+        p.keep_on_device(*(p.state(*state) for state in staying))
+        passing = spread([i for i in whole if i not in updated_here], through)
+        self.through, self.staying = passing | updated_here, set(staying)
+        self.states = p.slots("state", 2 * parts if passing else 2)
         self.kept = kept
         self.slot = ""  # of the block that ran last
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
@@ -81,9 +89,11 @@ class StreamedStep:
         first = self.streamed[:1]
         self.order = [i for i in landing if i not in self.late]
         self.order += sorted(self.late, key=lambda i: (i not in first, i))
-        # blocks whose state comes from a drive and goes back there, and some of these whose weights do
-        states = spread(self.streamed, nvme)
-        read = spread(sorted(states), nvme_weights)
+        # what of blocks' states comes from a drive and goes back there, and some of these blocks' weights too
+        elsewhere = [(i, part) for i in self.streamed for part in self.parts if (i, part) not in self.staying]
+        states = spread(elsewhere, nvme)
+        read = spread(sorted({i for i, _ in states}), nvme_weights)
+        self.parted = {*self.through, *(i for i, _ in states)}
         waiting = [i for i in read if i in self.late and self.passes[i] == 1]
         self.drive = Drive(p, states=states, weights=read, waiting=waiting, slots=nvme_slots, ahead=len(self.ahead))
 
@@ -151,32 +161,38 @@ class StreamedStep:
     def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
         """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
         p, drive = self.program, self.drive
-        if i not in drive.states:
-            p.update(i, grad=grad, stream=Stream.COMPUTE if i in self.resident else Stream.CPU)
-            return
         if grad is None and i in drive.waiting:
             grad = drive.read_grad(i, self.slabs)
         weights = drive.weight(i) if i in drive.weights else None
-        state = drive.read_state(i)
-        p.update(i, grad=grad, weights=weights, state=state)
-        if weights is not None:
-            drive.write(p.weight(i), weights)
-        drive.write(p.state(i), state)
+        parts = self.parts if i in self.parted else (None,)
+        for part in parts:
+            state = drive.read_state(i, part) if (i, part) in drive.states else None
+            stream = Stream.COMPUTE if i in self.resident else Stream.CPU
+            p.update(i, grad=grad, weights=weights, state=state, stream=stream, part=part)
+            if weights is not None and part == parts[-1]:
+                drive.write(p.weight(i), weights)
+            if state is not None:
+                drive.write(p.state(i, part), state)
 
     def pass_through(self, i: int, grad: tuple[str, str]) -> None:
         """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
         p, drive = self.program, self.drive
-        weights, source, target = self.slot, None, None
-        assert self.states is not None and p.holds(weights) == p.weight(i), "the backward has just read the weights"
-        if i in drive.states:
-            source = drive.read_state(i)
-        if i in drive.weights:
-            target = drive.weight(i)
-        state = p.prefetch(p.state(i), into=self.states.next(), out_of=source)
-        p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE)
-        p.offload(p.weight(i), out_of=weights, into=target)
-        if target is not None:
-            drive.write(p.weight(i), target)
-        p.offload(p.state(i), out_of=state, into=source)
-        if source is not None:
-            drive.write(p.state(i), source)
+        weights, target = self.slot, None
+        assert p.holds(weights) == p.weight(i), "the backward has just read the weights"
+        for part in self.parts:
+            tensor, last, source, state = p.state(i, part), part == self.parts[-1], None, None
+            if (i, part) in drive.states:
+                source = drive.read_state(i, part)
+            if target is None and i in drive.weights:
+                target = drive.weight(i)
+            if (i, part) not in self.staying:
+                state = p.prefetch(tensor, into=self.states.next(), out_of=source)
+            p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE, part=part)
+            if last:
+                p.offload(p.weight(i), out_of=weights, into=target)
+            if last and target is not None:
+                drive.write(p.weight(i), target)
+            if state is not None:
+                p.offload(tensor, out_of=state, into=source)
+            if source is not None:
+                drive.write(tensor, source)

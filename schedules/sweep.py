@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from schedules import trained
 from schedules.errors import ProgramError
@@ -19,6 +19,7 @@ from schedules.op import Stream, Tier
 from schedules.program import Keep, Program
 from schedules.ring import Ring
 
+T = TypeVar("T")
 Place = Callable[[int], str | None]  # layer -> its device buffer; None is the tensor's home
 
 
@@ -341,9 +342,9 @@ def land(
     return landed, grad
 
 
-def spread(blocks: Sequence[int], count: int) -> set[int]:
-    """`count` of these blocks, evenly spread; all of them where there are no more."""
-    n = len(blocks)
+def spread(of: Sequence[T], count: int) -> set[T]:
+    """`count` of these, evenly spread; all of them where there are no more."""
+    n = len(of)
     count = min(count, n)
     offset = (n - count) // 2
-    return {blocks[n - 1 - j] for j in range(n) if (j * count + offset) % n + count >= n} if n else set()
+    return {of[n - 1 - j] for j in range(n) if (j * count + offset) % n + count >= n} if n else set()

@@ -1,9 +1,15 @@
-"""The names of tensors: a class letter, a layer, and for activations a micro-batch (`w.3`, `x.embed.0`)."""
+"""The names of tensors: a class letter, a layer, and for activations a micro-batch (`w.3`, `x.embed.0`).
+
+A layer's optimizer state may be in parts that live and move by themselves, each a tensor of its own: `o.3.0of4` is the
+first quarter of `o.3`.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schedules.errors import InputError
 
@@ -24,8 +30,28 @@ PERSISTENT = PARAMETERS | {STATE}  # carried from one step to the next
 GRADIENTS = frozenset({GRAD, GRAD32})
 
 
+_PART = re.compile(r"(0|[1-9]\d*)of([1-9]\d*)")
+
+
 class TensorError(InputError):
     """A tensor name that is not of the language."""
+
+
+class Part(NamedTuple):
+    """One of several parts of a layer, about as large as each other; see `schedules.trained.span`."""
+
+    number: int  # from 0
+    of: int  # at least 2
+
+    def __str__(self) -> str:
+        return f"{self.number}of{self.of}"
+
+
+def parts(of: int) -> tuple[Part | None, ...]:
+    """All parts of a layer that is in so many; None stands for a layer that is in one piece. Raises TensorError."""
+    if of < 1:
+        raise TensorError(f"a layer is in one part or more, not in {of}")
+    return tuple(Part(number, of) for number in range(of)) if of > 1 else (None,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +61,17 @@ class Tensor:
     cls: str
     layer: str = ""
     microbatch: int | None = None
+    part: Part | None = None
 
     def __str__(self) -> str:
-        return named(self.cls, self.layer, self.microbatch)
+        return named(self.cls, self.layer, self.microbatch if self.part is None else self.part)
 
 
 @functools.cache
-def named(cls: str, layer: str = "", microbatch: int | None = None) -> str:
-    """The name that `parse` reads; schedules ask for the same ones all the time."""
-    parts = [cls, layer] if layer else [cls]
-    return ".".join(parts if microbatch is None else [*parts, str(microbatch)])
+def named(cls: str, layer: str = "", of: int | Part | None = None) -> str:
+    """The name that `parse` reads, of a micro-batch or part; schedules ask for the same ones all the time."""
+    words = [cls, layer] if layer else [cls]
+    return ".".join(words if of is None else [*words, str(of)])
 
 
 @functools.cache
@@ -61,8 +88,12 @@ def parse(name: str) -> Tensor:
         return Tensor(cls, rest[0])
     if cls in MICROBATCH_CLASSES and len(rest) == 2 and _is_layer(rest[0]) and rest[1].isdecimal():
         return Tensor(cls, rest[0], int(rest[1]))
+    if cls == STATE and len(rest) == 2 and _is_layer(rest[0]) and (found := _PART.fullmatch(rest[1])):
+        part = Part(*map(int, found.groups()))
+        if part.number < part.of > 1:
+            return Tensor(STATE, rest[0], part=part)
     raise TensorError(
-        f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH or norm, "
+        f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH, o.LAYER.PARTofPARTS or norm, "
         "with LAYER a block number, embed or head"
     )
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 
 from schedules import tensor as tensors
+from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.workload import Workload
+from schedules.tensor import Part
+from schedules.workload import STATE_BLOCK, Workload
 
 
 def layers(model: ModelSpec, workload: Workload) -> Sequence[int]:
@@ -32,3 +34,20 @@ def params(model: ModelSpec, workload: Workload, i: int) -> int:
     if workload.lora_rank is None:
         return model.params(i)
     return sum(math.prod(shape) for shape in shapes(model, workload, i).values())
+
+
+def span(model: ModelSpec, workload: Workload, i: int, part: Part | None) -> slice:
+    """The trained parameters of layer i that a part of its state is of; all of them for None.
+
+    Parts begin at whole blocks of STATE_BLOCK parameters, which share a scale where moments are quantised.
+    Raises InputError where a part would be empty.
+    """
+    n = params(model, workload, i)
+    if part is None:
+        return slice(0, n)
+    blocks = -(-n // STATE_BLOCK)
+    if blocks < part.of:
+        layer, least = model.layer_name(i), f"{part.of} parts of {STATE_BLOCK} or more"
+        raise InputError(f"layer {layer} has {n} trained parameters, too few for {least}")
+    start, stop = (blocks * number // part.of * STATE_BLOCK for number in (part.number, part.number + 1))
+    return slice(start, min(stop, n))

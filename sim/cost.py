@@ -101,11 +101,13 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     """What decides a compute or update op's time on a given machine, as one word for tables.
 
     Compute: model, kind of layer, phase, whether activations are kept and whether a gradient is added to,
-    micro-batch x sequence, element type. Update: model, kind of layer, phase, where, precision.
+    micro-batch x sequence, element type. Update: model, kind of layer, phase, where, precision, parts of the layer.
     """
     layer = "all" if op.layer is None else model.layer_kind(op.layer)
     if op.kind == Kind.UPDATE:
         of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
+        if (part := _part(op)) is not None:
+            of += f"/1 of {part.of}"
         return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}{of}"
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
     add = "+add" if any(tensors.parse(a.tensor).cls in tensors.GRADIENTS for a in op.reads) else ""
@@ -118,6 +120,11 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     if workload.recompute != "none":
         element += f"/{workload.recompute} again"
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
+
+
+def _part(op: Op) -> tensors.Part | None:
+    """The part of a layer's state that an update writes; None for all of it."""
+    return next((part for access in op.writes if (part := tensors.parse(access.tensor).part) is not None), None)
 
 
 def tabulated(table: Table, key: str, workload: Workload, law: Law) -> float | None:
@@ -218,12 +225,22 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
     """The measured time of an op in ns, between measured shapes if need be; None in a datasheet profile."""
     if profile.mode == "datasheet":
         return None
-    key = signature(op, schedule.model, schedule.workload)
-    if profile.measured is not None and profile.measured.op_times is not None:
-        time_ns = tabulated(profile.measured.op_times, key, schedule.workload, between)
-        if time_ns is not None:
-            return time_ns
-    raise MissingCost(key, profile.name)
+    time_ns = _tabulated_ns(op, schedule, profile)
+    if time_ns is None:
+        raise MissingCost(signature(op, schedule.model, schedule.workload), profile.name)
+    return time_ns
+
+
+def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
+    """The same, None where there is none in the profile. A part of a layer takes its part of the layer's time."""
+    if profile.measured is None or profile.measured.op_times is None:
+        return None
+    table, key = profile.measured.op_times, signature(op, schedule.model, schedule.workload)
+    time_ns = tabulated(table, key, schedule.workload, between)
+    if time_ns is None and (part := _part(op)) is not None:
+        of_layer = tabulated(table, key.rpartition("/")[0], schedule.workload, between)
+        return None if of_layer is None else of_layer / part.of
+    return time_ns
 
 
 def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
@@ -270,9 +287,7 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
         measured = _measured(op, schedule, profile) if adam else None
         bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
         return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured), {GPU: 1.0}
-    table = profile.measured.op_times if profile.measured else None
-    known = table is not None and signature(op, schedule.model, schedule.workload) in table.values
-    if adam and not known and host.adam_params_per_s is not None:
+    if adam and host.adam_params_per_s is not None and _tabulated_ns(op, schedule, profile) is None:
         duration = op.params / host.adam_params_per_s.value * 1e9
     else:
         measured = _measured(op, schedule, profile) if adam else None

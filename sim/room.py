@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from schedules import policies
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
+from schedules.sizes import tensor_bytes
+from schedules.tensor import named
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Candidate
 from sim.machine import HardwareProfile
@@ -15,7 +18,20 @@ from sim.prediction import peak_bytes
 
 ONE_BLOCK: dict[str, Knob] = {"slots": 1, "grad_slots": 1}  # on the device at a time
 THRIFT: tuple[dict[str, Knob], ...] = ({}, {"slabs": 1}, {"slabs": 1, "nvme_slots": 1})  # with host buffers
+PARTS = (1, 2, 4, 8, 16)  # that a layer's state may pass through memory in
+LEAST_PART = 1 << 26  # bytes: smaller ones gain nothing
+SMALL = 200  # parts that the host would have room for: small enough to begin with
 _ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
+
+
+def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
+    """In how many parts a block's state may pass through memory."""
+    nbytes = _state(model, workload)
+    return tuple(parts for parts in PARTS if parts == 1 or nbytes >= parts * LEAST_PART)
+
+
+def _state(model: ModelSpec, workload: Workload) -> int:
+    return workload.bytes.state_bytes(model.params(0))
 
 
 class Room:
@@ -23,18 +39,23 @@ class Room:
 
     def __init__(self, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> None:
         self._model, self._profile, self._budget = model, profile, budget
-        self._found: dict[Candidate, dict[Tier, bool]] = {}
+        self._limits = dict(zip(Tier, vars(budget).values(), strict=True))
+        self._peaks: dict[Candidate, dict[Tier, int] | None] = {}
 
     def on(self, tier: Tier, candidate: Candidate) -> bool:
         """Whether a candidate has room in a tier; False too of one that cannot be built."""
-        if candidate not in self._found:
-            limits = zip(Tier, vars(self._budget).values(), strict=True)
+        over = self._over(tier, candidate)
+        return over is not None and over <= 0
+
+    def _over(self, tier: Tier, candidate: Candidate) -> int | None:
+        """How many bytes a candidate lacks in a tier, negative if it has some left; None if it cannot be built."""
+        if candidate not in self._peaks:
             try:
-                peaks = peak_bytes(self._built(candidate), self._profile)
-                self._found[candidate] = {tier: peaks[tier] <= limit for tier, limit in limits}
+                self._peaks[candidate] = peak_bytes(self._built(candidate), self._profile)
             except policies.PolicyError:
-                self._found[candidate] = dict.fromkeys(Tier, False)
-        return self._found[candidate][tier]
+                self._peaks[candidate] = None
+        peaks = self._peaks[candidate]
+        return None if peaks is None else peaks[tier] - self._limits[tier]
 
     def residents(self, start: Candidate) -> tuple[int, int]:
         """The fewest layers that must live on the device, for the host has no room, and the most that may."""
@@ -57,6 +78,15 @@ class Room:
         taken = peak_bytes(self._built(start.with_knobs({"keep": 0})), self._profile)[Tier.DEVICE]
         found = (int((self._budget.device_bytes - taken - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})
+
+    def stays(self, start: Candidate) -> int:
+        """How many parts of blocks' states may stay on the device, beside no activations."""
+        over = self._over(Tier.DEVICE, start.with_knobs({"keep": 0, "stay": 0}))
+        parts, state = cast("int", start.value("parts")), _state(self._model, start.workload)
+        room = 0 if over is None or not state else max(-over, 0) * parts // state
+        if room % parts:  # what is left of a block passes through two buffers
+            room = max(room - 2, room // parts * parts)
+        return min(room, self._model.num_hidden_layers * parts)
 
     def begin(self, start: Candidate, *, one_block: bool) -> Candidate:
         """With no more on the device and the host than have room there, as far as that can be.
@@ -83,6 +113,7 @@ class Room:
 
         if self._profile.nvme is None or most < 0 or held(start) or not held(start.with_knobs(self._away(start))):
             return start
+        start = start.with_knobs({"parts": self._parts(start.workload)})
         inputs: dict[str, Knob] = {"nvme_inputs": start.value("inputs")}
         for there in (start, start.with_knobs(inputs)):
             for thrift in THRIFT:
@@ -93,24 +124,58 @@ class Room:
     def _away(self, start: Candidate) -> dict[str, Knob]:
         """All that can be on the drive, through as few buffers as can be."""
         blocks = self._model.num_hidden_layers
-        return {**THRIFT[-1], "nvme": blocks, "nvme_weights": blocks, "nvme_inputs": start.value("inputs")}
+        parts = ways_to_part(self._model, start.workload)[-1]
+        away: dict[str, Knob] = {"nvme": blocks * parts, "nvme_weights": blocks, "nvme_inputs": start.value("inputs")}
+        return {**THRIFT[-1], **away, "parts": parts}
 
-    def less_on_the_drive(self, candidate: Candidate) -> Candidate:
-        """The same with no more on NVMe than the host has no room for."""
-        return self._on_the_drive(candidate, lambda other: self.on(Tier.HOST, other)) or candidate
+    def _parts(self, workload: Workload) -> int:
+        """The fewest that are small against the host's memory."""
+        ways, state = ways_to_part(self._model, workload), _state(self._model, workload)
+        return next((parts for parts in ways if state * SMALL <= parts * self._budget.host_bytes), ways[-1])
+
+    def rebalanced(self, candidate: Candidate) -> Candidate:
+        """The same with no more on NVMe than the host has no room for; as it is if there is nothing, or no room.
+
+        What one part more takes off the host is known, so that few schedules need be built.
+        """
+        if not candidate.value("nvme"):
+            return candidate
+        model, workload = self._model, candidate.workload
+        parts = cast("int", candidate.value("parts"))
+        of_state, of_weights = _state(model, workload) // parts, tensor_bytes(named("w", "0"), model, workload)
+        at, seen = cast("int", candidate.value("nvme")) + cast("int", candidate.value("nvme_weights")), set[int]()
+        while of_state and at not in seen:
+            seen.add(at)
+            there = self._with_on_the_drive(candidate, at)
+            over = self._over(Tier.HOST, there.with_knobs({"keep": 0}))
+            if over is None or (over > 0 and at == self._all_on_the_drive(candidate)):
+                return candidate
+            last = at if over > 0 else at - 1  # the next to go there, or the first to come back
+            step = -(-over // (of_state if last < parts * model.num_hidden_layers else of_weights))
+            if over <= 0 and (not at or not step):
+                return there
+            at = min(max(at + step, 0), self._all_on_the_drive(candidate))
+        return self._on_the_drive(candidate, self._in_the_host) or candidate
+
+    def _in_the_host(self, candidate: Candidate) -> bool:
+        return self.on(Tier.HOST, candidate.with_knobs({"keep": 0}))  # what is kept is on the device
 
     def _on_the_drive(self, start: Candidate, enough: Callable[[Candidate], bool]) -> Candidate | None:
-        """With no more on NVMe than is enough; None if all of it is not.
+        """With no more on NVMe than is enough; None if all of it is not."""
+        amounts = range(self._all_on_the_drive(start) + 1)
+        least = _first(amounts, lambda n: enough(self._with_on_the_drive(start, n)))
+        return self._with_on_the_drive(start, least) if least in amounts else None
+
+    def _with_on_the_drive(self, start: Candidate, amount: int) -> Candidate:
+        """With so many parts of states on NVMe, and if that are more than there are, of so many blocks the weights.
 
         State goes first, which is read and written once a step: weights are needed in both directions.
         """
-        blocks = self._model.num_hidden_layers
-        for others, name in (({"nvme_weights": 0}, "nvme"), ({"nvme": blocks}, "nvme_weights")):
-            there = [start.with_knobs({**others, name: count}) for count in range(blocks + 1)]
-            least = _first(range(blocks + 1), lambda n: enough(there[n]))  # noqa: B023
-            if least <= blocks:
-                return there[least]
-        return None
+        states = self._model.num_hidden_layers * cast("int", start.value("parts"))
+        return start.with_knobs({"nvme": min(amount, states), "nvme_weights": max(amount - states, 0)})
+
+    def _all_on_the_drive(self, start: Candidate) -> int:
+        return self._model.num_hidden_layers * (cast("int", start.value("parts")) + 1)
 
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes."""
@@ -118,11 +183,12 @@ class Room:
         least = least.with_knobs({"keep": 0, "inputs": self._model.num_hidden_layers, **ONE_BLOCK, **THRIFT[1]})
         if self._profile.nvme is not None:
             least = least.with_knobs(self._away(least))
-        return peak_bytes(policies.build(OURS, self._model, workload, _ENDLESS, **dict(least.knobs)), self._profile)
+        thriftiest = policies.build_without_waits(OURS, self._model, workload, _ENDLESS, **dict(least.knobs))
+        return peak_bytes(thriftiest, self._profile)
 
     def _built(self, candidate: Candidate) -> Schedule:
         knobs = dict(candidate.knobs)
-        return policies.build(candidate.policy, self._model, candidate.workload, self._budget, **knobs)
+        return policies.build_without_waits(candidate.policy, self._model, candidate.workload, self._budget, **knobs)
 
 
 def _first(values: range, holds: Callable[[int], bool]) -> int:

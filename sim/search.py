@@ -26,7 +26,7 @@ from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, j
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
-from sim.room import ONE_BLOCK, Room
+from sim.room import ONE_BLOCK, Room, ways_to_part
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -38,6 +38,7 @@ GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
+FEW_BUFFERS: tuple[dict[str, Knob], ...] = ({"slabs": 2}, {"slabs": 1, "grad_slots": 1})  # for gradients
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -274,19 +275,38 @@ class Search:
         blocks, placed = self.model.num_hidden_layers, bound.placed
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
-        late = {"resident": resident, "defer": blocks * 3 // 8, "slabs": 16}
+        late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": 16}
         away: dict[str, Knob] = {"offload": math.floor(placed.get("activations on host", 0.0) * blocks)}
         through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
         # fractions need no buffers to pass through: less of what needs them until there is room
         for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):
-            candidate = start.with_knobs({**late, **knobs})
-            self.evaluate(candidate)
-            if not self.tried[candidate].over:
+            (tried,) = self.evaluate(start.with_knobs({"resident": resident, **late, **knobs}))
+            if not tried.over:
                 break
+        on_device = round(placed.get("state on device", 0.0) * blocks * cast("int", start.value("parts")))
+        self.stay(start, on_device, late)
         # most blocks are then loaded twice for every micro-batch
         if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
-            both = {**late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
+            both = {"resident": resident, **late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
             self.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
+
+    def stay(self, start: Candidate, most: int, late: dict[str, Knob]) -> None:
+        """Try one split with up to so many parts of blocks' states on the device, whose weights and gradients stream.
+
+        Where a drive holds what has no room, with as many as have room: each spares the drive two ways.
+        """
+        if start.workload.grad_clip is not None:
+            return
+        start = start.with_knobs({"resident": self.least})
+        if not start.value("nvme"):
+            there = start.with_knobs(late)
+            if stay := min(most, self.room.stays(there)):
+                self.evaluate(there.with_knobs({"stay": stay}))
+            return
+        for few in FEW_BUFFERS:
+            there = start.with_knobs(few)
+            there = there.with_knobs({"stay": self.room.stays(there)})
+            self.evaluate(*(there.with_knobs({"defer": n}) for n in (0, self.model.num_hidden_layers // 8)))
 
     def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
         """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
@@ -321,6 +341,8 @@ class Search:
         while stride and self.effort > 0:
             before = at
             for name, values in space.items():
+                if name == "parts" and not (at.value("through") or at.value("stay") or at.value("nvme")):
+                    continue  # of nothing
                 if at.value(name) not in values:  # the search began with it
                     values = [at.value(name), *values]
                 here = values.index(at.value(name))
@@ -328,28 +350,26 @@ class Search:
                 ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
                 if self.effort <= 0:
                     break
-                there = [at.with_knobs({name: values[here + way]}) for way in ways]
-                if name == "nvme_slots":  # as many buffers less for what lives on the host
-                    there = [self.room.less_on_the_drive(one) for one in there]
-                for way, candidate, found in zip(ways, there, self.evaluate(*there), strict=True):
-                    if self.tried[candidate].over and name == "offload" and way > 0:
-                        candidate, found = self._thriftier(candidate)
-                    if self.tried[candidate].over:
+                there = [self.room.rebalanced(_changed(at, name, values[here + way])) for way in ways]
+                for way, candidate, tried in zip(ways, there, self.evaluate(*there), strict=True):
+                    if tried.over and name == "offload" and way > 0:
+                        candidate, tried = self._thriftier(candidate)
+                    if tried.over:
                         too_far.add((name, way))
-                    if found is not None and found < period * (1.0 - WORTH_A_STEP):
-                        at, period = candidate, found
+                    if tried.period_ns is not None and tried.period_ns < period * (1.0 - WORTH_A_STEP):
+                        at, period = candidate, tried.period_ns
             if at == before:
                 stride //= 2
 
-    def _thriftier(self, candidate: Candidate) -> tuple[Candidate, float | None]:
+    def _thriftier(self, candidate: Candidate) -> tuple[Candidate, Tried]:
         """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
         thrifty = candidate.with_knobs({"slack": 1})
-        (found,) = self.evaluate(thrifty)
+        (tried,) = self.evaluate(thrifty)
         inputs = cast("int", dict(candidate.knobs).get("inputs", 0))
-        if self.tried[thrifty].over and inputs:
+        if tried.over and inputs:
             thrifty = thrifty.with_knobs({"inputs": inputs * 5 // 6})
-            (found,) = self.evaluate(thrifty)
-        return thrifty, found
+            (tried,) = self.evaluate(thrifty)
+        return thrifty, tried
 
     def named(self, *workloads: Workload) -> None:
         """Every exact policy with the knobs it comes with."""
@@ -357,15 +377,18 @@ class Search:
         # few of them are a new best, so that nothing is lost by judging all against the one so far
         self.evaluate(*(Candidate(policy=name, workload=workload) for workload, name in known), at_once=MANY)
 
-    def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[float | None]:
-        """The periods of candidates in ns; None for one that does not fit or cannot beat the best of rounds before."""
-        new = [candidate for candidate in dict.fromkeys(candidates) if candidate not in self.tried]
+    def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[Tried]:
+        """What becomes of candidates, those of ours with as much on a drive as must be.
+
+        One that cannot beat the best of the rounds before is not simulated.
+        """
+        some = [self.room.rebalanced(candidate) if candidate.policy == OURS else candidate for candidate in candidates]
+        new = [candidate for candidate in dict.fromkeys(some) if candidate not in self.tried]
         for first in range(0, len(new), at_once):
-            some = new[first : first + at_once]
-            verdicts = self.judge(some, self.period_ns or math.inf)
-            for candidate, verdict in zip(some, verdicts, strict=True):
+            round_ = new[first : first + at_once]
+            for candidate, verdict in zip(round_, self.judge(round_, self.period_ns or math.inf), strict=True):
                 self._heard(candidate, verdict)
-        return [self.tried[candidate].period_ns for candidate in candidates]
+        return [self.tried[candidate] for candidate in some]
 
     def _heard(self, candidate: Candidate, verdict: Verdict) -> None:
         self.tried[candidate] = tried = verdict.tried
@@ -398,6 +421,14 @@ class Search:
         return NothingFits("; ".join(told))
 
 
+def _changed(at: Candidate, name: str, value: Knob) -> Candidate:
+    """With one knob changed, and as much on the device where that is in smaller or larger parts."""
+    if name != "parts":
+        return at.with_knobs({name: value})
+    before, now, stay = (cast("int", knob) for knob in (at.value(name), value, at.value("stay")))
+    return at.with_knobs({name: now, "stay": stay * now // before})
+
+
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
     """The knobs of `streamed` that are searched, each with its values in order.
 
@@ -412,13 +443,15 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         "slots": [2, 3, 4],
         "slabs": [4, 2, 8, 16, 32],
     }
+    parts = ways_to_part(model, workload)
     if workload.grad_clip is None:
-        space |= {"defer": counts, "through": counts}
+        space |= {"defer": counts, "through": counts, "parts": [*parts], "stay": [*range(blocks * parts[-1] + 1)]}
     known = dict(begun.knobs)
-    space |= {name: counts for name in ("inputs", "nvme", "nvme_weights", "nvme_inputs") if name in known}
+    space |= {name: counts for name in ("inputs", "nvme_inputs") if name in known}
     if "nvme" in known:
-        space |= {"nvme_slots": [1, 2, 3, 4], "nvme_weights": counts}
-    space |= {name: [1, 2, *space.get(name, [])[1:]] for name in ONE_BLOCK if name in known}
+        space |= {"parts": [*parts], "nvme_slots": [1, 2, 3, 4, 6, 8], "slabs": [1, 2, 4, 8], "grad_slots": [1, 2]}
+    if not ONE_BLOCK.keys().isdisjoint(known):
+        space |= {"slots": [1, 2, 3, 4], "grad_slots": [1, 2]}
     if "slabs" in known:
         space["slabs"] = [1, 2, 4, 8]
     if workload.accumulation > 1:

@@ -90,6 +90,20 @@ def test_every_precision_goes_on_by_another_schedule_with_the_same_bits(precisio
     assert same(found, right)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_state_in_parts_is_saved_and_resumed_as_in_one(precision: str, tmp_path: Path) -> None:
+    """Parts on the drive, on the device and in the host; a schedule without parts goes on from there, and back."""
+    one = schedule("streamed", precision)
+    other = policies.build("streamed", one.model, one.workload, MEMORY, parts=3, nvme=2, stay=4, through=1)
+    losses, right = train(one, 5, tmp_path)
+    assert train(other, 5, tmp_path)[0] == losses
+    before, _ = train(other, 2, tmp_path, save=True)
+    between, _ = train(one, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", one), save=True)
+    after, found = train(other, 2, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", other))
+    assert [*before, *between, *after] == losses
+    assert same(found, right)
+
+
 def test_a_stale_schedule_goes_on_with_all_its_weights_up_to_date(tmp_path: Path) -> None:
     stale = schedule("roundpipe")
     assert stale.staleness == 1

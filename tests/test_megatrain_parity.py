@@ -47,6 +47,8 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, through=2, resident=1": {"through": 2, "resident": 1},
     "streamed, nvme=2, through=1": {"nvme": 2, "through": 1},
     "streamed, nvme=4, nvme_weights=3": {"nvme": 4, "nvme_weights": 3, "slots": 1, "nvme_slots": 1, "defer": 2},
+    "streamed, parts=3, nvme=5, through=1, stay=4": {"parts": 3, "nvme": 5, "through": 1, "stay": 4, "nvme_slots": 1},
+    "streamed, parts=2, nvme=8, nvme_weights=3": {"parts": 2, "nvme": 8, "nvme_weights": 3, "defer": 2},
     "streamed, inputs=4, nvme_inputs=3": {"keep": 0, "inputs": 4, "nvme_inputs": 3, "slack": 2, "offload": 1},
     "streamed, nvme_weights=4, through=2": {"nvme": 4, "nvme_weights": 4, "through": 2, "resident": 1},
     "zero3_offload, overlap_comm=False": {"overlap_comm": False},

@@ -247,6 +247,23 @@ def test_a_signature_tells_apart_what_takes_different_time() -> None:
     assert len({signature(op, MODEL, WORKLOAD) for op in ops}) == 8
 
 
+def part_of_update(stream: Stream, part: str, **amounts: int) -> Op:
+    state = (Access(Tier.DEVICE if stream == Stream.COMPUTE else Tier.HOST, f"o.0.{part}"),)
+    return replace(update(stream, **amounts), reads=state, writes=state)
+
+
+@pytest.mark.parametrize("stream", [Stream.CPU, Stream.COMPUTE])
+def test_a_part_of_a_layer_takes_its_part_of_the_layers_time(stream: Stream) -> None:
+    part, whole = part_of_update(stream, "1of4"), signature(update(stream), MODEL, WORKLOAD)
+    own = signature(part, MODEL, WORKLOAD)
+    assert own != whole and own == signature(part_of_update(stream, "3of4"), MODEL, WORKLOAD)
+    assert demand(part, measured(**{whole: 8_000})).duration_ns == 2_000
+    assert demand(part, measured(**{whole: 8_000, own: 2_345})).duration_ns == 2_345  # where it was measured itself
+    with pytest.raises(MissingCost) as missing:
+        demand(part, measured())
+    assert missing.value.signature == own
+
+
 def test_layers_of_one_kind_and_all_micro_batches_share_a_signature() -> None:
     first, last = compute(layer=0), replace(compute(layer=MODEL.head - 1), microbatch=3)
     assert signature(first, MODEL, WORKLOAD) == signature(last, MODEL, replace(WORKLOAD, accumulation=4))

@@ -115,6 +115,25 @@ def build(
     Raises:
         PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails.
     """
+    return _built(name_or_path, model, workload, memory, values, waits=True)
+
+
+def build_without_waits(
+    name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, **values: Knob
+) -> Schedule:
+    """As `build`, in half the time: to count bytes and ops, not to run."""
+    return _built(name_or_path, model, workload, memory, values, waits=False)
+
+
+def _built(
+    name_or_path: str | Path,
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    values: Mapping[str, Knob],
+    *,
+    waits: bool,
+) -> Schedule:
     function, where = load(name_or_path), _short(name_or_path)
     known = _knobs(function, where)
     for name, value in values.items():
@@ -128,7 +147,7 @@ def build(
         program = function(model, workload, memory, **chosen)
         if not isinstance(program, Program):
             raise TypeError(f"policy() returned {type(program).__name__}, not a Program")
-        return program.build(policy=where, knobs=chosen)
+        return program.build(policy=where, knobs=chosen, waits=waits)
 
 
 def changed(schedule: Schedule) -> list[str]:

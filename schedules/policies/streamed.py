@@ -17,9 +17,10 @@ the device with gradient and state, 12, and are updated there: the next forward 
 still updates. With hold=n the weights of n other blocks stay there, 2, or 4 with a gradient that adds up, and only
 state and update are the host's: they come up once a step, however many micro-batches run one after another. With
 through=n that many blocks are updated on the device as well, and only their state, 8, passes through it: this pays
-where the CPU is slow and a step is long. With nvme=n the state of n blocks lives on a drive, with
-nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for the backward,
-after which they are updated there and go back.
+where the CPU is slow and a step is long. With stay=n it does not even leave. With nvme=n the state of n blocks lives on
+a drive, with nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for
+the backward, after which they are updated there and go back. With parts=n all these states are in n parts a block, each
+updated by itself: no buffer has room for a whole one, and a block's parts may live in different places.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -58,10 +59,12 @@ def policy(
     resident: int = 0,
     hold: int = 0,
     through: int = 0,
+    stay: int = 0,
     nvme: int = 0,
     nvme_weights: int = 0,
     nvme_slots: int = 2,
     nvme_inputs: int = 0,
+    parts: int = 1,
     order: Literal["layers", "microbatches"] = "layers",
     singly: int = 0,
 ) -> Program:
@@ -84,11 +87,13 @@ def policy(
             order=microbatches their gradient, until it is whole; their state is on the host, where they are updated.
         through: how many of the other blocks are updated on the device while their weights and gradient are there,
             their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
-        nvme: how many of the streamed blocks have their optimizer state on NVMe.
-        nvme_weights: how many of these have their weights there too; a gradient of theirs that has to wait, as all do
-            with clipping, waits there.
+        stay: how many parts of other blocks' states live on the device, where these are updated. As `through`.
+        nvme: how many parts of the other streamed blocks' states live on NVMe.
+        nvme_weights: how many of these blocks have their weights there too; a gradient of theirs that has to wait, as
+            all do with clipping, waits there.
         nvme_slots: host buffers for state on its way from and to NVMe.
         nvme_inputs: of how many of the blocks whose inputs go to the host they go on to NVMe.
+        parts: in how many parts the states are that pass through the device, or of which some live elsewhere.
         order: all micro-batches of a layer, or all layers of a micro-batch.
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
             the backward of all micro-batches by the others. Has no meaning with order=microbatches.
@@ -119,9 +124,11 @@ def policy(
             resident=resident,
             hold=hold,
             through=through,
+            stay=stay,
             nvme=nvme,
             nvme_weights=nvme_weights,
             nvme_slots=nvme_slots,
+            parts=parts,
             singly=alone,
             groups=len(groups),
         )

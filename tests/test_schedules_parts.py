@@ -1,0 +1,205 @@
+"""Optimizer state in parts: names, what each part is of, and what the verifier says of updates that are not whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import policies, presets, trained
+from schedules import tensor as tensors
+from schedules.errors import InputError
+from schedules.op import Phase, Stream, Tier
+from schedules.program import Program
+from schedules.schedule import Schedule
+from schedules.sizes import tensor_bytes
+from schedules.tensor import Part, TensorError, parse
+from schedules.verify import ScheduleError, verify
+from schedules.workload import PRECISIONS, STATE_BLOCK, MemoryBudget, Workload
+
+MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
+STEP = Workload(micro_batch_size=1, seq_len=8, precision="fp32")
+ROOM = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
+QUARTERS = tensors.parts(4)
+
+
+def test_a_part_has_a_name_of_its_own() -> None:
+    name = parse("o.head.2of3")
+    assert (name.cls, name.layer, name.microbatch, name.part) == ("o", "head", None, Part(2, 3))
+    assert str(name) == "o.head.2of3"
+    assert [str(parse(f"o.7.{part}")) for part in QUARTERS] == ["o.7.0of4", "o.7.1of4", "o.7.2of4", "o.7.3of4"]
+
+
+@pytest.mark.parametrize(
+    "name", ["o.3.4of4", "o.3.0of1", "o.3.0of0", "o.3.00of4", "o.3.1of04", "w.3.0of2", "g.3.0of2", "o.3.1", "x.0.0of2"]
+)
+def test_what_is_no_part_is_told(name: str) -> None:
+    with pytest.raises(TensorError, match=r"o\.LAYER\.PARTofPARTS"):
+        parse(name)
+
+
+def test_a_layer_is_in_one_part_at_least() -> None:
+    assert tensors.parts(1) == (None,)
+    with pytest.raises(TensorError, match="one part or more, not in 0"):
+        tensors.parts(0)
+
+
+@given(st.sampled_from(list(PRECISIONS)), st.integers(2, 33), st.integers(1, 40), st.integers(1, 300))
+def test_parts_are_of_every_parameter_once(precision: str, of: int, hidden: int, vocabulary: int) -> None:
+    model = replace(MODEL, hidden_size=2 * hidden, vocab_size=vocabulary)
+    workload = replace(STEP, precision=precision)
+    for i in model.layers:
+        n = trained.params(model, workload, i)
+        if n <= (of - 1) * STATE_BLOCK:
+            with pytest.raises(InputError, match=f"too few for {of} parts"):
+                trained.span(model, workload, i, Part(0, of))
+            continue
+        spans = [trained.span(model, workload, i, part) for part in tensors.parts(of)]
+        assert [j for span in spans for j in range(n)[span]] == list(range(n))
+        assert all(span.start % STATE_BLOCK == 0 < span.stop - span.start for span in spans)
+        name = model.layer_name(i)
+        bytes_of = [tensor_bytes(f"o.{name}.{part}", model, workload) for part in tensors.parts(of)]
+        assert sum(bytes_of) == tensor_bytes(f"o.{name}", model, workload)
+
+
+def in_parts(updates: Sequence[Part | None]) -> Schedule:
+    """All on the host but block 0's state, on a drive; it is updated in these parts."""
+    model, p = MODEL, Program(MODEL, STEP)
+    w, g, passing = p.slots("weight", 2), p.slots("grad", 2), p.slots("passing", 2, Tier.HOST)
+    p.keep_on_nvme(*(p.state(0, part) for part in set(updates)))
+
+    def update(part: Part | None) -> None:
+        state = p.prefetch(p.state(0, part), into=passing.next(), stream=Stream.NVME_READ)
+        p.update(0, grad=(p.home(p.grad(0)), p.grad(0)), state=state, part=part)
+        p.offload(p.state(0, part), out_of=state, stream=Stream.NVME_WRITE)
+
+    for i in model.layers[:-1]:
+        p.forward(i, weights=p.load(p.weight(i), w))
+    for i in reversed(model.layers):
+        grad, slot = g.next(), None if i == model.embed else p.load(p.weight(i), w)
+        if i == model.head:
+            p.loss(weights=slot, grad=grad)
+        else:
+            p.backward(i, weights=slot, grad=grad)
+        p.offload(p.grad(i), out_of=grad)
+        if i != 0:
+            p.update(i)
+            continue
+        for part in updates:
+            update(part)
+    return p.build(policy="in_parts")
+
+
+def told(schedule: Schedule) -> str:
+    with pytest.raises(ScheduleError) as error:
+        verify(schedule)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("updates", [(None,), tensors.parts(2), QUARTERS, QUARTERS[::-1]])
+def test_parts_are_updated_in_any_order(updates: Sequence[Part | None]) -> None:
+    schedule = in_parts(updates)
+    initial = verify(schedule).initial
+    assert {t for t in initial.values() if t.startswith("o.0")} == {f"o.0.{p}" if p else "o.0" for p in updates}
+    whole = {op.name: op for op in in_parts((None,)).ops}
+    parts = [op for op in schedule.ops if op.phase == Phase.ADAM and op.layer == 0]
+    assert sum(op.params for op in parts) == whole["U.0"].params == MODEL.params(0)
+    assert sum(op.nbytes for op in parts) == whole["U.0"].nbytes
+
+
+def test_every_wait_between_parts_matters() -> None:
+    schedule = in_parts(QUARTERS)
+    for i, wait in enumerate(schedule.waits):
+        assert "race" in told(replace(schedule, waits=schedule.waits[:i] + schedule.waits[i + 1 :])), wait
+
+
+def test_a_part_left_out_is_told() -> None:
+    text = told(in_parts(QUARTERS[:3]))
+    assert "the gradient of layer 0 is never applied: the step has no update of it that is whole" in text
+    assert "add an update of layer 0, of each part" in text
+    # in the step after, it is met with in the forward
+    assert "F.0.0 reads the weights of layer 0 while only parts 0of4, 1of4, 2of4 are updated" in text
+
+
+def test_a_part_updated_twice_is_told() -> None:
+    assert "updates part 1of4 of layer 0 a second time in one step" in told(in_parts((*QUARTERS[:2], *QUARTERS[1:])))
+    assert "updates part 3of4 of layer 0 a second time in one step, after U.0.3of4" in told(
+        in_parts((*QUARTERS, QUARTERS[3]))
+    )
+
+
+def test_a_layer_is_divided_in_one_way() -> None:
+    text = told(in_parts((Part(0, 2), Part(2, 4), Part(3, 4))))
+    assert "U.0.2of4 updates part 2of4 of layer 0, of which part 0of2 is already updated" in text
+    assert "divide a layer in one way" in text
+    assert "U.0 updates layer 0, of which part 0of2 is already updated" in told(in_parts((Part(0, 2), None)))
+
+
+def test_a_state_that_did_not_go_back_is_stale() -> None:
+    schedule = in_parts(QUARTERS)
+    lost = "O.o.0.2of4"
+    ops = tuple(op for op in schedule.ops if op.name != lost)
+    waits = tuple(wait for wait in schedule.waits if lost not in (wait.op, wait.on))
+    assert "U.0.2of4 updates version 1 of w.0 with version 0 of its state" in told(
+        replace(schedule, ops=ops, waits=waits)
+    )
+
+
+def test_more_parts_than_there_is_of_a_layer_are_refused() -> None:
+    with pytest.raises(InputError, match="too few for 1000 parts of 256 or more"):
+        in_parts([Part(0, 1000)])
+
+
+# ---- streamed
+
+
+def moved(schedule: Schedule, tensor: str) -> list[tuple[Tier, Tier]]:
+    tier = {buffer.name: buffer.tier for buffer in schedule.buffers}
+    return [
+        (tier[op.reads[0].buffer], tier[op.writes[0].buffer])
+        for op in schedule.ops
+        if op.phase == Phase.COPY and op.reads[0].tensor == tensor
+    ]
+
+
+def test_parts_of_one_block_live_in_different_places() -> None:
+    schedule = policies.build("streamed", MODEL, STEP, ROOM, parts=4, stay=5, nvme=2)
+    verify(schedule)
+    tier = {buffer.name: buffer.tier for buffer in schedule.buffers}
+    homes = {
+        tensor: tier[buffer] for buffer, tensor in verify(schedule).initial.items() if parse(tensor).part is not None
+    }
+    assert sorted(homes) == [f"o.{i}.{part}" for i in MODEL.blocks for part in QUARTERS]
+    assert list(homes.values()).count(Tier.DEVICE) == 5
+    assert list(homes.values()).count(Tier.NVME) == 2
+    for tensor, home in homes.items():
+        there = {
+            Tier.DEVICE: [],
+            Tier.HOST: [(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)],
+            Tier.NVME: [
+                (Tier.NVME, Tier.HOST), (Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.NVME)
+            ],
+        }  # fmt: skip
+        assert moved(schedule, tensor) == there[home]
+    assert {op.stream for op in schedule.ops if op.phase == Phase.ADAM and op.layer in MODEL.blocks} == {Stream.COMPUTE}
+
+
+def test_blocks_of_which_nothing_passes_are_in_one_part() -> None:
+    schedule = policies.build("streamed", MODEL, STEP, ROOM, parts=4, nvme=3)
+    names = sorted(op.name for op in schedule.ops if op.phase == Phase.ADAM)
+    assert names == ["U.0.0of4", "U.0.1of4", "U.0.2of4", "U.0.3of4", "U.1.0of4", "U.1.1of4", "U.1.2of4", "U.1.3of4",
+                     "U.embed", "U.head"]  # fmt: skip
+    one = policies.build("streamed", MODEL, STEP, ROOM, parts=4, nvme=1)
+    assert len([op for op in one.ops if op.phase == Phase.ADAM]) == 4 + 3
+
+
+def test_a_buffer_in_passing_is_as_large_as_a_part() -> None:
+    schedules = {n: policies.build("streamed", MODEL, STEP, ROOM, parts=n, nvme=2 * n) for n in (1, 4)}
+    sizes = {n: schedule.buffer["update.state0"].nbytes for n, schedule in schedules.items()}
+    n = MODEL.params(0)
+    assert sizes[1] == n * 8
+    assert abs(sizes[4] - n * 2) < 8 * STATE_BLOCK
+    assert schedules[1].allocated_bytes(Tier.NVME) == schedules[4].allocated_bytes(Tier.NVME) == 2 * n * 8
