@@ -20,14 +20,15 @@ ONE_BLOCK: dict[str, Knob] = {"slots": 1, "grad_slots": 1}  # on the device at a
 THRIFT: tuple[dict[str, Knob], ...] = ({}, {"slabs": 1}, {"slabs": 1, "nvme_slots": 1})  # with host buffers
 PARTS = (1, 2, 4, 8, 16)  # that a layer's state may pass through memory in
 LEAST_PART = 1 << 26  # bytes: smaller ones gain nothing
+MANY_PARTS = 320  # of all blocks together: more take longer to judge than they gain
 SMALL = 200  # parts that the host would have room for: small enough to begin with
 _ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
 
 
 def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
     """In how many parts a block's state may pass through memory."""
-    nbytes = _state(model, workload)
-    return tuple(parts for parts in PARTS if parts == 1 or nbytes >= parts * LEAST_PART)
+    most = min(MANY_PARTS // model.num_hidden_layers, _state(model, workload) // LEAST_PART)
+    return tuple(parts for parts in PARTS if parts == 1 or parts <= most)
 
 
 def _state(model: ModelSpec, workload: Workload) -> int:
@@ -113,7 +114,8 @@ class Room:
 
         if self._profile.nvme is None or most < 0 or held(start) or not held(start.with_knobs(self._away(start))):
             return start
-        start = start.with_knobs({"parts": self._parts(start.workload)})
+        parts = self._parts(start.workload)
+        start = start.with_knobs({"parts": parts, "nvme_slots": 2 * parts})  # two blocks' worth
         inputs: dict[str, Knob] = {"nvme_inputs": start.value("inputs")}
         for there in (start, start.with_knobs(inputs)):
             for thrift in THRIFT:

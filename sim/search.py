@@ -38,7 +38,7 @@ GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
-FEW_BUFFERS: tuple[dict[str, Knob], ...] = ({"slabs": 2}, {"slabs": 1, "grad_slots": 1})  # for gradients
+FEW_BUFFERS: tuple[dict[str, Knob], ...] = ({"slabs": 2}, {"slabs": 1, "grad_slots": 1, "nvme_slots": 3})
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -177,8 +177,11 @@ class Search:
             self.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
             hope = WORTH_A_LOOK[place > 0 and not self.few(workload)]
             if self.period_ns is None or found.period_ns < hope * self.period_ns:
-                self.look(workload, whole=self.best is None or not self.begun)
-                self.as_placed(workload, found)
+                if self.begun and self.at is not None and self.at.value("nvme"):
+                    self.as_best(workload)
+                else:
+                    self.look(workload, whole=self.best is None or not self.begun)
+                    self.as_placed(workload, found)
                 if not number:
                     self.refine(hold=False)  # fewer of the other splits are worth a look then
         if self.at is None or self.at.workload not in [workload for _, workload in some]:
@@ -223,6 +226,15 @@ class Search:
         blocks = self.model.num_hidden_layers
         offloads = {away, away // 2, away * 3 // 4, min(away * 4 // 3, blocks), min(away + blocks // 4, blocks)}
         self.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
+
+    def as_best(self, workload: Workload) -> None:
+        """Try the best schedule, which waits for a drive, with other micro-batches, and what these leave room for.
+
+        They make little difference to a drive, so that no more is worth the time.
+        """
+        assert self.at is not None
+        same = replace(self.at, workload=workload)
+        self.evaluate(same, same.with_knobs({"stay": self.room.stays(same)}))
 
     def few(self, workload: Workload) -> bool:
         """Whether all placements of a step are tried."""
@@ -422,11 +434,11 @@ class Search:
 
 
 def _changed(at: Candidate, name: str, value: Knob) -> Candidate:
-    """With one knob changed, and as much on the device where that is in smaller or larger parts."""
+    """With one knob changed; where that is the parts, with as many bytes in buffers and on the device as before."""
     if name != "parts":
         return at.with_knobs({name: value})
-    before, now, stay = (cast("int", knob) for knob in (at.value(name), value, at.value("stay")))
-    return at.with_knobs({name: now, "stay": stay * now // before})
+    stay, slots, before, now = (cast("int", knob) for knob in (*map(at.value, ("stay", "nvme_slots", name)), value))
+    return at.with_knobs({name: now, "stay": stay * now // before, "nvme_slots": max(slots * now // before, 1)})
 
 
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
@@ -449,7 +461,12 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     known = dict(begun.knobs)
     space |= {name: counts for name in ("inputs", "nvme_inputs") if name in known}
     if "nvme" in known:
-        space |= {"parts": [*parts], "nvme_slots": [1, 2, 3, 4, 6, 8], "slabs": [1, 2, 4, 8], "grad_slots": [1, 2]}
+        space |= {
+            "parts": [*parts],
+            "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
+            "slabs": [1, 2, 4, 8],
+            "grad_slots": [1, 2],
+        }
     if not ONE_BLOCK.keys().isdisjoint(known):
         space |= {"slots": [1, 2, 3, 4], "grad_slots": [1, 2]}
     if "slabs" in known:
