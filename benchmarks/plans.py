@@ -1,8 +1,9 @@
 """Plans over many models and machines, beside every named policy and the bound: python benchmarks/plans.py
 
-    python benchmarks/plans.py [--out analysis/results/plans] [--brute-force 1000] [--more-memory]
+    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--brute-force 1000] [--more-memory]
 
 All predicted, from datasheet profiles. Writes plans.csv, the picture, the table and the point of a rival's planner.
+With `--again` only points whose model or machine contains a TEXT are planned, the others are those of plans.csv.
 `--brute-force N` plans N random small instances and compares each with the best of all its placements instead;
 `--more-memory` plans steps on machines that differ in their memory alone, and tells where more of it was slower.
 """
@@ -17,7 +18,7 @@ import os
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pandas as pd
@@ -75,6 +76,17 @@ def planned(point: Point) -> tuple[plans.Row, dict[str, float]]:
     model, machine, changes, name, seq_len, tokens = point
     profile = hardware.override(hardware.load(machine), list(changes))
     return plans.row(presets.load(model), profile, seq_len=seq_len, tokens_per_step=tokens, machine=name, workers=CORES)
+
+
+def kept(folder: Path) -> dict[tuple[str, str], tuple[plans.Row, dict[str, float]]]:
+    """The rows of an earlier run, by model and machine."""
+    words = {field.name: str for field in fields(plans.Row) if field.type == "str"}
+    table = pd.read_csv(folder / "plans.csv", dtype=words).fillna(dict.fromkeys(words, ""))
+    found = {}
+    for record in table.to_dict("records"):
+        row = plans.Row(**{name: record.pop(name) for name in plans.COLUMNS})
+        found[row.model, row.machine] = row, record
+    return found
 
 
 def rival() -> str:
@@ -200,6 +212,7 @@ def _reasons(table: pd.DataFrame) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
+    parser.add_argument("--again", nargs="+", metavar="TEXT", default=[])
     parser.add_argument("--brute-force", type=int, metavar="N")
     parser.add_argument("--more-memory", action="store_true")
     chosen = parser.parse_args()
@@ -211,7 +224,10 @@ def main() -> None:
         return
     grid: list[Point] = [(model, machine, (), machine, SEQ, TOKENS) for model in MODELS for machine in MACHINES]
     points = [*grid, *SPECIAL]
-    found = [planned(point) for point in track(points, "planning")]
+    before = kept(chosen.out) if chosen.again else {}
+    anew = [p for p in points if not before or any(text in name for text in chosen.again for name in (p[0], p[3]))]
+    rows = {(point[0], point[3]): planned(point) for point in track(anew, "planning")}
+    found = [(before | rows)[point[0], point[3]] for point in points]
     table = plans.frame(found)
     figure.save(figure.figure_of(plans.against_bound(table)), chosen.out / "plans", table)
     fits = table[table["reason"] == ""]
@@ -223,7 +239,7 @@ def main() -> None:
         "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`), "
         "`zero_infinity` its weights on the drive, with its traffic pipelined, where that is faster. Made by "
         f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
-        f"{datetime.date.today()}.",
+        f"{datetime.date.today()}{', those of ' + ', '.join(chosen.again) + '; the others before' if before else ''}.",
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "
         f"{(fits['gap'] <= 0.03).sum()}, the median gap is {fits['gap'].median():.1%}, the largest "
