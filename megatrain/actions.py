@@ -94,8 +94,7 @@ class Actions:
 
     def span(self, op: Op) -> slice:
         """The trained parameters that an update is of."""
-        name = parse(_one(op, op.writes, tensors.STATE).tensor)
-        return trained.span(self.schedule.model, self.schedule.workload, _layer(op), name.part)
+        return trained.span(self.schedule.model, self.schedule.workload, _layer(op), trained.part(op))
 
     def clipping(self, op: Op) -> Callable[[torch.device], Tensor | None]:
         """The factor that clips to the workload's largest norm, fp32 []; None where `op` reads no norm."""

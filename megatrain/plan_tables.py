@@ -100,23 +100,22 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
             tiers.setdefault(access.tensor, set()).add(schedule.buffer[access.buffer].tier)
         loads += op.stream == Stream.H2D and op.phase == Phase.COPY and op.reads[0].tensor.startswith("w.")
 
-    def share(tensor: tensors.Tensor) -> float:
-        if tensor.part is None:
+    def share(i: int, part: tensors.Part | None) -> float:
+        if part is None:
             return 1.0
-        i = model.layer_index(tensor.layer)
-        of = trained.span(model, workload, i, tensor.part)
+        of = trained.span(model, workload, i, part)
         return float(of.stop - of.start) / trained.params(model, workload, i)
 
     def count(cls: str, tier: Tier, *, only: bool) -> str:
         found = {tensors.parse(name): there for name, there in tiers.items()}
         there = [t for t, on in found.items() if t.cls == cls and tier in on and (not only or len(on) == 1)]
-        return f"{sum(share(t) for t in there if t.layer):.3g} of {len(model.layers)}"
+        return f"{sum(share(model.layer_index(t.layer), t.part) for t in there):.3g} of {len(model.layers)}"
 
     adam = [op for op in schedule.ops if op.phase == Phase.ADAM]
     updated = {True: 0.0, False: 0.0}  # on the CPU or not
     for op in adam:
-        state = next(access.tensor for access in op.writes if tensors.parse(access.tensor).cls == tensors.STATE)
-        updated[op.stream in (Stream.CPU, Stream.HOST)] += share(tensors.parse(state))
+        assert op.layer is not None
+        updated[op.stream in (Stream.CPU, Stream.HOST)] += share(op.layer, trained.part(op))
     again = sum(op.phase == Phase.RECOMPUTE for op in schedule.ops)
     away = sum(
         op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s" for op in schedule.ops

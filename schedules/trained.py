@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from schedules import tensor as tensors
 from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.tensor import Part
+from schedules.op import Op
+from schedules.tensor import Part, parse
 from schedules.workload import STATE_BLOCK, Workload
 
 
@@ -34,6 +35,11 @@ def params(model: ModelSpec, workload: Workload, i: int) -> int:
     if workload.lora_rank is None:
         return model.params(i)
     return sum(math.prod(shape) for shape in shapes(model, workload, i).values())
+
+
+def part(op: Op) -> Part | None:
+    """The part of its layer that an update is of; None for all of it."""
+    return next((name.part for access in op.writes if (name := parse(access.tensor)).cls == tensors.STATE), None)
 
 
 def span(model: ModelSpec, workload: Workload, i: int, part: Part | None) -> slice:

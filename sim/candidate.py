@@ -43,6 +43,12 @@ class Candidate:
         """Of one of our own knobs."""
         return {**_defaults(), **dict(self.knobs)}[name]
 
+    def count(self, name: str) -> int:
+        """Of one of our own knobs that is a whole number."""
+        value = self.value(name)
+        assert isinstance(value, int), name
+        return value
+
 
 @functools.cache
 def _defaults() -> dict[str, Knob]:

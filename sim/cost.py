@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
@@ -106,7 +107,7 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     layer = "all" if op.layer is None else model.layer_kind(op.layer)
     if op.kind == Kind.UPDATE:
         of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
-        if (part := _part(op)) is not None:
+        if (part := trained.part(op)) is not None:
             of += f"/1 of {part.of}"
         return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}{of}"
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
@@ -120,11 +121,6 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     if workload.recompute != "none":
         element += f"/{workload.recompute} again"
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
-
-
-def _part(op: Op) -> tensors.Part | None:
-    """The part of a layer's state that an update writes; None for all of it."""
-    return next((part for access in op.writes if (part := tensors.parse(access.tensor).part) is not None), None)
 
 
 def tabulated(table: Table, key: str, workload: Workload, law: Law) -> float | None:
@@ -237,7 +233,7 @@ def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float
         return None
     table, key = profile.measured.op_times, signature(op, schedule.model, schedule.workload)
     time_ns = tabulated(table, key, schedule.workload, between)
-    if time_ns is None and (part := _part(op)) is not None:
+    if time_ns is None and (part := trained.part(op)) is not None:
         of_layer = tabulated(table, key.rpartition("/")[0], schedule.workload, between)
         return None if of_layer is None else of_layer / part.of
     return time_ns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from schedules import policies
 from schedules.model import ModelSpec
@@ -83,7 +82,7 @@ class Room:
     def stays(self, start: Candidate) -> int:
         """How many parts of blocks' states may stay on the device, beside no activations."""
         over = self._over(Tier.DEVICE, start.with_knobs({"keep": 0, "stay": 0}))
-        parts, state = cast("int", start.value("parts")), _state(self._model, start.workload)
+        parts, state = start.count("parts"), _state(self._model, start.workload)
         room = 0 if over is None or not state else max(-over, 0) * parts // state
         if room % parts:  # what is left of a block passes through two buffers
             room = max(room - 2, room // parts * parts)
@@ -143,9 +142,9 @@ class Room:
         if not candidate.value("nvme"):
             return candidate
         model, workload = self._model, candidate.workload
-        parts = cast("int", candidate.value("parts"))
+        parts = candidate.count("parts")
         of_state, of_weights = _state(model, workload) // parts, tensor_bytes(named("w", "0"), model, workload)
-        at, seen = cast("int", candidate.value("nvme")) + cast("int", candidate.value("nvme_weights")), set[int]()
+        at, seen = candidate.count("nvme") + candidate.count("nvme_weights"), set[int]()
         while of_state and at not in seen:
             seen.add(at)
             there = self._with_on_the_drive(candidate, at)
@@ -173,11 +172,11 @@ class Room:
 
         State goes first, which is read and written once a step: weights are needed in both directions.
         """
-        states = self._model.num_hidden_layers * cast("int", start.value("parts"))
+        states = self._model.num_hidden_layers * start.count("parts")
         return start.with_knobs({"nvme": min(amount, states), "nvme_weights": max(amount - states, 0)})
 
     def _all_on_the_drive(self, start: Candidate) -> int:
-        return self._model.num_hidden_layers * (cast("int", start.value("parts")) + 1)
+        return self._model.num_hidden_layers * (start.count("parts") + 1)
 
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes."""

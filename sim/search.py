@@ -38,6 +38,7 @@ GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
+# where a drive is the limit: what buffers do not take stays off it
 FEW_BUFFERS: tuple[dict[str, Knob], ...] = ({"slabs": 2}, {"slabs": 1, "grad_slots": 1, "nvme_slots": 3})
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
@@ -295,7 +296,7 @@ class Search:
             (tried,) = self.evaluate(start.with_knobs({"resident": resident, **late, **knobs}))
             if not tried.over:
                 break
-        on_device = round(placed.get("state on device", 0.0) * blocks * cast("int", start.value("parts")))
+        on_device = round(placed.get("state on device", 0.0) * blocks * start.count("parts"))
         self.stay(start, on_device, late)
         # most blocks are then loaded twice for every micro-batch
         if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
@@ -437,7 +438,7 @@ def _changed(at: Candidate, name: str, value: Knob) -> Candidate:
     """With one knob changed; where that is the parts, with as many bytes in buffers and on the device as before."""
     if name != "parts":
         return at.with_knobs({name: value})
-    stay, slots, before, now = (cast("int", knob) for knob in (*map(at.value, ("stay", "nvme_slots", name)), value))
+    stay, slots, before, now = *map(at.count, ("stay", "nvme_slots", name)), cast("int", value)
     return at.with_knobs({name: now, "stay": stay * now // before, "nvme_slots": max(slots * now // before, 1)})
 
 
