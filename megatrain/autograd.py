@@ -127,8 +127,7 @@ class _Bag:
         self._device = device
         self._numbers: dict[int, int] = {}  # storage address -> its number
         self.recipes: dict[int, _Recipe] = {}  # storage address -> how to make it again
-        self.storages: list[Tensor] = []  # uint8, one dimension, whole storages
-        self.dropped = False
+        self.storages: list[Tensor] | None = []  # uint8, one dimension, whole storages; None: not on the device
         self.bound: Mapping[str, Tensor] = {}  # set for the time of a backward
 
     def pack(self, t: Tensor) -> Tensor | _View:
@@ -150,6 +149,7 @@ class _Bag:
                 recipe.handles, recipe.inputs = [self.pack(t) for t in recipe.inputs], ()
             recipe.readers += 1
             return _View(recipe, t.dtype, int(t.storage_offset()), tuple(t.shape), t.stride())
+        assert self.storages is not None, "nothing is dropped while the forward runs"
         if address not in self._numbers:
             self._numbers[address] = len(self.storages)
             self.storages.append(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage))
@@ -162,9 +162,9 @@ class _Bag:
             return handle.of_base(self.bound[handle.of])
         if isinstance(handle.of, _Recipe):
             return handle.of_base(self._made(handle.of))
-        if self.dropped:
+        if (storages := self.storages) is None:
             raise SavedError("the saved activations are not on the device: bind them to a buffer first")
-        return handle.of_base(self.storages[handle.of].view(handle.dtype))
+        return handle.of_base(storages[handle.of].view(handle.dtype))
 
     def _made(self, recipe: _Recipe) -> Tensor:
         made = recipe.made
@@ -214,7 +214,7 @@ class Saved:
         self._x = x  # another leaf
         # Largest power of two that divides the size first: each part then starts at a multiple of its own,
         # which aligns every type without padding.
-        self._sizes = [storage.nbytes for storage in bag.storages]
+        self._sizes = [storage.nbytes for storage in self.tensors]
         self._order = sorted(range(len(self._sizes)), key=lambda i: -(self._sizes[i] & -self._sizes[i]))
 
     @property
@@ -225,24 +225,22 @@ class Saved:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The kept storages, uint8 on the device: what another stream that reads them must be told of."""
-        return tuple(self._bag.storages)
+        return tuple(self._bag.storages or ())
 
     def copy_to(self, buffer: Tensor) -> None:
         """Copy all into `buffer`, uint8 [nbytes] or longer, asynchronously where the memory allows."""
-        if self._bag.dropped:
+        if (storages := self._bag.storages) is None:
             raise SavedError("the saved activations are not on the device")
         for number, part in self._parts(buffer):
-            part.copy_(self._bag.storages[number], non_blocking=True)
+            part.copy_(storages[number], non_blocking=True)
 
     def drop(self) -> None:
         """Let go of the device memory."""
-        self._bag.storages = []
-        self._bag.dropped = True
+        self._bag.storages = None
 
     def bind(self, buffer: Tensor) -> None:
         """From now on the activations are those in `buffer`, uint8, as `copy_to` wrote them."""
         self._bag.storages = [part for _, part in sorted(self._parts(buffer))]
-        self._bag.dropped = False
 
     def restore(self, buffer: Tensor, memory: Sequence[Tensor]) -> bool:
         """Copy back what `copy_to` wrote to `buffer`, asynchronously, into `memory`: what `tensors` were then.
@@ -254,12 +252,11 @@ class Saved:
         for number, part in self._parts(buffer):
             memory[number].copy_(part, non_blocking=True)
         self._bag.storages = list(memory)
-        self._bag.dropped = False
         return True
 
     def poison(self) -> None:
         """Overwrite all with one bits, a NaN in every floating type: whoever still reads this shows it."""
-        for storage in self._bag.storages:
+        for storage in self.tensors:
             storage.fill_(0xFF)
 
     def _parts(self, buffer: Tensor) -> list[tuple[int, Tensor]]:

@@ -154,6 +154,20 @@ def test_activations_are_used_once_and_only_where_they_are():
         backward(saved, params, x, dy, {})
 
 
+def test_a_copy_under_way_has_all_it_began_with(monkeypatch):
+    """Another stream's backward lets go of activations while they are copied: the copy is whole, or is refused."""
+    block, flat, x, *_ = case(TINY)
+    _, saved = forward(block, views(flat, TINY.parameter_shapes(0)), x)
+    whole, host = (torch.empty(saved.nbytes, dtype=torch.uint8) for _ in range(2))
+    saved.copy_to(whole)
+    parts = saved._parts
+    monkeypatch.setattr(saved, "_parts", lambda buffer: saved.drop() or parts(buffer))
+    saved.copy_to(host)
+    assert torch.equal(host, whole)
+    with pytest.raises(SavedError, match="not on the device"):
+        saved.copy_to(host)
+
+
 def test_what_cannot_be_found_again_is_refused():
     block, flat, *_ = case(TINY)
     params = views(flat, TINY.parameter_shapes(0))
