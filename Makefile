@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/megatrain demo --out results/demo
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

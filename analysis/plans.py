@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,7 @@ class Row:
     planning_s: float
     candidates: int
     digest: str
+    planned_on: str  # date
     reason: str
 
 
@@ -133,6 +135,7 @@ def row(
             planning_s=found.seconds,
             candidates=len(found.tried),
             digest=found.schedule.short_digest,
+            planned_on=_today(),
             reason="",
         ),
         named,
@@ -180,7 +183,12 @@ def fitting_rates(
 def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int, reason: str) -> Row:
     values = {field.name: math.nan if field.type == "float" else "" for field in fields(Row)}
     values |= {"model": model.name, "machine": machine, "seq_len": seq_len, "tokens_per_step": tokens_per_step}
+    values |= {"planned_on": _today()}
     return Row(**{**values, "micro_batch_size": 0, "accumulation": 0, "candidates": 0, "reason": reason})  # type: ignore[arg-type]
+
+
+def _today() -> str:
+    return str(datetime.date.today())
 
 
 def frame(found: Sequence[tuple[Row, dict[str, float]]]) -> pd.DataFrame:

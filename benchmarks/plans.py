@@ -3,7 +3,8 @@
     python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--brute-force 1000] [--more-memory]
 
 All predicted, from datasheet profiles. Writes plans.csv, the picture, the table and the point of a rival's planner.
-With `--again` only points whose model or machine contains a TEXT are planned, the others are those of plans.csv.
+Each point is in plans.csv as soon as it is planned, with its date. With `--again` only points whose model or machine
+contains a TEXT are planned, the others are those of plans.csv.
 `--brute-force N` plans N random small instances and compares each with the best of all its placements instead;
 `--more-memory` plans steps on machines that differ in their memory alone, and tells where more of it was slower.
 """
@@ -11,7 +12,6 @@ With `--again` only points whose model or machine contains a TEXT are planned, t
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import math
 import os
@@ -80,6 +80,8 @@ def planned(point: Point) -> tuple[plans.Row, dict[str, float]]:
 
 def kept(folder: Path) -> dict[tuple[str, str], tuple[plans.Row, dict[str, float]]]:
     """The rows of an earlier run, by model and machine."""
+    if not (folder / "plans.csv").exists():
+        return {}
     words = {field.name: str for field in fields(plans.Row) if field.type == "str"}
     table = pd.read_csv(folder / "plans.csv", dtype=words).fillna(dict.fromkeys(words, ""))
     found = {}
@@ -224,11 +226,14 @@ def main() -> None:
         return
     grid: list[Point] = [(model, machine, (), machine, SEQ, TOKENS) for model in MODELS for machine in MACHINES]
     points = [*grid, *SPECIAL]
-    before = kept(chosen.out) if chosen.again else {}
-    anew = [p for p in points if not before or any(text in name for text in chosen.again for name in (p[0], p[3]))]
-    rows = {(point[0], point[3]): planned(point) for point in track(anew, "planning")}
-    found = [(before | rows)[point[0], point[3]] for point in points]
-    table = plans.frame(found)
+    rows = kept(chosen.out)
+    anew = [p for p in points if any(text in name for text in chosen.again or [""] for name in (p[0], p[3]))]
+    if not anew:
+        parser.error(f"no model or machine contains {' or '.join(chosen.again)}")
+    for point in track(anew, "planning"):
+        rows[point[0], point[3]] = planned(point)
+        table = plans.frame([rows[p[0], p[3]] for p in points if (p[0], p[3]) in rows])
+        write_text(chosen.out / "plans.csv", table.to_csv(index=False))
     figure.save(figure.figure_of(plans.against_bound(table)), chosen.out / "plans", table)
     fits = table[table["reason"] == ""]
     text = [
@@ -239,7 +244,7 @@ def main() -> None:
         "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`), "
         "`zero_infinity` its weights on the drive, with its traffic pipelined, where that is faster. Made by "
         f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
-        f"{datetime.date.today()}{', those of ' + ', '.join(chosen.again) + '; the others before' if before else ''}.",
+        f"{' to '.join(sorted({table['planned_on'].min(), table['planned_on'].max()}))}, each point as plans.csv says.",
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "
         f"{(fits['gap'] <= 0.03).sum()}, the median gap is {fits['gap'].median():.1%}, the largest "

@@ -42,10 +42,14 @@ class Drive:
         p, weight = self._program, self._program.weight(i)
         return p.load(weight, self._staged, stream=Stream.NVME_READ)
 
+    def buffer(self) -> str:
+        """A host buffer for a part of a state on its way."""
+        assert self._passing is not None, "blocks' states are there"
+        return self._passing.next()
+
     def read_state(self, i: int, part: Part | None) -> str:
         """Bring a part of block i's state; returns its host buffer."""
-        assert self._passing is not None, "blocks' states are there"
-        return self._program.prefetch(self._program.state(i, part), into=self._passing.next(), stream=Stream.NVME_READ)
+        return self._program.prefetch(self._program.state(i, part), into=self.buffer(), stream=Stream.NVME_READ)
 
     def wait(self, i: int, slab: str) -> None:
         """Block i's gradient in `slab` goes to the drive until it is read."""

@@ -9,6 +9,7 @@ from schedules import tensor as tensors
 from schedules.drive import Drive
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
+from schedules.passing import Passing
 from schedules.program import Program
 from schedules.sweep import Kept, Window, land, spread, sweep, visits
 from schedules.workload import Workload
@@ -79,7 +80,6 @@ class StreamedStep:
         p.keep_on_device(*(p.state(*state) for state in staying))
         passing = spread([i for i in whole if i not in updated_here], through)
         self.through, self.staying = passing | updated_here, set(staying)
-        self.states = p.slots("state", 2 * parts if passing else 2)
         self.kept = kept
         self.slot = ""  # of the block that ran last
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
@@ -96,6 +96,9 @@ class StreamedStep:
         self.parted = {*self.through, *(i for i, _ in states)}
         waiting = [i for i in read if i in self.late and self.passes[i] == 1]
         self.drive = Drive(p, states=states, weights=read, waiting=waiting, slots=nvme_slots, ahead=len(self.ahead))
+        come = {i: [part for part in self.parts if (i, part) not in self.staying] for i in self.through}
+        streamed = [i for i in order if i in self.streamed] * groups
+        self.passing = Passing(p, self.drive, streamed, come, slots=parts + 1 if passing else 2)
 
     def fetch(self, i: int) -> str:
         """The slot with block i's weights, which are loaded unless they still stand in one."""
@@ -128,6 +131,7 @@ class StreamedStep:
             if i in self.copy:
                 return self.copy[i]
             self.slot = self.window.weights(i)
+            self.passing.visit()
             return self.slot
 
         def grad(i: int) -> str | None:
@@ -177,22 +181,15 @@ class StreamedStep:
     def pass_through(self, i: int, grad: tuple[str, str]) -> None:
         """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
         p, drive = self.program, self.drive
-        weights, target = self.slot, None
+        weights, target = self.slot, drive.weight(i) if i in drive.weights else None
         assert p.holds(weights) == p.weight(i), "the backward has just read the weights"
         for part in self.parts:
-            tensor, last, source, state = p.state(i, part), part == self.parts[-1], None, None
-            if (i, part) in drive.states:
-                source = drive.read_state(i, part)
-            if target is None and i in drive.weights:
-                target = drive.weight(i)
-            if (i, part) not in self.staying:
-                state = p.prefetch(tensor, into=self.states.next(), out_of=source)
+            passes, last = (i, part) not in self.staying, part == self.parts[-1]
+            state = self.passing.take(i, part) if passes else None
             p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE, part=part)
             if last:
                 p.offload(p.weight(i), out_of=weights, into=target)
             if last and target is not None:
                 drive.write(p.weight(i), target)
-            if state is not None:
-                p.offload(tensor, out_of=state, into=source)
-            if source is not None:
-                drive.write(tensor, source)
+            if passes:
+                self.passing.leave(i, part)

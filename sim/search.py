@@ -438,8 +438,11 @@ def _changed(at: Candidate, name: str, value: Knob) -> Candidate:
     """With one knob changed; where that is the parts, with as many bytes in buffers and on the device as before."""
     if name != "parts":
         return at.with_knobs({name: value})
-    stay, slots, before, now = *map(at.count, ("stay", "nvme_slots", name)), cast("int", value)
-    return at.with_knobs({name: now, "stay": stay * now // before, "nvme_slots": max(slots * now // before, 1)})
+    stay, before, now = *map(at.count, ("stay", name)), cast("int", value)
+    changed = at.with_knobs({name: now, "stay": stay * now // before})
+    if not at.value("nvme"):
+        return changed
+    return changed.with_knobs({"nvme_slots": max(at.count("nvme_slots") * now // before, 1)})
 
 
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:

@@ -16,11 +16,12 @@ of the weights, 2, and the gradients. With resident=n the first n layers, counte
 the device with gradient and state, 12, and are updated there: the next forward runs on them while the CPU
 still updates. With hold=n the weights of n other blocks stay there, 2, or 4 with a gradient that adds up, and only
 state and update are the host's: they come up once a step, however many micro-batches run one after another. With
-through=n that many blocks are updated on the device as well, and only their state, 8, passes through it: this pays
-where the CPU is slow and a step is long. With stay=n it does not even leave. With nvme=n the state of n blocks lives on
-a drive, with nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for
-the backward, after which they are updated there and go back. With parts=n all these states are in n parts a block, each
-updated by itself: no buffer has room for a whole one, and a block's parts may live in different places.
+through=n that many blocks are updated on the device as well, and only their state, 8, passes through it, coming while
+the blocks before run backward: this pays where the CPU is slow and a step is long. With stay=n it does not even leave.
+With nvme=n the state of n blocks lives on a drive, with nvme_weights=n the weights of n of these too: they come through
+the host for the forward, and again for the backward, after which they are updated there and go back. With parts=n all
+these states are in n parts a block, each updated by itself: no buffer has room for a whole one, and a block's parts may
+live in different places.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
