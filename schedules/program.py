@@ -43,6 +43,7 @@ class Program:
         self._fused = fused
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
+        self._accesses: dict[tuple[str, str], Access] = {}
         self._tiers: dict[str, Tier] = {}
         self._sizes: dict[str, int] = {}
         self._nbytes: dict[str, int] = {}  # of tensors asked for so far
@@ -525,10 +526,9 @@ class Program:
         fresh: int = 0,
         blocking: bool = False,
     ) -> None:
-        for buffer, tensor in [*reads, *writes]:
-            if buffer not in self._tiers:
-                raise ProgramError(f"{name}: there is no buffer {buffer}; declare it with buffer() or slots()")
-            self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
+        for pair in (*reads, *writes):
+            if pair not in self._accesses:
+                self._accesses[pair] = self._access(name, *pair)
         for buffer, tensor in writes:
             self._holds[buffer] = tensor
         self._names[name] = self._names.get(name, 0) + 1
@@ -542,8 +542,8 @@ class Program:
                 stream=stream,
                 layer=layer,
                 microbatch=microbatch,
-                reads=tuple(Access(*pair) for pair in reads),
-                writes=tuple(Access(*pair) for pair in writes),
+                reads=tuple(self._accesses[pair] for pair in reads),
+                writes=tuple(self._accesses[pair] for pair in writes),
                 nbytes=nbytes,
                 flops=flops,
                 params=params,
@@ -551,3 +551,10 @@ class Program:
                 blocking=blocking,
             )
         )
+
+    def _access(self, name: str, buffer: str, tensor: str) -> Access:
+        """The first access to a tensor in a buffer, which must be large enough for it."""
+        if buffer not in self._tiers:
+            raise ProgramError(f"{name}: there is no buffer {buffer}; declare it with buffer() or slots()")
+        self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
+        return Access(buffer, tensor)

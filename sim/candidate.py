@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from schedules import policies
+from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.schedule import Knob, Schedule
 from schedules.workload import MemoryBudget, Workload
@@ -100,12 +101,13 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
     period, reason, over, lacking, effort = None, "", 0, "", 0
     prediction: Prediction | None = None
     try:
+        built = schedule or policies.build_without_waits(
+            candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
+        )
+        effort = len(built.ops) // 2
+        require_fit(built, case.profile, case.budget)
         if schedule is None:
-            schedule = policies.build(
-                candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
-            )
-        effort = len(schedule.ops) // 2
-        require_fit(schedule, case.profile, case.budget)
+            schedule = replace(built, waits=minimal_waits(built.ops))
         reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
         limit = bound(schedule, case.profile)
         if not reason and limit.period_ns >= best_ns:

@@ -40,6 +40,7 @@ ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
 # where a drive is the limit: what buffers do not take stays off it
 FEW_BUFFERS: tuple[dict[str, Knob], ...] = ({"slabs": 2}, {"slabs": 1, "grad_slots": 1, "nvme_slots": 3})
+FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -363,7 +364,7 @@ class Search:
                 ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
                 if self.effort <= 0:
                     break
-                there = [self.room.rebalanced(_changed(at, name, values[here + way])) for way in ways]
+                there = [self.room.rebalanced(self._changed(at, name, values[here + way])) for way in ways]
                 for way, candidate, tried in zip(ways, there, self.evaluate(*there), strict=True):
                     if tried.over and name == "offload" and way > 0:
                         candidate, tried = self._thriftier(candidate)
@@ -373,6 +374,23 @@ class Search:
                         at, period = candidate, tried.period_ns
             if at == before:
                 stride //= 2
+
+    def _changed(self, at: Candidate, name: str, value: Knob) -> Candidate:
+        """With one knob changed, and what follows from it.
+
+        As many bytes in buffers as before if that is the parts; where a drive is the limit, as much more state on the
+        device as gets room there, or less.
+        """
+        changed = at.with_knobs({name: value})
+        if name == "parts":
+            now, before = changed.count(name), at.count(name)
+            changed = changed.with_knobs({"stay": at.count("stay") * now // before})
+            if at.value("nvme"):
+                changed = changed.with_knobs({"nvme_slots": max(at.count("nvme_slots") * now // before, 1)})
+        elif at.value("nvme") and at.value("stay") and name in FREES:
+            more = self.room.stays(changed) - self.room.stays(at)
+            changed = changed.with_knobs({"stay": max(at.count("stay") + more, 0)})
+        return changed
 
     def _thriftier(self, candidate: Candidate) -> tuple[Candidate, Tried]:
         """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
@@ -434,17 +452,6 @@ class Search:
         return NothingFits("; ".join(told))
 
 
-def _changed(at: Candidate, name: str, value: Knob) -> Candidate:
-    """With one knob changed; where that is the parts, with as many bytes in buffers and on the device as before."""
-    if name != "parts":
-        return at.with_knobs({name: value})
-    stay, before, now = *map(at.count, ("stay", name)), cast("int", value)
-    changed = at.with_knobs({name: now, "stay": stay * now // before})
-    if not at.value("nvme"):
-        return changed
-    return changed.with_knobs({"nvme_slots": max(at.count("nvme_slots") * now // before, 1)})
-
-
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
     """The knobs of `streamed` that are searched, each with its values in order.
 
@@ -470,6 +477,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
             "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
             "slabs": [1, 2, 4, 8],
             "grad_slots": [1, 2],
+            "every": [1, 2, 4],
         }
     if not ONE_BLOCK.keys().isdisjoint(known):
         space |= {"slots": [1, 2, 3, 4], "grad_slots": [1, 2]}
