@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +27,10 @@ from megatrain.cli.options import (
     workload_of,
 )
 from schedules.errors import InputError, Refused
+
+if TYPE_CHECKING:
+    from megatrain.session import Trained
+    from schedules.schedule import Schedule
 
 
 def run(
@@ -111,20 +116,30 @@ def run(
         )
     if trace is not None:
         result.trace.save(trace)
-    record: dict[str, Any] = {**schedule.describe(), "losses": result.losses, "machine": result.trace.machine}
-    if steps > 2:
-        record["measured_step_s"] = statistics.median(result.trace.step_ns()) / 1e9
-        record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
+    record = _record(schedule, result)
     if profile is not None:
-        from sim.prediction import predict
-
         record["predicted_step_s"] = predict(schedule, profile, budget).period_ns / 1e9
     if as_json:
         print_json(record)
-        return
-    print(f"{schedule.label}, digest {schedule.short_digest}: loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
+    else:
+        print("\n".join(_told(schedule, record)))
+
+
+def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
+    """What a run found, for programs."""
+    record: dict[str, Any] = {**schedule.describe(), "losses": result.losses, "machine": result.trace.machine}
+    if len(result.losses) > 2:
+        record["measured_step_s"] = statistics.median(result.trace.step_ns()) / 1e9
+        record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
+    return record
+
+
+def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
+    """The same for people."""
+    first, last = record["losses"][0], record["losses"][-1]
+    yield f"{schedule.label}, digest {schedule.short_digest}: loss {first:.3f} -> {last:.3f}"
     if "measured_step_s" in record:
         rate = record["measured_tokens_per_s"]
-        print(f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s")
+        yield f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s"
     if "predicted_step_s" in record:
-        print(f"predicted {record['predicted_step_s'] * 1e3:,.1f} ms a step")
+        yield f"predicted {record['predicted_step_s'] * 1e3:,.1f} ms a step"

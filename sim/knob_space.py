@@ -1,0 +1,45 @@
+"""What the planner's search may change: the knobs of `streamed`, each with the values that are tried, in order."""
+
+from __future__ import annotations
+
+from schedules.model import ModelSpec
+from schedules.schedule import Knob
+from schedules.workload import Workload
+from sim.candidate import Candidate
+from sim.room import ONE_BLOCK, ways_to_part
+
+
+def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
+    """The knobs of `streamed` that are searched, each with its values in order.
+
+    What only want of room asks for is among them where `begun`, with which all begins, has it.
+    """
+    blocks = model.num_hidden_layers
+    counts: list[Knob] = list(range(blocks + 1))
+    space: dict[str, list[Knob]] = {
+        "resident": list(range(blocks + 3)),
+        "offload": counts,
+        "slack": [1, 2, 3, 4],
+        "slots": [2, 3, 4],
+        "slabs": [4, 2, 8, 16, 32],
+    }
+    parts = ways_to_part(model, workload)
+    if workload.grad_clip is None:
+        space |= {"defer": counts, "through": counts, "parts": [*parts], "stay": [*range(blocks * parts[-1] + 1)]}
+    known = dict(begun.knobs)
+    space |= {name: counts for name in ("inputs", "nvme_inputs") if name in known}
+    if "nvme" in known:
+        space |= {
+            "parts": [*parts],
+            "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
+            "slabs": [1, 2, 4, 8],
+            "grad_slots": [1, 2],
+            "every": [1, 2, 4],
+        }
+    if not ONE_BLOCK.keys().isdisjoint(known):
+        space |= {"slots": [1, 2, 3, 4], "grad_slots": [1, 2]}
+    if "slabs" in known:
+        space["slabs"] = [1, 2, 4, 8]
+    if workload.accumulation > 1:
+        space |= {"order": ["layers", "microbatches"], "singly": counts}
+    return {**space, "hold": counts}
