@@ -9,6 +9,7 @@ from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import NORM, TensorError, parse
+from schedules.traffic import op_flops
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
@@ -102,6 +103,10 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
     if op.kind == Kind.COMPUTE:
         if op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches:
             yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
+        elif op.phase != Phase.SYNC and op.flops != (flops := _flops(schedule, op)):
+            yield _wrong(
+                op, f"{op.name} has {op.flops} FLOPs, of this model and step {flops}", "give it those of the workload"
+            )
         for access in op.accesses:
             if access.buffer in schedule.buffer and schedule.buffer[access.buffer].tier != Tier.DEVICE:
                 yield _wrong(op, f"{op.name} computes with {access.buffer}, not on the device", "prefetch it first")
@@ -123,6 +128,11 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         yield _wrong(op, f"{op.name} ({op.phase}) writes {len(op.writes)} buffers", "write one")
     if op.phase == Phase.NORM and all(access.tensor == NORM for access in op.reads):
         yield _wrong(op, f"{op.name} (norm) reads no gradient", "name those whose squares it adds")
+
+
+def _flops(schedule: Schedule, op: Op) -> int:
+    assert op.layer is not None
+    return op_flops(schedule.model, op.layer, op.phase, schedule.workload)
 
 
 def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:

@@ -21,7 +21,7 @@ from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Part, named, parse
-from schedules.traffic import elementwise_bytes, workspace_bytes
+from schedules.traffic import elementwise_bytes, op_flops, workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
@@ -314,11 +314,8 @@ class Program:
             reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
         kind = model.layer_kind(i)
         if (kind, phase) not in self._demands:
-            flops = {
-                Phase.BACKWARD: model.backward_flops(i, workload) + model.recomputed_flops(i, workload),
-                Phase.LOSS: model.loss_flops(workload),
-            }.get(phase, model.forward_flops(i, workload))
-            self._demands[kind, phase] = flops, elementwise_bytes(model, i, phase, workload, fused=self._fused)
+            nbytes = elementwise_bytes(model, i, phase, workload, fused=self._fused)
+            self._demands[kind, phase] = op_flops(model, i, phase, workload), nbytes
         flops, nbytes = self._demands[kind, phase]
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(

@@ -1,4 +1,4 @@
-"""What a compute op moves through device memory and allocates for itself: estimates where nothing is measured."""
+"""What a compute op multiplies; what it moves through device memory and allocates for itself, by estimate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from schedules.workload import Workload
 LOSS_CHUNK_TOKENS = 1024
 # Nor does an MLP that is computed again in backward hold what is as wide as it for more tokens than this.
 MLP_CHUNK_TOKENS = 8192
+
+
+def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+    """FLOPs of a compute op on layer i for one micro-batch, what it computes again included; see ModelSpec."""
+    if phase == Phase.BACKWARD:
+        return model.backward_flops(i, workload) + model.recomputed_flops(i, workload)
+    return model.loss_flops(workload) if phase == Phase.LOSS else model.forward_flops(i, workload)
 
 
 def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True) -> int:

@@ -236,6 +236,15 @@ def test_a_buffer_too_small_is_told_with_both_sizes() -> None:
     assert all(v.rule == "structure" and "into weight1" in str(v) for v in found)
 
 
+def test_a_step_of_another_size_than_its_ops_is_told() -> None:
+    schedule = streaming().build(policy="streaming")
+    halved = replace(schedule, workload=replace(schedule.workload, seq_len=4))
+    assert halved.digest == schedule.digest  # the ops are the same
+    told = {(v.rule, v.op) for v in problems(halved)}
+    assert ("structure", "F.0.0") in told and ("structure", "B.0.0") in told
+    assert any("FLOPs, of this model and step" in v.message for v in problems(halved))
+
+
 def test_compute_needs_its_tensors_on_the_device() -> None:
     schedule = streaming().build(policy="streaming")
 
