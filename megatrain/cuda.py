@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatrain.backend import Task, Work
 from megatrain.cpu import CpuBackend, CpuEvent
-from megatrain.pinned import cpus_beside, pinned
+from megatrain.pinned import PinError, cpus_beside, pinned
 from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
@@ -29,6 +30,7 @@ IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never s
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
 SYNCHRONISATIONS = 5  # readings of the two clocks side by side; the closest pair counts
 SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
+SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said
 
 
 class Clock:
@@ -129,6 +131,8 @@ class CudaBackend(CpuBackend):
             for stream in DEVICE_STREAMS
         }
         self._begun = False
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         self.events: list[tuple[Op, DeviceEvent]] | None = None  # a list, to be told of every op handed over
 
     @property
@@ -146,7 +150,12 @@ class CudaBackend(CpuBackend):
         if buffer.tier == Tier.DEVICE:
             return torch.zeros(buffer.nbytes, dtype=torch.uint8, device=self.device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return pinned(buffer.nbytes, runtime, cpus=self._cpus)
+        try:
+            return pinned(buffer.nbytes, runtime, cpus=self._cpus)
+        except PinError:
+            with contextlib.suppress(RuntimeError):  # CUDA tells its last error again at whatever is launched next
+                torch.zeros(1, device=self.device)
+            raise
 
     def submit(self, task: Task, waits: Sequence[CpuEvent]) -> CpuEvent:
         """See Backend."""
@@ -167,6 +176,7 @@ class CudaBackend(CpuBackend):
     def close(self) -> None:
         """See Backend. The GPU has finished when this returns."""
         super().close()
+        sys.setswitchinterval(self._switch_s)
         with contextlib.suppress(RuntimeError):  # an error on the GPU was told when it was first seen
             torch.cuda.synchronize()
 

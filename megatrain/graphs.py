@@ -11,6 +11,7 @@ copied to the host, since those copies look for what autograd kept in the step a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -29,20 +30,20 @@ class Pool:
 
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
-        self._empty = True
 
     def capture(self, work: Work, step: int) -> torch.cuda.CUDAGraph:
         """The kernels that `work` launches on the current stream; they are not run."""
-        if self._empty:  # what the steps before have left in torch's cache is of no use to the pool
-            torch.cuda.empty_cache()
-            self._empty = False
+        torch.cuda.empty_cache()  # what ops outside have left in torch's cache is of no use to the pool
         graph = torch.cuda.CUDAGraph()
         # other threads go on with copies and events meanwhile, which a global capture would forbid
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         try:
             work(step)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what it would say of a broken capture hides why it broke
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph
 
 

@@ -74,14 +74,17 @@ class Pointwise:
 
 
 PLAIN = Pointwise()
+SHAPES = 4096  # that a process may compile a function for
 
 
+@functools.cache
 def compiled(backend: str = "inductor") -> Pointwise:
     """One kernel of each, by torch.compile, when it is first called with a shape; once for all layers alike.
 
     Where a rounding between two steps falls away the result is closer to exact, so bits differ from PLAIN's.
     """
-    torch._dynamo.reset()  # a process compiles a function for eight shapes at most
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # beyond which nothing would be compiled
+        setattr(torch._dynamo.config, limit, SHAPES)
     make = functools.partial(torch.compile, backend=backend, dynamic=False)
     return Pointwise(
         rms_forward=make(rms_forward),

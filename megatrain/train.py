@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from megatrain import checkpoint
@@ -170,6 +171,8 @@ class Trainer(Generic[E]):
                 finish(step - AHEAD)
             inputs, targets = inputs_and_targets(self._data.batch(step))
             self._actions.tokens[step] = inputs.to(self._backend.device), targets.to(self._backend.device)
+            if self._backend.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # `to` has waited; torch's stream sanitizer learns it here
             self._actions.losses[step] = {}
             self._executor.issue(step)
         for step in range(max(first, last - AHEAD), last):

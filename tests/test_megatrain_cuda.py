@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.cuda import _sanitizer as sanitizer
 
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
-from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, CudaBackend, Spin, spinning
+from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
 from megatrain.executor import Executor
 from megatrain.graphs import PHASES, Pool, replayed
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
@@ -316,6 +317,29 @@ def test_failing_capture_is_ended(graphs: list[FakeGraph]) -> None:
     with pytest.raises(ArithmeticError):
         Pool().capture(broken, 1)
     assert not FakeGraph.capturing
+
+
+def test_why_a_capture_broke_is_told_and_not_that_it_cannot_be_ended(
+    graphs: list[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(step: int) -> None:
+        raise ArithmeticError
+
+    def invalid(graph: FakeGraph) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(FakeGraph, "capture_end", invalid)
+    with pytest.raises(ArithmeticError):
+        Pool().capture(broken, 1)
+    FakeGraph.capturing.clear()
+
+
+def test_threads_wait_shortly_for_pythons_lock_while_a_backend_lives(gpu: FakeGpu) -> None:
+    before = sys.getswitchinterval()
+    backend = FakeBackend(gpu)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    backend.close()
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_sanitizer_sees_the_threads_that_launch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
