@@ -1,12 +1,32 @@
-"""Files of results: written whole or not at all."""
+"""Files of results: written whole or not at all, and where that cannot be, told so before the work."""
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from schedules.errors import InputError
+
+_WHY = {
+    errno.ENOENT: "no such folder",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.EEXIST: "it is a file",
+    errno.EISDIR: "it is a folder",
+    errno.EACCES: "no permission",
+    errno.ENOSPC: "the drive is full",
+}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tells what goes wrong while `path` is written as an InputError: "cannot write x/y.json: no such folder"."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {_WHY.get(error.errno or 0) or error.strerror or error}") from error
 
 
 @contextmanager
@@ -20,11 +40,10 @@ def whole(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(path)
     finally:
         if partial.is_file():
             partial.unlink()
@@ -34,3 +53,28 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8. Raises InputError when that cannot be done."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def require_file(path: Path) -> None:
+    """Raises InputError unless a file can be written at `path`, in a folder that is there. Leaves nothing behind."""
+    with writing(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "")
+        _try(path.parent)
+
+
+def require_folder(path: Path) -> None:
+    """Raises InputError unless files can be written to the folder `path`, or it can be made. Leaves nothing behind."""
+    there = path
+    while not there.exists():
+        there = there.parent
+    with writing(path):
+        if not there.is_dir():
+            raise FileExistsError(errno.EEXIST if there == path else errno.ENOTDIR, "")
+        _try(there)
+
+
+def _try(folder: Path) -> None:
+    """Permissions alone do not tell: a drive may be read-only, or no drive."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass

@@ -11,11 +11,15 @@ import hashlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,6 +139,26 @@ def evaluate(point: Point) -> Row:
     except (Refused, InputError) as error:
         return {**row, "reason": str(error).partition("\n")[0]}
     return {**row, "fits": True, "bound_s": bound_ns / 1e9, **_of(prediction, knobs, bound_ns)}
+
+
+# what the row of a point that fits says beside the others
+FOUND = (
+    "bound_s",
+    "stale",
+    "schedule",
+    "knobs",
+    "recompute",
+    "micro_batch_size",
+    "accumulation",
+    "tokens_per_s",
+    "step_s",
+    "mfu",
+    "gap",
+    "binding",
+    "drive_days",
+    *(f"{tier}_gb" for tier in Tier),
+    "digest",
+)
 
 
 def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> Row:
@@ -292,7 +316,12 @@ def run(
                 keep(_computed(hand_on, handed, workers, dask), 0, len(handed), ", with its neighbours' schedules")
     except OSError as error:
         raise InputError(f"cannot write {file}: {error.strerror or error}") from error
-    return [known[point.key] for point in wanted]
+    return [{**known[point.key], **_lacking(known[point.key])} for point in wanted]
+
+
+def _lacking(row: Row) -> Row:
+    """What rows of points that fit tell and this one does not: a table of rows has the columns of all."""
+    return {key: None for key in FOUND if key not in row}
 
 
 def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, dask: str | None) -> Iterator[Row]:
@@ -303,14 +332,30 @@ def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, da
     elif workers == 1:
         yield from map(do, left)
     else:
-        with ProcessPoolExecutor(workers or os.cpu_count()) as pool:
+        others = set(multiprocessing.active_children())
+        with ProcessPoolExecutor(workers or os.cpu_count(), initializer=_begin_to_work) as pool:
             pending = [pool.submit(do, point) for point in left]
             try:
                 for future in as_completed(pending):
                     yield future.result()
-            except BaseException:
+            except BaseException:  # what is half done is lost in any case: do not wait for it
                 pool.shutdown(wait=False, cancel_futures=True)
+                for worker in set(multiprocessing.active_children()) - others:
+                    worker.terminate()
                 raise
+
+
+def _begin_to_work() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that sweeps
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A sweep that is killed tells its workers nothing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterator[Row]:

@@ -6,6 +6,7 @@ GB is 10^9 bytes; it is said under every table that shows memory.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
+    from rich.table import Table
 
 Record = dict[str, Any]
 
-_WIDE = 120  # columns a terminal must have to be shown everything
-_PIPE = 240
+_PIPE = 240  # columns; a pipe has no width of its own
+_FOLDED = 20  # columns that text which folds has, unless it is shorter, before others are left out for it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
     """A column of a table: its heading, and the text of a record's cell.
 
-    `spare` columns are left out on a narrow terminal; `folds` is for text that may take several lines.
+    `spare` columns are left out on a narrow terminal, the last first; `folds` is for text that may take several lines.
+    What does not fold is never cut.
     """
 
     heading: str
@@ -109,26 +112,28 @@ def _batch(record: Record) -> str:
 
 
 PUBLISHED = (
-    Column(heading="system", cell=_text("system"), number=False),
+    Column(heading="system", cell=_text("system"), number=False, folds=True),
     Column(heading="model", cell=_text("model"), number=False),
-    Column(heading="machine", cell=_text("machine"), number=False),
-    Column(heading="sequences", cell=_batch),
+    Column(heading="machine", cell=_text("machine"), number=False, spare=True),
+    Column(heading="sequences", cell=_batch, spare=True),
     Column(heading="published", cell=number("published", ".4g")),
     Column(heading="predicted", cell=number("predicted", ".4g")),
     Column(heading="unit", cell=_text("unit"), number=False),
     Column(heading="error", cell=number("error", "+.1f", 100, " %")),
+    Column(heading="fits", cell=lambda record: "yes" if record["fits"] else "no", number=False),
     Column(heading="bound by", cell=_text("binding"), number=False, spare=True, folds=True),
-    Column(heading="why, and what was assumed", cell=_remarks, number=False, folds=True),
+    Column(heading="why, and what was assumed", cell=_remarks, number=False, spare=True, folds=True),
 )
 PUBLISHED_NOTE = (
     "Datasheet mode, nothing tuned per point. TFLOP/s here are 6 x parameters (embeddings included) x tokens / step "
-    "time, as published. error: predicted over published, minus one."
+    "time, as published. error: predicted over published speed, minus one; of a time, published over predicted. fits: "
+    "into that machine, by prediction."
 )
 
 PUBLISHED_ONLY = (
-    Column(heading="system", cell=_text("system"), number=False),
-    Column(heading="model", cell=_text("model"), number=False),
-    Column(heading="machine", cell=_text("machine"), number=False),
+    Column(heading="system", cell=_text("system"), number=False, folds=True),
+    Column(heading="model", cell=_text("model"), number=False, folds=True),
+    Column(heading="machine", cell=_text("machine"), number=False, spare=True, folds=True),
     Column(heading="published", cell=number("published", ".4g")),
     Column(heading="unit", cell=_text("unit"), number=False),
     Column(heading="why it is not predicted", cell=_text("lacking"), number=False, folds=True),
@@ -156,8 +161,9 @@ TRACE_MOVES = (
     Column(heading="moves the step by", cell=number("moves_s", "+,.4g", 1e3, " ms")),
 )
 TRACE_MOVES_NOTE = (
-    "The first run replayed with the times of one class of op as in the second. What lasted longer and moves nothing "
-    "was hidden; what only moves the step together with another stands under all of it."
+    "none of it: the first run replayed as it was, against which moves are measured; then with the times of one class "
+    "of op as in the second. What lasted longer and moves nothing was hidden; what only moves the step together with "
+    "another stands under all of it."
 )
 
 QUEUES = (
@@ -228,21 +234,104 @@ def _plain(value: Any) -> Any:
 def show(
     frame: pd.DataFrame, columns: Sequence[Column], *, title: str = "", note: str = "", console: Console | None = None
 ) -> None:
-    """Print a table for people; a terminal of less than 120 columns gets no spare ones."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    """Print a table for people, as `show_records` does."""
+    show_records(records(frame), columns, title=title, note=note, console=console)
 
+
+def show_records(
+    rows: Sequence[Record],
+    columns: Sequence[Column],
+    *,
+    title: str = "",
+    note: str = "",
+    console: Console | None = None,
+) -> None:
+    """Print a table for people, of which nothing is cut off.
+
+    On a terminal too narrow for it, headings take more lines, and spare columns are left out and named below. Where
+    that is not enough, each row becomes some lines of its own.
+    """
     console = console or _console()
-    shown = [column for column in columns if console.width >= _WIDE or not column.spare]
-    table = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.padding = (0, 1, 0, 0)
-    for column in shown:
-        table.add_column(column.heading, justify="right" if column.number else "left", no_wrap=not column.folds)
-    for record in records(frame):
-        table.add_row(*(column.cell(record) for column in shown))
-    console.print(table)
+    texts = [[column.heading, *(column.cell(row) for row in rows)] for column in columns]
+    shown, widths = _layout(columns, texts, console.width)
+    if widths:
+        console.print(_table(title, [columns[i] for i in shown], [texts[i] for i in shown], widths))
+    else:
+        _print_in_lines(console, title, texts)
+    left_out = [columns[i].heading.replace("\n", " ") for i in range(len(columns)) if widths and i not in shown]
+    if left_out:
+        told = f"On a terminal of {console.width} columns without: {', '.join(left_out)}."
+        console.print(told, style="dim", highlight=False, markup=False, end="\n" if note else "\n\n")
     if note:
         console.print(note, style="dim", highlight=False, markup=False)
+
+
+def _layout(columns: Sequence[Column], texts: Sequence[Sequence[str]], width: int) -> tuple[list[int], list[int]]:
+    """Which columns are shown and how wide each is; no widths where even those that are not spare have no room."""
+    shown = list(range(len(columns)))
+    spare = [i for i in shown if columns[i].spare]
+    widths = [_least(*of, _FOLDED) for of in zip(columns, texts, strict=True)]
+    while spare and _left(shown, widths, width) < 0:
+        shown.remove(spare.pop())
+    if _left(shown, widths, width) < 0:
+        widths = [_least(*of, 1) for of in zip(columns, texts, strict=True)]
+    if (more := _left(shown, widths, width)) < 0:
+        return shown, []
+    wishes = {i: max(0, max(map(_longest_line, texts[i])) - widths[i]) for i in shown}
+    for left, i in zip(range(len(shown), 0, -1), sorted(shown, key=wishes.__getitem__), strict=True):
+        given = min(wishes[i], more // left)  # headings first; long text takes what is left
+        widths[i] += given
+        more -= given
+    return shown, [widths[i] for i in shown]
+
+
+def _left(shown: Sequence[int], widths: Sequence[int], width: int) -> int:
+    return width - 1 - sum(widths[i] + 2 for i in shown)  # 2 between columns
+
+
+def _least(column: Column, texts: Sequence[str], folded: int) -> int:
+    """Columns without which something would be cut off, for text that folds at least `folded`; headings may fold."""
+    heading, *cells = texts
+    natural = max(map(_longest_line, cells), default=0)
+    if column.folds:
+        longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)
+        natural = min(natural, max(longest_word, folded))
+    return max(natural, *map(len, heading.split()), 1)
+
+
+def _longest_line(text: str) -> int:
+    return max(map(len, text.split("\n")))
+
+
+def _table(title: str, columns: Sequence[Column], texts: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title) if title else None, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.show_header = any(column.heading for column in columns)
+    table.padding = (0, 1, 0, 0)
+    for column, width in zip(columns, widths, strict=True):
+        heading = "\n".join(textwrap.fill(line, width) for line in column.heading.split("\n"))
+        table.add_column(
+            Text(heading),
+            justify="right" if column.number else "left",
+            width=width,
+            no_wrap=not column.folds,
+            overflow="fold",
+        )
+    for row in list(zip(*texts, strict=True))[1:]:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _print_in_lines(console: Console, title: str, texts: Sequence[Sequence[str]]) -> None:
+    headings, *rows = zip(*texts, strict=True)
+    blocks = [title] if title else []
+    for row in rows:
+        told = [(heading.replace("\n", " "), cell) for heading, cell in zip(headings, row, strict=True) if cell]
+        blocks.append("\n".join(f"{heading}: {cell}" if heading else cell for heading, cell in told))
+    console.print("\n\n".join(blocks), highlight=False, markup=False, overflow="fold", end="\n\n")
 
 
 def show_comparison(frame: pd.DataFrame, console: Console | None = None) -> None:
@@ -268,7 +357,7 @@ def _console() -> Console:
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=_PIPE)  # a pipe has no width of its own
+    return console if console.is_terminal else Console(width=_PIPE)
 
 
 def markdown(frame: pd.DataFrame, columns: Sequence[Column], *, note: str = "") -> str:

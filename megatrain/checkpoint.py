@@ -112,8 +112,11 @@ def require_room(folder: Path, schedule: Schedule, resumed: Checkpoint | None) -
 
 
 def read(folder: Path, schedule: Schedule) -> Checkpoint:
-    """The newest complete checkpoint in `folder`. Raises CheckpointError if there is none for this schedule."""
-    complete = _complete(folder)
+    """The checkpoint that `folder` is, or the newest complete one in it.
+
+    Raises CheckpointError if there is none for this schedule.
+    """
+    complete = [folder] if (folder / LAST).is_file() else _complete(folder)
     if not complete:
         raise CheckpointError(f"there is no checkpoint in {folder}")
     try:

@@ -110,7 +110,7 @@ def test_every_row_is_printed_within_the_width(comparison: pd.DataFrame, width: 
     for name in NAMES:
         assert sum(line.startswith(f" {name} ") for line in lines) == 4
     assert "does not fit" in out.getvalue()
-    assert ("MFU" in lines[3]) == (width == 160)
+    assert ("schedule" in lines[3]) == (width == 160)
     assert "GB is 10^9 bytes" in out.getvalue()
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import buying, costs, prices, sweep
+from analysis import buying, costs, prices, sweep, tables
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
 from schedules import presets
 from schedules.errors import InputError
 from schedules.workload import Workload
 from sim.hardware import HardwareError
 
-EXAMPLE = Path(__file__).parent.parent / "docs" / "prices.yaml"
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "docs" / "prices.yaml"
 MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
 
 
@@ -146,6 +151,7 @@ def test_what_does_not_fit_is_kept_with_its_reason() -> None:
     rows = [sweep.evaluate(point) for point in points]
     assert [row["fits"] for row in rows] == [False, False, True, True]
     assert "device memory is" in rows[0]["reason"] and not rows[2]["reason"]
+    assert list(rows[2]) == [*rows[0], *sweep.FOUND]
 
 
 def test_rows_are_the_same_in_one_process_and_in_two(tmp_path: Path) -> None:
@@ -232,6 +238,50 @@ def test_a_schedule_that_a_neighbour_found_is_handed_on(tmp_path: Path, monkeypa
     assert sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet) == [first, second, third]
 
 
+SLOW = """
+import os, time
+from analysis import sweep
+
+def slow(point):
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(60)
+
+list(sweep._computed(slow, [1, 2], 2, None))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_sweep(number: signal.Signals) -> None:
+    """The signal is for the parent alone, as from a scheduler."""
+    with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        workers = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(number)
+        assert process.wait(timeout=20) != 0
+        deadline = time.monotonic() + 20
+        while any(map(_runs, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(_runs, workers))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_where_nothing_fits_the_table_and_the_page_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = some(["h200"], vary=["gpu.memory=100kB", "host.memory=1GB,2TB", "links.h2d.bandwidth=10GB/s,50GB/s"])
+    rows = sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)
+    assert not any(row["fits"] for row in rows)
+    found = some_prices(host_memory_per_gb=1.0)
+    table = costs.priced(rows, found, 1e9)
+    tables.show(table, buying.columns(found))
+    assert "device memory is" in capsys.readouterr().out
+    assert "device memory is" in buying.write(tmp_path, table, found, 1e9, "megatrain sweep").read_text()
+
+
 def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(
@@ -255,6 +305,26 @@ def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
 def test_bad_input_is_told(changes: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         some(["h200"], **changes)
+
+
+def test_the_picture_of_prices_says_their_currency_and_what_every_colour_means() -> None:
+    """Thirteen machines, too many to name: one of them beats all others."""
+    count = buying.NAMED + 1
+    table = pd.DataFrame(
+        {
+            "model": "tiny", "machine": [f"m{i}" for i in range(count)], "changes": "", "fits": True,
+            "cost_per_hour": [1.0 + i for i in range(count)], "tokens_per_s": [100.0 - i for i in range(count)],
+            "pareto": [i == 0 for i in range(count)],
+        }
+    )  # fmt: skip
+    ax = buying.price_against_throughput(table, "EUR")
+    assert "(EUR)" in ax.get_xlabel()
+    legend = ax.get_legend()
+    assert legend is not None
+    told = [text.get_text() for text in legend.get_texts()]
+    assert told[0] == "no other beats it" and told[1].startswith("beaten") and told[2:] == ["1  m0"]
+    alone = buying.price_against_throughput(table[:1], "EUR").get_legend()
+    assert alone is not None and not any("beaten" in text.get_text() for text in alone.get_texts())
 
 
 def test_the_page_has_a_heat_map_where_memory_and_link_vary(tmp_path: Path) -> None:

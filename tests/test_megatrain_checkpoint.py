@@ -114,6 +114,17 @@ def test_a_stale_schedule_goes_on_with_all_its_weights_up_to_date(tmp_path: Path
     assert after == pytest.approx(right, rel=1e-6)
 
 
+def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:
+    of = schedule()
+    train(of, 2, tmp_path, save=True)
+    itself = checkpoint.read(tmp_path / "checkpoints" / "step-00000002", of)
+    assert itself == checkpoint.read(tmp_path / "checkpoints", of)
+    checkpoint.require_room(tmp_path / "checkpoints", of, itself)  # it may be replaced by what goes on from it
+    (tmp_path / "checkpoints" / "step-00000002" / checkpoint.LAST).unlink()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpoint.read(tmp_path / "checkpoints" / "step-00000002", of)
+
+
 def test_the_newest_stays_and_older_ones_go(tmp_path: Path) -> None:
     of = schedule()
     train(of, 2, tmp_path, save=True)

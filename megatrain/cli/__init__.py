@@ -71,8 +71,11 @@ def main() -> NoReturn:
         app()  # tells misspelt commands and options itself, and leaves with 2
     except Refused as error:
         sys.exit(_told(str(error), 1))
-    except (InputError, OSError) as error:
+    except InputError as error:
         sys.exit(_told(str(error), 2))
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        sys.exit(_told(what, 2))
     sys.exit(0)
 
 

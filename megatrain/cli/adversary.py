@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, progress_bar
+from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, progress_bar, require_outputs
 
 
 def adversary(
@@ -26,6 +26,7 @@ def adversary(
     from analysis import tables
     from analysis.files import write_text
 
+    require_outputs(files=[out])
     machine = machine_of(hardware, change)
     with progress_bar() as bar:
         task = bar.add_task("searching", total=points, note="")
@@ -38,17 +39,15 @@ def adversary(
             progress=lambda done, worst: bar.update(task, completed=done, note=f"worst so far {worst:.2f}x"),
         )
     table = adversaries.frame(found)
-    if out is not None:
-        write_text(out, table.to_csv(index=False))
     if as_json:
         print_json(tables.records(table.head(top)))
-        return
-    if not found:
+    elif not found:
         print(f"at none of {points} points do both fit: nothing can be said")
-        return
-    for loss in found[:top]:
-        print(loss.words(first, second), end="\n\n")
-    wins = sum(loss.ratio < 1 for loss in found)
-    print(
-        f"predicted, around {machine.name}; of {len(found)} shapes at which both fit, {first} wins {wins} at its worst"
-    )
+    else:
+        for loss in found[:top]:
+            print(loss.words(first, second), end="\n\n")
+        wins = sum(loss.ratio < 1 for loss in found)
+        shapes = f"of {len(found)} shapes at which both fit, {first} wins {wins} at its worst"
+        print(f"predicted, around {machine.name}; {shapes}")
+    if out is not None:
+        write_text(out, table.to_csv(index=False))

@@ -13,20 +13,28 @@ from megatrain.cli.options import (
     Clip,
     Hardware,
     Json,
+    Models,
+    ModelsToo,
     Precision,
     Recompute,
     Seq,
     Set,
     machine_of,
+    models_of,
     print_json,
     progress_bar,
+    require_outputs,
     workload_of,
 )
 
 
 def compare(
-    models: Annotated[list[str], typer.Argument(help="Models to compare policies on.", show_default=False)],
-    policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Repeatable; all if left out.")] = None,
+    models: Models = None,
+    models_too: ModelsToo = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help="Repeatable; all that train every weight if left out."),
+    ] = None,
     hardware: Hardware = "h200",
     batch: Batch = 8,
     accumulation: Accumulation = 1,
@@ -43,20 +51,25 @@ def compare(
     from analysis import figure, plots, tables
     from schedules import policies, presets
 
+    require_outputs(folders=[out])
     profile = machine_of(hardware, change)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
     chosen = policy or policies.comparable()
+    specs = [presets.load(model) for model in models_of(models, models_too)]
     found = []
     with progress_bar() as progress:
-        task = progress.add_task("simulating", total=len(models) * len(chosen), note="")
-        for spec in [presets.load(model) for model in models]:
+        task = progress.add_task("simulating", total=len(specs) * len(chosen), note="")
+        for spec in specs:
             for row in comparison.rows(spec, chosen, profile, workload):
                 found.append(row)
                 progress.update(task, advance=1, note=f"{row.model} {row.policy}")
     frame = comparison.frame(found)
-    if out is not None:
-        figure.save(figure.figure_of(plots.throughput(frame)), out / "throughput", frame)
     if as_json:
         print_json(tables.records(frame))
     else:
         tables.show_comparison(frame)
+        if policy is None:
+            others = [name for name in policies.names() if name not in chosen]
+            print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")
+    if out is not None:
+        figure.save(figure.figure_of(plots.throughput(frame)), out / "throughput", frame)

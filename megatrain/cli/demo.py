@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import progress_bar
+from megatrain.cli.options import progress_bar, require_outputs
 
 
 def demo(
@@ -20,6 +20,7 @@ def demo(
     from analysis import demo_report, tables
     from megatrain import demo as demonstration
 
+    require_outputs(folders=[out])
     with progress_bar() as progress:
 
         def stage(name: str) -> Callable[[float, str], None]:

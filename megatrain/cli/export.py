@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megatrain.cli.options import require_input, require_outputs
+
 
 def export(
     schedule: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)],
@@ -18,5 +20,7 @@ def export(
     from schedules import codec
     from schedules.trace import Trace
 
+    require_input(schedule, *([] if trace is None else [trace]))
+    require_outputs(files=[chakra])
     count = chakra_traces.write(chakra, codec.read(schedule), None if trace is None else Trace.read(trace))
     print(f"{count:,} nodes written to {chakra}")

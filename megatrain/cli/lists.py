@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from megatrain.cli.options import Json, Set, machine_of, print_json
+from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
 
 
 def models(
@@ -15,7 +18,6 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the models that come with it, or describe one."""
-    from megatrain.tables import print_table
     from schedules import presets
 
     chosen = [name] if name else presets.names()
@@ -38,7 +40,7 @@ def models(
         ]
         for spec in specs
     ]
-    print_table("models (parameters; heads as query/key-value)", columns, rows)
+    _show("models (parameters; heads as query/key-value)", columns, rows, spare=columns[4:])
 
 
 def hardware(
@@ -47,7 +49,6 @@ def hardware(
     as_json: Json = False,
 ) -> None:
     """List the machines that come with it, or every number of one with its source."""
-    from megatrain.tables import print_table
     from sim import hardware as machines
     from sim import machine
 
@@ -67,16 +68,18 @@ def hardware(
             ]
             for p in profiles
         ]
-        print_table("machines", ["machine", "", "device memory", "peak bf16", "H2D", "host memory"], rows, left=2)
+        headings = ["machine", "description", "device memory", "peak bf16", "H2D", "host memory"]
+        _show("machines", headings, rows, left=2, folds=["description"], spare=["description"])
         return
     chosen = machine_of(name, change)
     if as_json:
         print_json(machines.to_json(chosen))
         return
     rows = [list(row) for row in machine.listing(chosen)]
-    print_table(f"{chosen.name}: {chosen.description}", ["number", "value", "meaning", "source"], rows, left=4)
+    headings = ["number", "value", "meaning", "source"]
+    _show(f"{chosen.name}: {chosen.description}", headings, rows, left=4, folds=["meaning", "source"])
     for meaning, several in machine.readings(chosen):
-        print_table(meaning, ["", "least", "median", "most"], [list(row) for row in several])
+        _show(meaning, ["", "least", "median", "most"], [list(row) for row in several])
     if chosen.versions is not None:
         print(f"measured with {chosen.versions}, on {chosen.date}")
 
@@ -84,29 +87,68 @@ def hardware(
 def policies(
     name: Annotated[str | None, typer.Argument(help="A policy's name or file; all if left out.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a page per policy to this folder.")] = None,
+    as_json: Json = False,
 ) -> None:
     """List the policies, or explain one: its knobs, its bytes, its speed and a picture of a step."""
-    from megatrain.tables import print_table
     from schedules import policies as known
 
+    require_outputs(folders=[out])
+    if as_json:
+        print_json([_record(policy) for policy in known.names()] if name is None else _record(name))
     if out is not None:
         from analysis import policy_pages
 
         chosen = [name] if name else known.names()
         policy_pages.write(out, chosen)
-        print(f"{len(chosen)} pages written to {out}")
+        if not as_json:
+            print(f"{len(chosen)} pages written to {out}")
+        return
+    if as_json:
         return
     if name is None:
         rows = [[policy, known.summary(policy)] for policy in known.names()]
-        print_table("policies", ["policy", "what it does"], rows, left=2)
+        _show("policies", ["policy", "what it does"], rows, left=2, folds=["what it does"])
         return
     from analysis import policy_pages
 
     page = policy_pages.page(name)
     print(page.words, "", *policy_pages.drawing(page), "", sep="\n")
-    print_table(
+    _show(
         f"where states live, in bytes per parameter: {policy_pages.about(page.numbers)}",
-        list(policy_pages.STATES_HEADING),
+        policy_pages.STATES_HEADING,
         policy_pages.states(page.numbers),
+        folds=policy_pages.STATES_HEADING[:1],
     )
-    print_table("how fast, the same step", list(policy_pages.SPEED_HEADING), policy_pages.speed(name))
+    _show("how fast, the same step", policy_pages.SPEED_HEADING, policy_pages.speed(name))
+
+
+def _record(policy: str) -> dict[str, Any]:
+    """A policy for programs; the value of a knob is its default, None too where it has none."""
+    from schedules import policies as known
+
+    defaults = {name: knob.default for name, knob in known.knobs(policy).items()}
+    return {
+        "policy": policy,
+        "summary": known.summary(policy),
+        "trains": known.trains(policy),
+        "knobs": {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()},
+    }
+
+
+def _show(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    folds: Sequence[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """A table of texts: the first `left` columns are names or words, the others numbers; the rest as in Column."""
+    from analysis.tables import Column, show_records
+
+    columns = [
+        Column(heading=name, cell=itemgetter(name), number=i >= left, folds=name in folds, spare=name in spare)
+        for i, name in enumerate(headings)
+    ]
+    show_records([dict(zip(headings, row, strict=True)) for row in rows], columns, title=title)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,14 @@ Recompute = Annotated[
         "--recompute", help=f"What blocks compute again in backward though they keep the rest: {', '.join(RECOMPUTED)}."
     ),
 ]
+Models = Annotated[
+    list[str] | None, typer.Argument(help="Models, by name or config.json; a,b are two.", show_default=False)
+]
+ModelsToo = Annotated[list[str] | None, typer.Option("--models", "--model", "-m", help="The same. Repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+STEP = ("policy", "batch", "accumulation", "seq", "precision", "clip", "recompute", "knob")  # what makes a schedule
+RECORDED = "recorded"  # the policy of what `megatrain import` writes
 
 
 def workload_of(
@@ -72,15 +79,78 @@ def is_schedule(target: str) -> bool:
 
 
 def schedule_of(
-    target: str, policy: str, knobs: list[str] | None, workload: Workload, budget: MemoryBudget
+    target: str,
+    policy: str,
+    knobs: list[str] | None,
+    workload: Workload,
+    budget: MemoryBudget,
+    context: typer.Context,
+    fixed: Sequence[str] = STEP,
 ) -> Schedule:
-    """A schedule from its file, or built by a policy for a model."""
-    from schedules import codec, policies, presets
+    """A schedule from its file, or built by a policy for a model.
+
+    Raises InputError where the target is a file, and options say what a file itself says: those in `fixed`.
+    """
+    from schedules import policies, presets
 
     if is_schedule(target):
-        return codec.read(Path(target))
+        if given := _given(context, fixed):
+            raise InputError(f"the file {target} is a whole step: leave out {', '.join(given)}, or name a model")
+        return schedule_to_prove(Path(target))
     chosen = policies.parse_knobs(policy, knobs or [])
     return policies.build(policy, presets.load(target), workload, budget, **chosen)
+
+
+def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Of these parameters, as users write them, those that the command line has."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source is not None and source.name != "DEFAULT":
+            found.append(parameter.opts[0])
+    return found
+
+
+def schedule_to_prove(file: Path) -> Schedule:
+    """A schedule from its file. Raises InputError for one that is missing, damaged, or a recording of a run."""
+    from schedules import codec
+
+    require_input(file)
+    schedule = codec.read(file)
+    if schedule.policy == RECORDED and not schedule.buffers:
+        raise InputError(f"{file} is the recording of a run: it can be drawn and compared, not proven or run")
+    return schedule
+
+
+def require_input(*files: Path) -> None:
+    """Raises InputError unless these can be files; a pipe will do."""
+    for file in files:
+        if file.is_dir() or not file.exists():
+            raise InputError(f"cannot read {file}: {'it is a folder' if file.is_dir() else 'there is no such file'}")
+
+
+def require_outputs(*, files: Sequence[Path | None] = (), folders: Sequence[Path | None] = ()) -> None:
+    """Raises InputError unless all that is given can be written: to be asked before the work, not after it."""
+    from analysis.files import require_file, require_folder
+
+    for file in files:
+        if file is not None:
+            require_file(file)
+    for folder in folders:
+        if folder is not None:
+            require_folder(folder)
+
+
+def listed(names: Sequence[str]) -> list[str]:
+    """Names that may come several in a word: "a,b"."""
+    return [name.strip() for word in names for name in word.split(",") if name.strip()]
+
+
+def models_of(models: list[str] | None, too: list[str] | None) -> list[str]:
+    """The models of both spellings. Raises InputError where there are none."""
+    if found := listed([*(models or []), *(too or [])]):
+        return found
+    raise InputError("name at least one model; megatrain models lists them")
 
 
 def print_json(value: Any) -> None:

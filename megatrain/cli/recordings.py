@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatrain.cli.options import Accumulation, Batch, Precision, Seq, workload_of
+from megatrain.cli.options import Accumulation, Precision, require_input, require_outputs, workload_of
 from schedules.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,25 +19,29 @@ def import_trace(
     file: Annotated[Path, typer.Argument(help="What torch.profiler exported: .json or .json.gz.", show_default=False)],
     model: Annotated[str, typer.Option("--model", "-m", help="The model that was trained: a name or config.json.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write schedule.json and trace.json to this folder.")],
-    batch: Batch = 8,
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch that you trained.")],
+    seq: Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")],
     accumulation: Accumulation = 1,
-    seq: Seq = 1024,
     precision: Precision = "bf16",
 ) -> None:
     """Read a step of your own training run from a PyTorch profiler's trace."""
     from analysis import kineto, tables
-    from analysis.files import write_text
+    from analysis.files import write_text, writing
     from schedules import codec, presets
 
+    require_input(file)
+    require_outputs(folders=[out])
     workload = workload_of(batch, accumulation, seq, precision, None)
     recording = kineto.read(file, presets.load(model), workload)
     queues = kineto.queues(recording)
-    write_text(out / "queues.csv", queues.to_csv(index=False))
-    codec.save(recording.schedule, out / "schedule.json")
-    recording.trace.save(out / "trace.json")
     tables.show(queues, tables.QUEUES, title=f"{recording.step} on {recording.trace.machine}", note=tables.QUEUES_NOTE)
     tokens = workload.tokens_per_step / (recording.step_ns / 1e9)
-    print(f"step of {tables.seconds(recording.step_ns / 1e9)}: {tokens:,.0f} tokens/s; written to {out}")
+    print(f"step of {tables.seconds(recording.step_ns / 1e9)}: {tokens:,.0f} tokens/s")
+    write_text(out / "queues.csv", queues.to_csv(index=False))
+    write_text(out / "schedule.json", codec.dumps(recording.schedule))
+    with writing(out / "trace.json"):
+        recording.trace.save(out / "trace.json")
+    print(f"written to {out}: queues.csv, schedule.json, trace.json")
 
 
 def timeline(
@@ -47,6 +51,8 @@ def timeline(
     """Draw runs one under the other: a picture of one steady step each, and a timeline for ui.perfetto.dev."""
     from analysis import figure, gantt, perfetto
 
+    require_input(*files)
+    require_outputs(folders=[out])
     runs = _runs(files)
     perfetto.write(out / "timeline.json", runs)
     figure.save(figure.figure_of(gantt.gantt(runs)), out / "gantt", gantt.gantt_data(runs))
@@ -61,8 +67,6 @@ def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
 
     schedules, traces = {}, []
     for path in files:
-        if not path.is_file():
-            raise InputError(f"there is no file {path}")
         with path.open(errors="replace") as opened:
             is_trace = FORMAT in opened.read(200)
         if is_trace:

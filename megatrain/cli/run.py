@@ -23,6 +23,7 @@ from megatrain.cli.options import (
     machine_of,
     print_json,
     progress_bar,
+    require_outputs,
     schedule_of,
     workload_of,
 )
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
 
 
 def run(
+    context: typer.Context,
     target: Target,
     policy: Policy = "streamed",
     hardware: Annotated[
-        str | None, typer.Option("--hardware", "-H", help="A profile of this machine, to predict the run too.")
+        str | None,
+        typer.Option("--hardware", "-H", "--profile", help="A profile of this machine, to predict the run too."),
     ] = None,
     batch: Batch = 4,
     accumulation: Accumulation = 1,
@@ -60,7 +63,7 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="A .npy file of token numbers; Python's own source files if left out.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on from the newest checkpoint in this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or the newest in a folder.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write a checkpoint to this folder at the end.")] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Write one after every so many steps, too.")] = None,
     export: Annotated[
@@ -80,13 +83,13 @@ def run(
     from schedules.workload import MemoryBudget
     from sim.prediction import memory_of, predict
 
+    require_outputs(files=[trace], folders=[save, export])
     profile = machine_of(hardware, None) if hardware else None
     budget = (
         memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34, nvme_bytes=1 << 40)
     )
-    schedule = schedule_of(
-        target, policy, knob, workload_of(batch, accumulation, seq, precision, clip, recompute), budget
-    )
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    schedule = schedule_of(target, policy, knob, workload, budget, context)
     if expect is not None and not schedule.digest.startswith(expect):
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
     verified = verify(schedule)
@@ -114,8 +117,6 @@ def run(
             files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
             on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
         )
-    if trace is not None:
-        result.trace.save(trace)
     record = _record(schedule, result)
     if profile is not None:
         record["predicted_step_s"] = predict(schedule, profile, budget).period_ns / 1e9
@@ -123,6 +124,11 @@ def run(
         print_json(record)
     else:
         print("\n".join(_told(schedule, record)))
+    if trace is not None:
+        from analysis.files import writing
+
+        with writing(trace):
+            result.trace.save(trace)
 
 
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatrain.cli.options import (
+    STEP,
     Accumulation,
     Batch,
     Clip,
@@ -22,12 +23,19 @@ from megatrain.cli.options import (
     Target,
     machine_of,
     print_json,
+    require_outputs,
     schedule_of,
+    schedule_to_prove,
     workload_of,
 )
+from schedules.errors import InputError
+
+if TYPE_CHECKING:
+    from schedules.schedule import Schedule
 
 
 def simulate(
+    context: typer.Context,
     target: Target,
     policy: Policy = "streamed",
     hardware: Hardware = "h200",
@@ -48,31 +56,40 @@ def simulate(
     from schedules.verify import verify
     from sim.prediction import memory_of, predict
 
+    require_outputs(files=(trace, perfetto))
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
-    schedule = schedule_of(
-        target, policy, knob, workload_of(batch, accumulation, seq, precision, clip, recompute), budget
-    )
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    schedule = schedule_of(target, policy, knob, workload, budget, context)
     verify(schedule)
     prediction = predict(schedule, profile, budget)
+    lacking = prediction.does_not_fit
+    if as_json:
+        print_json(prediction_record(prediction))
+    else:
+        if lacking is not None:
+            print(f"DOES NOT FIT: {str(lacking).partition(':')[0]}; all below is as if it did")
+        print_prediction(prediction)
     if trace is not None:
-        prediction.trace.save(trace)
+        from analysis.files import writing
+
+        with writing(trace):
+            prediction.trace.save(trace)
     if perfetto is not None:
         from analysis import perfetto as timeline
 
         timeline.write(perfetto, [(schedule, prediction.trace)])
-    if as_json:
-        print_json(prediction_record(prediction))
-    else:
-        print_prediction(prediction)
-    if prediction.does_not_fit is not None:
-        raise prediction.does_not_fit
+    if lacking is not None:
+        raise lacking
 
 
 def build(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(help="A model's name, or its config.json.", show_default=False)],
     policy: Policy = "streamed",
-    hardware: Annotated[str, typer.Option("--hardware", "-H", help="The machine whose memory to fit.")] = "h200",
+    hardware: Annotated[
+        str, typer.Option("--hardware", "-H", "--profile", help="The machine whose memory to fit.")
+    ] = "h200",
     batch: Batch = 8,
     accumulation: Accumulation = 1,
     seq: Seq = 1024,
@@ -83,32 +100,64 @@ def build(
     change: Set = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the grid: one column per stream.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Build a policy's schedule for a model, verify it and write it to a file."""
+    from analysis.files import write_text
     from megatrain.tables import print_summary
     from schedules import codec
     from schedules.show import grid
     from schedules.verify import verify
     from sim.prediction import memory_of
 
+    if show and as_json:
+        raise InputError("--show prints a picture and --json numbers: leave out one")
+    require_outputs(files=[out])
     budget = memory_of(machine_of(hardware, change))
-    schedule = schedule_of(
-        target, policy, knob, workload_of(batch, accumulation, seq, precision, clip, recompute), budget
-    )
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    schedule = schedule_of(target, policy, knob, workload, budget, context, fixed=(*STEP, "hardware", "change"))
     verify(schedule)
     if show:
         print(grid(schedule))
     if out is not None:
-        codec.save(schedule, out)
-    print_summary(schedule, f"written to {out}" if out else "not written: give --out FILE")
+        write_text(out, codec.dumps(schedule))
+    if as_json:
+        print_json({**_record(schedule), "safe": True, "file": out})
+    else:
+        print_summary(schedule, f"written to {out}" if out else "not written: give --out FILE")
 
 
-def verify(file: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)]) -> None:
+def verify(
+    file: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)], as_json: Json = False
+) -> None:
     """Prove a schedule file safe, or tell everything that is wrong with it."""
     from megatrain.tables import print_summary
-    from schedules import codec
+    from schedules.verify import ScheduleError
     from schedules.verify import verify as prove
 
-    schedule = codec.read(file)
-    prove(schedule)
-    print_summary(schedule, "safe: no race, no stale read, no deadlock; every gradient applied once")
+    if file.suffix == ".py":
+        raise InputError(f"verify takes a schedule file: megatrain build MODEL -p {file} --out FILE")
+    schedule = schedule_to_prove(file)
+    try:
+        prove(schedule)
+    except ScheduleError as error:
+        if as_json:
+            print_json({**_record(schedule), "safe": False, "problems": [str(found) for found in error.violations]})
+        raise
+    if as_json:
+        print_json({**_record(schedule), "safe": True, "problems": []})
+    else:
+        print_summary(schedule, "safe: no race, no stale read, no deadlock; every gradient applied once")
+
+
+def _record(schedule: Schedule) -> dict[str, Any]:
+    """What a schedule is, for programs; every key of a size says its unit."""
+    from schedules.op import Tier
+
+    return {
+        **schedule.describe(),
+        "ops": len(schedule.ops),
+        "waits": len(schedule.waits),
+        "buffers": len(schedule.buffers),
+        "allocated_bytes": {str(tier): schedule.allocated_bytes(tier) for tier in Tier},
+    }

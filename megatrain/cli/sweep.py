@@ -9,19 +9,31 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Json, Precision, Seq, print_json, progress_bar
+from megatrain.cli.options import (
+    Json,
+    Models,
+    ModelsToo,
+    Precision,
+    Seq,
+    listed,
+    models_of,
+    print_json,
+    progress_bar,
+    require_outputs,
+)
 
 
 def sweep(
-    models: Annotated[
-        list[str],
-        typer.Option("--models", "-m", help="A model to train, or several: a,b. Repeatable.", show_default=False),
-    ],
     prices: Annotated[Path, typer.Option("--prices", help="Your prices, as docs/prices.yaml.", show_default=False)],
+    models: Models = None,
+    models_too: ModelsToo = None,
     hardware: Annotated[
         list[str] | None,
         typer.Option(
-            "--hardware", "-H", help="A machine, or several: a,b. Repeatable; every one with a price if left out."
+            "--hardware",
+            "-H",
+            "--profile",
+            help="A machine, or several: a,b. Repeatable; every one with a price if left out.",
         ),
     ] = None,
     vary: Annotated[
@@ -48,14 +60,15 @@ def sweep(
     from schedules import policies as known
     from schedules import presets
 
+    require_outputs(folders=[out])
     paid = price_files.read(prices)
     chosen = policy or [sweeps.PLAN]
     for name in chosen:
         if name != sweeps.PLAN:
             known.load(name)
     points = sweeps.points(
-        [presets.load(model) for model in _listed(models)],
-        _listed(hardware) if hardware else list(paid.machines),
+        [presets.load(model) for model in models_of(models, models_too)],
+        listed(hardware) if hardware else list(paid.machines),
         vary or [],
         chosen,
         seq_len=seq,
@@ -74,15 +87,12 @@ def sweep(
             progress=lambda done, total, note: bar.update(task, completed=done, note=f"{done} of {total} {note}"),
         )
     table = costs.priced(rows, paid, train_tokens)
-    page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
     if as_json:
         print_json(tables.records(table))
-        return
-    for model, of_model in table.groupby("model", sort=False):
+    else:
         note = "* no other point trains faster for as little an hour. Predicted; prices are those of your file."
-        tables.show(of_model.sort_values("cost", na_position="last"), buying.columns(paid), title=str(model), note=note)
-    print(f"pictures and all numbers: {page}")
-
-
-def _listed(values: list[str]) -> list[str]:
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+        for model, rows in table.groupby("model", sort=False):
+            tables.show(rows.sort_values("cost", na_position="last"), buying.columns(paid), title=str(model), note=note)
+    page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
+    if not as_json:
+        print(f"pictures and all numbers: {page}")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Json, print_json, progress_bar, shape_of
+from megatrain.cli.options import Json, listed, print_json, progress_bar, require_outputs, shape_of
 
 Shapes = list[str] | None
 
@@ -20,7 +20,8 @@ def validate(
         Path, typer.Option("--out", "-o", help="The folder for results; an interrupted run goes on.")
     ] = Path("results/validation"),
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="Repeatable; three small ones if left out.")
+        list[str] | None,
+        typer.Option("--model", "--models", "-m", help="One, or a,b. Repeatable; three small ones if left out."),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -43,10 +44,11 @@ def validate(
     from megatrain import validate as grids
     from schedules import presets
 
+    require_outputs(folders=[out])
     usual = grids.usual(backend)
     grid = replace(
         usual,
-        models=tuple(presets.load(name) for name in model) if model else usual.models,
+        models=tuple(presets.load(name) for name in listed(model)) if model else usual.models,
         policies=tuple(policy) if policy else usual.policies,
         calibrated=tuple(map(shape_of, calibrate)) if calibrate else usual.calibrated,
         held_out=tuple(map(shape_of, hold_out)) if hold_out else usual.held_out,

@@ -1,0 +1,49 @@
+"""Where results cannot be written is told before the work, in one way, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.files import require_file, require_folder, write_text, writing
+from schedules.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/x.json", "cannot write {}: no such folder"),
+        ("folder", "cannot write {}: it is a folder"),
+        ("file/x.json", "cannot write {}: a part of the path is a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written(tmp_path: Path, path: str, told: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError) as error:
+        require_file(tmp_path / path)
+    assert str(error.value) == told.format(tmp_path / path)
+    require_file(tmp_path / "file")
+    require_file(tmp_path / "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for path, told in (("file", "it is a file"), ("file/a/b", "a part of the path is a file")):
+        with pytest.raises(InputError, match=f"cannot write .*{path}: {told}"):
+            require_folder(tmp_path / path)
+    require_folder(tmp_path / "a" / "b")
+    require_folder(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_write_that_fails_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="folder: it is a folder"):
+        write_text(tmp_path / "folder", "text")
+    with pytest.raises(InputError, match="x: no such folder"), writing(tmp_path / "no" / "x"):
+        (tmp_path / "no" / "x.partial").write_text("text")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]

@@ -1,0 +1,59 @@
+"""Tables on terminals of any width: what is printed is whole, and what is left out is named."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from analysis.tables import Column, Record, show_records
+
+ROWS: list[Record] = [
+    {"name": "llama-3.1-8b", "count": "8,030,261,248", "rate": "55.4 GB/s", "words": "one two three " * 9},
+    {"name": "mixtral-8x7b", "count": "46,702,792,704", "rate": "2.25 TB/s", "words": "host.memory=128GiB of words"},
+]
+COLUMNS = (
+    Column(heading="model", cell=lambda row: row["name"], number=False),
+    Column(heading="parameters of all blocks", cell=lambda row: row["count"]),
+    Column(heading="rate", cell=lambda row: row["rate"], spare=True),
+    Column(heading="what it is", cell=lambda row: row["words"], number=False, folds=True, spare=True),
+)
+
+
+def printed(width: int) -> list[str]:
+    out = io.StringIO()
+    show_records(ROWS, COLUMNS, title="models", console=Console(file=out, width=width))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", range(16, 131, 6))
+def test_numbers_and_names_are_never_cut_off(width: int) -> None:
+    lines = printed(width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "…" not in text
+    for row in ROWS:
+        assert row["name"] in text and row["count"] in text
+        assert row["rate"] in text or "rate, what it is." in text
+
+
+def test_headings_fold_before_a_column_is_left_out_and_the_last_is_left_out_first() -> None:
+    assert any("parameters of all blocks" in line for line in printed(130))
+    folded = "\n".join(printed(70))
+    assert "parameters of all blocks" not in folded and "one two three" in folded
+    assert "without: what it is." in "\n".join(printed(50))
+    assert "55.4 GB/s" in "\n".join(printed(50))
+    assert " ".join(printed(35)).count("without: rate, what it is.") == 1
+
+
+def test_text_folds_to_its_words_before_there_is_no_table() -> None:
+    words = Column(heading="what it is", cell=lambda row: "one two three four", number=False, folds=True)
+    out = io.StringIO()
+    show_records(ROWS, [COLUMNS[0], words], console=Console(file=out, width=31))
+    assert "model: " not in out.getvalue() and " llama-3.1-8b  one two three" in out.getvalue()
+
+
+def test_too_narrow_for_any_table_a_row_is_some_lines() -> None:
+    lines = printed(25)
+    assert lines[:5] == ["models", "", "model: llama-3.1-8b", "parameters of all blocks:", "8,030,261,248"]

@@ -1,0 +1,208 @@
+"""Files on the command line: what a schedule file fixes, and paths that cannot be read or written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from test_megatrain_cli import megatrain
+from typer.testing import CliRunner
+
+from megatrain import cli
+from schedules import codec, policies, presets
+from schedules.errors import InputError
+from schedules.schedule import Schedule
+from schedules.trace import Trace
+from schedules.workload import MemoryBudget, Workload
+
+MEMORY = MemoryBudget(device_bytes=10**9, host_bytes=10**9, nvme_bytes=10**9)
+WORKLOAD = Workload(micro_batch_size=1, seq_len=16, precision="fp32")
+
+
+def called(*arguments: str) -> tuple[str, BaseException | None]:
+    """What a command prints and raises, without a process of its own."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    return result.stdout, result.exception
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    codec.save(policies.build("streamed", presets.load("tiny"), WORKLOAD, MEMORY), tmp_path / "step.json")
+    return tmp_path / "step.json"
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """As `megatrain import` writes them: ops in the order they ran, without buffers."""
+    built = policies.build("streamed", presets.load("tiny"), WORKLOAD, MEMORY)
+    bare = Schedule(ops=built.ops, buffers=(), waits=(), model=built.model, workload=WORKLOAD, policy="recorded")
+    codec.save(bare, tmp_path / "recorded.json")
+    return tmp_path / "recorded.json"
+
+
+# ---- what a schedule file fixes
+
+
+@pytest.mark.parametrize("command", ["simulate", "run", "build"])
+def test_options_that_a_schedule_file_decides_are_refused(command: str, step: Path) -> None:
+    options = ["-b", "32", "-a", "2", "--seq", "8", "-p", "resident", "--precision", "fp32", "--clip", "1"]
+    done = megatrain(command, str(step), *options, "-k", "slots=7", "--recompute", "none")
+    assert done.returncode == 2 and not done.stdout
+    named = "--policy, --batch, --accumulation, --seq, --precision, --clip, --recompute, --knob"
+    assert f"step.json is a whole step: leave out {named}, or name a model" in done.stderr
+
+
+def test_options_that_a_schedule_file_does_not_decide_are_taken(step: Path, tmp_path: Path) -> None:
+    done = megatrain("simulate", str(step), "-H", "rtx4090", "--set", "host.memory=64GB", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["machine"].startswith("rtx4090")
+    _, error = called("build", str(step), "-H", "rtx4090", "--set", "host.memory=64GB")
+    assert isinstance(error, InputError) and "leave out --hardware, --set" in str(error)
+
+
+@pytest.mark.parametrize("command", [["verify"], ["verify", "--json"], ["simulate"], ["run"], ["build"]])
+def test_a_recording_is_not_proven_or_run(command: list[str], recording: Path) -> None:
+    output, error = called(*command, str(recording))
+    assert isinstance(error, InputError) and not output
+    assert "it can be drawn and compared, not proven or run" in str(error)
+
+
+def test_an_import_says_what_was_trained(tmp_path: Path) -> None:
+    for given, lacking in (([], "--batch"), (["--batch", "1"], "--seq")):
+        done = megatrain("import", "r.json", "--model", "tiny", "--out", str(tmp_path), *given)
+        assert done.returncode == 2 and f"Missing option '{lacking}'" in done.stderr
+
+
+def test_verify_tells_a_policy_from_a_schedule(step: Path) -> None:
+    _, error = called("verify", "docs/my_policy.py")
+    told = "verify takes a schedule file: megatrain build MODEL -p docs/my_policy.py --out FILE"
+    assert isinstance(error, InputError) and str(error) == told
+
+
+# ---- for programs
+
+
+def test_verify_and_build_have_json(step: Path, tmp_path: Path) -> None:
+    output, _ = called("verify", str(step), "--json")
+    proven = json.loads(output)
+    assert proven["safe"] and proven["problems"] == [] and proven["allocated_bytes"]["device"] > 0
+    output, _ = called("build", str(step), "-o", str(tmp_path / "again.json"), "--json")
+    built = json.loads(output)
+    assert built["digest"] == proven["digest"] and built["file"] == str(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == step.read_text()
+
+    body = json.loads(step.read_text())
+    step.write_text(json.dumps({**body, "waits": body["waits"][1:]}))
+    done = megatrain("verify", str(step), "--json")
+    broken = json.loads(done.stdout)
+    assert done.returncode == 1 and not broken["safe"] and "race on" in broken["problems"][0]
+
+
+def test_policies_have_json() -> None:
+    listed = json.loads(called("policies", "--json")[0])
+    assert [policy["policy"] for policy in listed] == policies.names()
+    one = json.loads(called("policies", "streamed", "--json")[0])
+    assert one in listed and one["knobs"]["slots"] == 2 and one["trains"] == "weights" and one["summary"]
+
+
+# ---- paths
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("simulate tiny --trace nowhere/x", "cannot write nowhere/x: no such folder"),
+        ("simulate tiny --perfetto nowhere/x", "cannot write nowhere/x: no such folder"),
+        ("build tiny --out .", "cannot write .: it is a folder"),
+        ("run tiny --steps 5 --trace nowhere/x", "cannot write nowhere/x: no such folder"),
+        ("run tiny --steps 5 --export FILE", "cannot write FILE: it is a file"),
+        ("run tiny --steps 5 --save FILE/x", "cannot write FILE/x: a part of the path is a file"),
+        ("compare tiny --out FILE", "cannot write FILE: it is a file"),
+        ("sweep tiny --prices prices.yaml --out FILE", "cannot write FILE: it is a file"),
+        ("adversary streamed resident --out nowhere/x", "cannot write nowhere/x: no such folder"),
+        ("published --out FILE", "cannot write FILE: it is a file"),
+        ("validate --out FILE", "cannot write FILE: it is a file"),
+        ("demo --out FILE", "cannot write FILE: it is a file"),
+        ("policies --out FILE", "cannot write FILE: it is a file"),
+        ("diff FILE gone --schedule FILE", "cannot read gone: there is no such file"),
+        ("diff FILE FILE --schedule FILE --out nowhere/x", "cannot write nowhere/x: no such folder"),
+        ("export gone --chakra x", "cannot read gone: there is no such file"),
+        ("export FILE --chakra nowhere/x", "cannot write nowhere/x: no such folder"),
+        ("import gone -m tiny -o out -b 1 -s 16", "cannot read gone: there is no such file"),
+        ("import FILE -m tiny -o FILE -b 1 -s 16", "cannot write FILE: it is a file"),
+        ("timeline gone --out out", "cannot read gone: there is no such file"),
+        ("timeline FILE --out FILE", "cannot write FILE: it is a file"),
+        ("verify .", "cannot read .: it is a folder"),
+    ],
+)
+def test_a_path_is_looked_at_before_the_work(
+    command: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("kept")
+    output, error = called(*command.split())
+    assert isinstance(error, InputError) and str(error) == told and not output
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_results_are_printed_though_they_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(trace: Trace, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Trace, "save", full)
+    for command in (["simulate", "tiny"], ["run", "tiny", "--steps", "3", "-b", "1", "-s", "16"]):
+        output, error = called(*command, "--trace", str(tmp_path / "x"))
+        assert "tokens/s" in output
+        assert isinstance(error, InputError) and str(error) == f"cannot write {tmp_path / 'x'}: the drive is full"
+
+
+def test_an_error_of_the_system_is_told_by_its_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "secret.json")
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2 and capsys.readouterr().err == "megatrain: secret.json: Permission denied\n"
+
+
+# ---- what is told first, and spellings
+
+
+def test_what_does_not_fit_says_so_before_any_number() -> None:
+    done = megatrain("simulate", "gpt-oss-120b", "-p", "resident", "-H", "rtx4090")
+    first = done.stdout.splitlines()[0]
+    assert done.returncode == 1 and "GiB short when buffers are allocated" in first
+    assert first.startswith("DOES NOT FIT: device memory is") and first.endswith("; all below is as if it did")
+
+
+def test_compare_names_the_policies_that_it_leaves_out() -> None:
+    note = "Left out, since they do not train every weight: flexgen_block, lora_streamed. See them with --policy."
+    assert note in called("compare", "tiny", "-b", "1", "-s", "16")[0]
+    assert "Left out" not in called("compare", "tiny", "-b", "1", "-s", "16", "-p", "resident")[0]
+
+
+@pytest.mark.parametrize(
+    "spelling", [["tiny", "demo"], ["tiny,demo"], ["--models", "tiny,demo"], ["tiny", "-m", "demo"]]
+)
+def test_models_are_named_in_any_spelling(spelling: list[str]) -> None:
+    found = json.loads(called("compare", *spelling, "-p", "resident", "-b", "1", "-s", "16", "--json")[0])
+    assert [row["model"] for row in found] == ["tiny", "demo"]
+    _, error = called("compare")
+    assert isinstance(error, InputError) and "name at least one model" in str(error)
+
+
+def test_a_sweep_takes_models_and_machines_in_any_spelling(tmp_path: Path) -> None:
+    step = ["-p", "resident", "-t", "16", "-s", "16", "--prices", "docs/prices.yaml", "--workers", "1", "--json"]
+    spellings = (["tiny", "-H", "h200"], ["--model", "tiny", "--profile", "h200"], ["--models", "tiny", "-H", "h200"])
+    found = [json.loads(called("sweep", *words, *step, "-o", str(tmp_path / "out"))[0]) for words in spellings]
+    assert found[0] == found[1] == found[2] and found[0][0]["model"] == "tiny"
+
+
+def test_a_machine_is_a_profile_in_build_and_run() -> None:
+    assert called("build", "tiny", "--profile", "rtx4090")[1] is None
+    _, error = called("run", "tiny", "--profile", "h2000")
+    assert isinstance(error, InputError) and "h200" in str(error)
