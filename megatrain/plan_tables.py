@@ -10,9 +10,11 @@ from typing import Any
 from megatrain.tables import drive_rows, prediction_record, print_table
 from schedules import policies, trained
 from schedules import tensor as tensors
+from schedules.model import ModelSpec
 from schedules.op import Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim import whatif
+from sim.machine import HardwareProfile
 from sim.order_proof import OrderProof
 from sim.plan import Plan, plan
 from sim.prediction import memory_of
@@ -146,9 +148,20 @@ def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Or
         "candidates_simulated": sum(tried.period_ns is not None for tried in found.tried),
         "planning_s": found.seconds,
         "finished": found.finished,
+        "left_out": [
+            {**what.workload.to_dict(), "recompute": what.workload.recompute, "lacks": what.signature}
+            for what in found.left_out
+        ],
+        "candidates_not_measured": sum(not tried.measured for tried in found.tried),
+        "measure_with": found.measure_with,
         "what_if": None if answers is None else asdict(answers),
         "order_proof": None if proof is None else _order_record(proof),
     }
+
+
+def nothing_record(model: ModelSpec, profile: HardwareProfile, reason: str) -> dict[str, Any]:
+    """For programs, where no schedule fits: as `record`, with why."""
+    return {"model": model.name, "machine": profile.name, "profile": profile.mode, "fits": False, "reason": reason}
 
 
 def _order_record(proof: OrderProof) -> dict[str, Any]:
@@ -201,6 +214,8 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         ]
         for name, tried in sorted(others.items(), key=lambda item: item[1].period_ns or float("inf"))
     ]
+    for line in _not_measured(found):
+        print(line)
     print_table("policies as they come", ["policy", "step", "why not"], named)
     if proof is not None:
         known = "searched to the end" if proof.finished else "as far as the time went"
@@ -211,6 +226,23 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         )
     if answers is not None:
         _show_what_if(answers)
+
+
+def _not_measured(found: Plan) -> list[str]:
+    """What a measured profile kept the search from, and how to measure it; nothing where it had all times."""
+    if found.measure_with is None:
+        return []
+    modes: dict[str, list[str]] = {}
+    for what in found.left_out:
+        workload = what.workload
+        modes.setdefault(workload.recompute, []).append(f"{workload.accumulation} x {workload.micro_batch_size}")
+    alike: dict[str, list[str]] = {}
+    for mode, splits in modes.items():
+        alike.setdefault(", ".join(splits), []).append(mode)
+    lines = [f"  {splits} sequences with recompute {', '.join(of)}" for splits, of in alike.items()]
+    if few := sum(not tried.measured for tried in found.tried):
+        lines.append(f"  {few} of the candidates tried")
+    return ["left out, for the profile has no times for it:", *lines, f"to measure it: {found.measure_with}\n"]
 
 
 def _show_what_if(answers: WhatIf) -> None:

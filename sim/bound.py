@@ -9,6 +9,7 @@ The largest t / d is the period at which the schedule settles when nothing is sh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +20,7 @@ from sim.cost import Demand, Terms, demands
 from sim.longest_path import arcs, topological
 from sim.machine import HardwareProfile
 
+REAL = 0.05  # part of a circle's time: a stream that takes less of it is not what binds
 Predecessors = list[list[tuple[int, int]]]  # node -> (node before it, how many steps before)
 
 
@@ -27,14 +29,14 @@ class Bound:
     """What one step of a schedule takes at least.
 
     `area_ns` is whole nanoseconds, rounded down, by resource. `cycle_ns` is the largest cycle ratio,
-    exact; `cycle` names the ops on that circle in order, and `streams` what is busy along it ("host" for
-    issuing).
+    exact; `cycle` names the ops on that circle in order, and `streams_ns` is how long each stream is busy along it, the
+    longest first ("host" is issuing).
     """
 
     area_ns: dict[str, int]
     cycle_ns: Fraction
     cycle: tuple[str, ...]
-    streams: tuple[str, ...]
+    streams_ns: dict[str, int]
 
     @property
     def period_ns(self) -> float:
@@ -43,11 +45,12 @@ class Bound:
 
     @property
     def binding(self) -> str:
-        """What sets the bound: a resource, a stream that is never idle, or the streams of a circle."""
+        """What sets the bound: a resource, a stream that is never idle, or the streams with a REAL part of a circle."""
         resource = max(self.area_ns, key=lambda name: self.area_ns[name], default="")
         if resource and self.area_ns[resource] > self.cycle_ns:
             return resource
-        return " + ".join(self.streams)
+        around = sum(self.streams_ns.values())
+        return " + ".join(stream for stream, ns in self.streams_ns.items() if ns >= REAL * around)
 
 
 def bound(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()) -> Bound:
@@ -66,12 +69,14 @@ def bound_of(schedule: Schedule, costs: Sequence[Demand], *, sharing: bool = Tru
     ratio, nodes = largest_cycle_ratio(schedule, weights)
     # the circle's nodes that take time: issues are the host's, ends belong to the stream
     timed = [node for node in nodes if weights[node]]
-    busy = [str(schedule.ops[node // 2].stream) if node % 2 else str(Stream.HOST) for node in timed]
+    busy = Counter[str]()
+    for node in timed:
+        busy[str(schedule.ops[node // 2].stream) if node % 2 else str(Stream.HOST)] += weights[node]
     return Bound(
         area_ns=_areas(costs) if sharing else {},
         cycle_ns=ratio,
         cycle=tuple(schedule.ops[node // 2].name for node in timed if node % 2),
-        streams=tuple(dict.fromkeys(busy)),
+        streams_ns=dict(busy.most_common()),
     )
 
 

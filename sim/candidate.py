@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from schedules import policies
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
+from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim.bound import bound
+from sim.cost import MissingCost, Unmeasured
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 
@@ -60,7 +62,7 @@ def _defaults() -> dict[str, Knob]:
 class Tried:
     """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
 
-    `over` is how many bytes it lacked, zero if it has room.
+    `over` is how many bytes it lacked, zero if it has room; `measured` is False where the profile lacks an op's time.
     """
 
     policy: str
@@ -69,6 +71,7 @@ class Tried:
     period_ns: float | None
     reason: str
     over: int = 0
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,14 @@ class Case:
 class Verdict:
     """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
 
-    `lacking` says what it had no room for.
+    `lacking` is where it had no room, `unmeasured` an op that the profile has no time for.
     """
 
     tried: Tried
     prediction: Prediction | None
     effort: int
-    lacking: str
+    lacking: Tier | None = None
+    unmeasured: Unmeasured | None = None
 
 
 Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and the best period so far in ns
@@ -98,7 +102,9 @@ Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and
 
 def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule | None = None) -> Verdict:
     """Build a candidate, unless its schedule is given, and simulate it if it fits and its bound leaves hope."""
-    period, reason, over, lacking, effort = None, "", 0, "", 0
+    period, reason, over, effort = None, "", 0, 0
+    lacking: Tier | None = None
+    unmeasured: Unmeasured | None = None
     prediction: Prediction | None = None
     try:
         built = schedule or policies.build_without_waits(
@@ -118,7 +124,9 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
             effort = len(schedule.ops)
     except DoesNotFit as error:
         reason, over = f"does not fit: {error.tier} {error.over / 1e9:+,.1f} GB", error.over
-        lacking = str(error).partition("\n")[0]
+        lacking = error.tier
+    except MissingCost as error:  # others of the step may not need that op
+        reason, unmeasured = f"no measured time for {error.what.signature}", error.what
     except policies.PolicyError as error:
         reason = str(error)
     tried = Tried(
@@ -128,8 +136,10 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         period_ns=period,
         reason=reason,
         over=over,
+        measured=unmeasured is None,
     )
-    return Verdict(tried, prediction if period is not None and period < best_ns else None, effort, lacking)
+    better = prediction if period is not None and period < best_ns else None
+    return Verdict(tried, better, effort, lacking, unmeasured)
 
 
 @contextmanager

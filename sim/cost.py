@@ -16,6 +16,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import Workload
+from sim.coverage import command, covered
 from sim.machine import SHAPE, HardwareProfile, Table
 from sim.shapes import between
 
@@ -25,21 +26,46 @@ DRAM, CORES = "dram", "cores"
 GPU, HBM = "gpu", "hbm"
 NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
 
+HOUR_NS = 3.6e12
+LONGEST_NS = 1e13  # of one op: the times of many steps of many of them still fit 64 bits
 _HOST_STREAMS = frozenset({Stream.CPU, Stream.HOST, Stream.NVME_READ, Stream.NVME_WRITE})
 
 
 Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.shapes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unmeasured:
+    """An op that a measured profile has no time for, and what that profile covers, in words.
+
+    `signature` is as the function of that name makes it; `model`, `workload` and `policy` are the schedule's.
+    """
+
+    signature: str
+    machine: str
+    covered: str
+    model: str
+    workload: Workload
+    policy: str
+
+    @property
+    def command(self) -> str:
+        """What measures it, and all other ops of such a step."""
+        return command(self.model, [self.workload], self.policy)
+
+
 class MissingCost(InputError):
-    """A measured profile has no time for an op; `signature` names it, and so does the command to run."""
+    """A measured profile has no time for an op; the message says how to measure it, by `measure_with` if given."""
 
-    def __init__(self, signature: str, machine: str) -> None:
-        super().__init__(f"profile {machine} has no measured time for {signature}; measure it with: megatrain profile")
-        self.signature, self.machine = signature, machine
+    def __init__(self, what: Unmeasured, measure_with: str | None = None) -> None:
+        super().__init__(
+            f"profile {what.machine} has no measured time for {what.signature}; it covers {what.covered}; "
+            f"measure it with: {measure_with or what.command}"
+        )
+        self.what, self.measure_with = what, measure_with
 
-    def __reduce__(self) -> tuple[type[MissingCost], tuple[str, str]]:
-        return type(self), (self.signature, self.machine)  # it may come from another process
+    def __reduce__(self) -> tuple[type[MissingCost], tuple[Unmeasured, str | None]]:
+        return type(self), (self.what, self.measure_with)  # it may come from another process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +108,7 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
 
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
-        ValueError: the schedule uses NVMe and the profile has none.
+        InputError: the schedule uses NVMe and the profile has none, or an op would take longer than LONGEST_NS.
     """
     waits = {wait.op for wait in schedule.waits}
     found = []
@@ -93,8 +119,9 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
         duration, usage = _work(op, schedule, profile, terms)
         # the host's own waking is in the issue of what follows
         wake = profile.issue.wake if terms.issue and op.stream != Stream.HOST else None
-        wake_ns = 0 if wake is None else round(wake.value)
-        found.append(Demand(duration_ns=duration, usage=usage, issue_ns=round(issue), wake_ns=wake_ns))
+        wake_ns = 0 if wake is None else round(_bounded(wake.value, op, profile))
+        issue_ns = round(_bounded(issue, op, profile))
+        found.append(Demand(duration_ns=duration, usage=usage, issue_ns=issue_ns, wake_ns=wake_ns))
     return tuple(found)
 
 
@@ -174,7 +201,7 @@ def _copy(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) ->
     usage[slowest] = 1.0
     if profile.host.copy_threads is not None:
         usage[CORES] = min(1.0, profile.host.copy_threads.value / profile.host.cores.value)
-    return _whole(duration), usage
+    return _whole(duration, op, profile), usage
 
 
 def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str, float], float, float]:
@@ -214,7 +241,7 @@ def _compute(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int,
         # the "GPU" is the host's own cores, and its memory the host's
         usage[CORES] = min(1.0, profile.host.compute_threads.value / profile.host.cores.value)
         usage[DRAM] = _share(op.nbytes, duration, profile.host.memory_bandwidth.value)
-    return _whole(duration), usage
+    return _whole(duration, op, profile), usage
 
 
 def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
@@ -223,7 +250,15 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
         return None
     time_ns = _tabulated_ns(op, schedule, profile)
     if time_ns is None:
-        raise MissingCost(signature(op, schedule.model, schedule.workload), profile.name)
+        lacking = Unmeasured(
+            signature=signature(op, schedule.model, schedule.workload),
+            machine=profile.name,
+            covered=covered(profile),
+            model=schedule.model.name,
+            workload=schedule.workload,
+            policy=schedule.policy,
+        )
+        raise MissingCost(lacking)
     return time_ns
 
 
@@ -282,7 +317,7 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
     if not _on_host(op):
         measured = _measured(op, schedule, profile) if adam else None
         bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
-        return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured), {GPU: 1.0}
+        return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured, op, profile), {GPU: 1.0}
     if adam and host.adam_params_per_s is not None and _tabulated_ns(op, schedule, profile) is None:
         duration = op.params / host.adam_params_per_s.value * 1e9
     else:
@@ -294,7 +329,7 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
     usage = {DRAM: _share(op.nbytes, duration, host.memory_bandwidth.value)}
     if host.adam_threads is not None:
         usage[CORES] = min(1.0, host.adam_threads.value / host.cores.value)
-    return _whole(duration), usage
+    return _whole(duration, op, profile), usage
 
 
 def _share(nbytes: int, duration_ns: float, bandwidth: float) -> float:
@@ -302,5 +337,14 @@ def _share(nbytes: int, duration_ns: float, bandwidth: float) -> float:
     return min(1.0, nbytes / bandwidth * 1e9 / duration_ns) if duration_ns else 0.0
 
 
-def _whole(duration_ns: float) -> int:
-    return math.ceil(duration_ns)
+def _whole(duration_ns: float, op: Op, profile: HardwareProfile) -> int:
+    return math.ceil(_bounded(duration_ns, op, profile))
+
+
+def _bounded(ns: float, op: Op, profile: HardwareProfile) -> float:
+    if ns > LONGEST_NS:
+        raise InputError(
+            f"{op.name} would take {ns / HOUR_NS:,.0f} hours on {profile.name}, and no op may take more than "
+            f"{LONGEST_NS / HOUR_NS:.1f}: give the machine a higher rate or a shorter latency"
+        )
+    return ns

@@ -74,7 +74,7 @@ def prove(schedule: Schedule, profile: HardwareProfile, *, seconds: float = 10.0
 
 def prove_order(schedule: Schedule, costs: Sequence[Demand], *, seconds: float) -> OrderProof:
     """As `prove`, of ops that have the given demands, one per op in program order."""
-    solver = _solver()
+    known = solver()
     until = time.monotonic() + seconds
     own, _ = largest_cycle_ratio(schedule, [ns for cost in costs for ns in (cost.issue_ns, cost.duration_ns)])
     bound = min(Fraction(Question.of(schedule, costs).busiest), own)
@@ -86,7 +86,7 @@ def prove_order(schedule: Schedule, costs: Sequence[Demand], *, seconds: float) 
         finished = True
         while low < high and (left := until - time.monotonic()) > 0:
             period = (low + high) // 2
-            possible = _possible(solver, question, period, left / PATIENCE)
+            possible = _possible(known, question, period, left / PATIENCE)
             finished = finished and possible is not None
             low, high = (period + 1, high) if possible is False else (low, period)
         finished = finished and low == high
@@ -95,11 +95,16 @@ def prove_order(schedule: Schedule, costs: Sequence[Demand], *, seconds: float) 
     return OrderProof(period_ns=own, bound_ns=bound, finished=finished)
 
 
-def _solver() -> Any:
+def solver() -> Any:
+    """The module of the constraint solver.
+
+    Raises:
+        InputError: OR-tools is not installed.
+    """
     try:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
-        raise InputError("a proof of order takes OR-tools: pip install 'megatrain[prove]'") from None
+        raise InputError("a proof of order takes OR-tools: pip install ortools") from None
 
 
 @dataclass(frozen=True, kw_only=True)

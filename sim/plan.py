@@ -14,19 +14,22 @@ from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from sim.candidate import Case, Tried, judges, rarely_collecting_garbage
+from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
+from sim.cost import MissingCost, Unmeasured
+from sim.coverage import command
 from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
-from sim.search import EFFORT, Progress, Search, by_bound
+from sim.search import EFFORT, NothingFits, Progress, Search, by_bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The best schedule found, and how much better any could be.
 
-    `lower_bound_ns` holds for every exact schedule of any split of the step that was asked for. `finished` is
-    False where the search was interrupted.
+    `lower_bound_ns` holds for every exact schedule of any split of the step that was asked for, but for those that are
+    `left_out`: a measured profile has no times for them. `measure_with` is the command that would make a profile with
+    all that this search lacked; None if that is nothing. `finished` is False where the search was interrupted.
     """
 
     prediction: Prediction
@@ -34,6 +37,8 @@ class Plan:
     tried: tuple[Tried, ...]
     seconds: float
     finished: bool
+    left_out: tuple[Unmeasured, ...] = ()
+    measure_with: str | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -58,14 +63,19 @@ class Plan:
         """What the gap is made of, in words; one plus each, multiplied, is one plus the gap.
 
         What the fullest resource does beyond the least that a relaxed placement leaves for one; what a circle of ops
-        over several streams takes beyond that resource; what ops take longer that share something or wait.
+        over several streams takes beyond that resource; what ops take longer that share something or wait. The first is
+        negative where the bound counts more than work: ops that copies slow down, and windows that cannot overlap.
         """
         own = self.prediction.bound
         fullest = max(own.area_ns, key=lambda name: own.area_ns[name])
         area = own.area_ns[fullest]
+        more = area / self.lower_bound_ns - 1.0
+        what = f"more work for {fullest} than a relaxed placement leaves"
+        if more < 0:
+            what = f"work of {fullest} alone: the bound counts slow-downs too"
         return {
-            f"more work for {fullest} than a relaxed placement leaves": area / self.lower_bound_ns - 1.0,
-            f"a circle of ops over {', '.join(own.streams)}": own.period_ns / area - 1.0,
+            what: more,
+            f"a circle of ops over {', '.join(own.streams_ns)}": own.period_ns / area - 1.0,
             "ops that share a resource, or wait for one that does": self.prediction.period_ns / own.period_ns - 1.0,
         }
 
@@ -95,11 +105,11 @@ def plan(
     schedule found so far is returned then.
 
     Raises:
-        InputError: the step is not given, or is no whole number of sequences; or a schedule to begin with is of another
-            model or step.
+        InputError: the step is not given, is no whole number of sequences, or does not divide into the micro-batches
+            that were asked for; or a schedule to begin with is of another model or step.
         ScheduleError: it is not safe.
         NothingFits: no schedule fits the machine.
-        MissingCost: a measured profile lacks a time.
+        MissingCost: a measured profile has times for no way to run it.
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
@@ -111,20 +121,30 @@ def plan(
     ]
     finished = True
     limit: PlacementBound | None = None
+    bounded: list[tuple[PlacementBound, Workload]] = []
+    unmeasured: list[Unmeasured] = []
     with rarely_collecting_garbage(), judges(Case(model, profile, budget), workers) as judge:
         search = Search(model, profile, budget, judge, progress, effort)
         try:
-            bounded = by_bound(model, profile, budget, steps)
+            bounded, unmeasured = by_bound(model, profile, budget, steps)
             limit = min((found for found, _ in bounded), key=lambda found: found.period_ns, default=None)
             for schedule in first:
                 search.begin_with(schedule, steps)
             search.all_of(steps, bounded)
         except KeyboardInterrupt:
             finished = False
+    left_out = tuple(what for what in unmeasured if search.room.might_hold(what.workload))
+    lacking = search.unmeasured or next(iter(left_out), None)
+    wanted = [workload for _, workload in bounded] + [what.workload for what in left_out]
+    measure_with = None if lacking is None else command(model.name, wanted or [lacking.workload], OURS)
     if search.best is None or limit is None:
         if not finished:
             raise KeyboardInterrupt
-        raise search.nothing_fits(steps[-1])
+        if lacking is not None and (search.best is not None or search.shortest is None):
+            raise MissingCost(lacking, measure_with)
+        told = search.nothing_fits(steps[-1])
+        others = f"; others were not measured, as they would be by: {measure_with}"
+        raise NothingFits(told + others if measure_with else told)
     verify(search.best.schedule)
     return Plan(
         prediction=search.best,
@@ -132,6 +152,8 @@ def plan(
         tried=tuple(search.tried.values()),
         seconds=time.perf_counter() - begun,
         finished=finished,
+        left_out=left_out,
+        measure_with=measure_with,
     )
 
 
@@ -143,7 +165,11 @@ def splits(
     precision: str,
     grad_clip: float | None,
 ) -> Iterator[Workload]:
-    """The ways to split a step into equal micro-batches, largest micro-batch first. Raises InputError."""
+    """The ways to split a step into equal micro-batches, largest micro-batch first.
+
+    Raises:
+        InputError: there is none.
+    """
 
     def workload(size: int, count: int) -> Workload:
         try:
@@ -161,7 +187,14 @@ def splits(
     sequences, rest = divmod(tokens_per_step, seq_len)
     if rest or not sequences:
         raise InputError(f"{tokens_per_step:,} tokens per step is no whole number of sequences of {seq_len:,} tokens")
-    for count in range(1, sequences + 1):
-        size = sequences // count
-        if size * count == sequences and micro_batch_size in (None, size) and accumulation in (None, count):
-            yield workload(size, count)
+    counts = [
+        count
+        for count in range(1, sequences + 1)
+        if sequences % count == 0 and micro_batch_size in (None, sequences // count) and accumulation in (None, count)
+    ]
+    if not counts:
+        asked = f"{'' if accumulation is None else f'{accumulation:,} '}micro-batches"
+        of_size = "" if micro_batch_size is None else f" of {micro_batch_size:,}"
+        raise InputError(f"{sequences:,} sequences a step do not divide into {asked}{of_size}")
+    for count in counts:
+        yield workload(sequences // count, count)

@@ -187,6 +187,11 @@ class Room:
         thriftiest = policies.build_without_waits(OURS, self._model, workload, _ENDLESS, **dict(least.knobs))
         return peak_bytes(thriftiest, self._profile)
 
+    def might_hold(self, workload: Workload) -> bool:
+        """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together."""
+        least, limits = self.least(workload), self._limits
+        return least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values())
+
     def _built(self, candidate: Candidate) -> Schedule:
         knobs = dict(candidate.knobs)
         return policies.build_without_waits(candidate.policy, self._model, candidate.workload, self._budget, **knobs)

@@ -23,6 +23,7 @@ from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judge
+from sim.cost import MissingCost, Unmeasured
 from sim.knob_space import knob_space
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
@@ -51,11 +52,15 @@ _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
 
 
 class NothingFits(Refused):
-    """No schedule fits; the message names the smallest shortage found."""
+    """No schedule fits; the message says what is lacking."""
 
 
-def _words_for(tier: Tier) -> str:
-    return "NVMe" if tier == Tier.NVME else f"{tier} memory"
+def _gigabytes(tier: Tier, nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB of {'NVMe' if tier == Tier.NVME else f'{tier} memory'}"
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _words(workload: Workload) -> str:
@@ -74,18 +79,24 @@ def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str
 
 def by_bound(
     model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget, steps: list[Workload]
-) -> list[tuple[PlacementBound, Workload]]:
-    """The splits that could fit, the fewest micro-batches first, each with its bound."""
-    found = []
+) -> tuple[list[tuple[PlacementBound, Workload]], list[Unmeasured]]:
+    """The splits that could fit, the fewest micro-batches first, each with its bound.
+
+    And of those that a measured profile has no times for, what it lacks.
+    """
+    found, unmeasured = [], list[Unmeasured]()
     for workload in steps:
         try:
             found.append((placement_bound(model, workload, profile, budget), workload))
         except NoPlacement:
             continue
+        except MissingCost as error:
+            unmeasured.append(replace(error.what, workload=workload))  # the bound asks about fewer micro-batches
+            continue
         if len({other.accumulation for _, other in found}) > SPLITS:
             found.pop()
             break  # smaller micro-batches move more for what they do, and take longer to look at
-    return found
+    return found, unmeasured
 
 
 @dataclass
@@ -110,7 +121,8 @@ class Search:
     room: Room = field(init=False)
     share: float = 0.0
     tried: dict[Candidate, Tried] = field(default_factory=dict)
-    shortest: tuple[int, str] | None = None  # bytes that the closest candidate lacked, and what for
+    shortest: tuple[int, Tier] | None = None  # bytes that the closest candidate lacked, and where
+    unmeasured: Unmeasured | None = None  # the first op that a candidate needs and the profile has no time for
 
     def __post_init__(self) -> None:
         self.room = Room(self.model, self.profile, self.budget)
@@ -210,7 +222,8 @@ class Search:
 
         of_part = Search(self.model, self.profile, self.budget, self.judge, told)
         of_part.effort = self.effort // 2
-        of_part.splits(by_bound(self.model, self.profile, self.budget, parts))
+        bounded, _ = by_bound(self.model, self.profile, self.budget, parts)
+        of_part.splits(bounded)
         self.effort -= self.effort // 2 - of_part.effort
         best: dict[Workload, Candidate] = {}
         for candidate, tried in sorted(of_part.tried.items(), key=lambda item: item[1].period_ns or math.inf):
@@ -428,26 +441,30 @@ class Search:
         if verdict.prediction is not None and verdict.prediction.period_ns < (self.period_ns or math.inf):
             self.best = verdict.prediction
             self.at = candidate if candidate.policy == OURS else self.at
-        if tried.over and (self.shortest is None or tried.over < self.shortest[0]):
+        self.unmeasured = self.unmeasured or verdict.unmeasured
+        if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
             self.shortest = tried.over, verdict.lacking
         if self.progress is not None:
             self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
 
-    def nothing_fits(self, workload: Workload) -> NothingFits:
-        """The sentence for a machine on which nothing runs."""
+    def nothing_fits(self, workload: Workload) -> str:
+        """Why nothing runs on the machine: what is lacking for the thriftiest schedule, or for the closest one."""
         model = self.model
         state = model.total_params * workload.bytes.per_param
-        have = self.budget.device_bytes + self.budget.host_bytes + self.budget.nvme_bytes
+        limits = tuple(vars(self.budget).values())  # by tier
         told = [f"no schedule of {model.name} fits {self.profile.name}"]
-        if state > have:
+        if state > sum(limits):
             told.append(
                 f"weights, gradients and optimizer state take {state / 1e9:,.1f} GB, all its memory together is "
-                f"{have / 1e9:,.1f} GB"
+                f"{sum(limits) / 1e9:,.1f} GB"
             )
-        elif self.shortest is not None:
-            told.append(f"the closest one {self.shortest[1]}")
-        takes = [
-            f"{peak / 1e9:,.1f} GB of {_words_for(tier)}" for tier, peak in self.room.least(workload).items() if peak
-        ]
-        told.append(f"the thriftiest one takes {', '.join(takes[:-1])} and {takes[-1]}")
-        return NothingFits("; ".join(told))
+        least = self.room.least(workload)
+        over = {tier: peak - have for (tier, peak), have in zip(least.items(), limits, strict=True) if peak > have}
+        if state <= sum(limits) and not over and self.shortest is not None:
+            lacking, where = self.shortest
+            told.append(f"the closest one tried lacks {_gigabytes(where, lacking)}")
+        takes = [_gigabytes(tier, peak) for tier, peak in least.items() if peak]
+        told.append(f"the thriftiest one takes {_listed(takes)}")
+        if over:
+            told[-1] += f", and lacks {_listed([_gigabytes(tier, nbytes) for tier, nbytes in over.items()])}"
+        return "; ".join(told)

@@ -28,9 +28,11 @@ MORE = 1.25  # what a resource is multiplied with to see what more of it would b
 FASTER = 0.9  # what the ops of a class are multiplied with to see what they hold up
 SAMPLES = 200  # of a noisy step
 USUAL_NOISE = 0.02  # of an op on a quiet machine, for `spread` where it was not measured
+PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops"), ("gpu.memory_bandwidth",)
+TIMED = (PRODUCTS, DEVICE_MEMORY)  # where ops were measured, their times do not follow from these
 RATES = (
-    ("GPU, matrix products", ("gpu.matmul_flops", "gpu.fp32_flops")),
-    ("GPU, memory bandwidth", ("gpu.memory_bandwidth",)),
+    ("GPU, matrix products", PRODUCTS),
+    ("GPU, memory bandwidth", DEVICE_MEMORY),
     ("link, host to device", ("links.h2d.bandwidth", "links.duplex")),
     ("link, device to host", ("links.d2h.bandwidth", "links.duplex")),
     ("host memory bandwidth", ("host.memory_bandwidth", "host.adam_params_per_s")),
@@ -99,8 +101,9 @@ def op_class(op: Op) -> str:
 
 
 def faster(profile: HardwareProfile) -> dict[str, HardwareProfile]:
-    """Resource -> the machine with a quarter more of it, for all that it has."""
-    machines = {name: _scaled(profile, paths, MORE) for name, paths in RATES}
+    """Resource -> the machine with a quarter more of it, for all that it has and its op times follow from."""
+    rates = [(name, paths) for name, paths in RATES if profile.mode == "datasheet" or paths not in TIMED]
+    machines = {name: _scaled(profile, paths, MORE) for name, paths in rates}
     return {name: machine for name, machine in machines.items() if machine is not None}
 
 

@@ -36,8 +36,17 @@ def test_three_layers_through_two_slots() -> None:
     assert found.area_ns == {H2D: 30, GPU: 90}
     assert found.cycle_ns == 100
     assert sorted(found.cycle) == ["F0", "F1", "F2", "P0"]
-    assert found.binding in ("h2d + compute", "compute + h2d")
+    assert found.binding == "compute + h2d"
     assert found.period_ns == 100.0
+
+
+def test_what_binds_is_what_takes_a_real_part_of_the_circle_the_longest_first() -> None:
+    """A hand-over of a thousandth does not make a stream one of those that bind."""
+    ops = [bare("A", Stream.H2D), bare("B", Stream.CPU), bare("C", Stream.COMPUTE)]
+    waits = [Wait(op="B", on="A"), Wait(op="C", on="B"), Wait(op="A", on="C", distance=1)]
+    found = bound_of(schedule_of(ops, waits), [Demand(duration_ns=ns) for ns in (300, 1, 699)])
+    assert found.streams_ns == {"compute": 699, "h2d": 300, "cpu": 1}
+    assert found.binding == "compute + h2d"
 
 
 def test_a_stream_on_its_own_can_be_what_binds() -> None:
@@ -55,7 +64,7 @@ def test_a_circle_over_two_steps_has_half_its_length_per_step() -> None:
     found = bound_of(schedule_of(ops, waits), [Demand(duration_ns=ns) for ns in (4, 5, 6)])
     assert found.cycle_ns == Fraction(15, 2)
     assert sorted(found.cycle) == ["A", "B", "C"]
-    assert sorted(found.streams) == ["compute", "d2h", "h2d"]
+    assert sorted(found.streams_ns) == ["compute", "d2h", "h2d"]
 
 
 def test_of_several_circles_the_longest_binds() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from strategies import MODEL, WORKLOAD, round_profile
 
+from schedules.errors import InputError
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -261,7 +262,7 @@ def test_a_part_of_a_layer_takes_its_part_of_the_layers_time(stream: Stream) -> 
     assert demand(part, measured(**{whole: 8_000, own: 2_345})).duration_ns == 2_345  # where it was measured itself
     with pytest.raises(MissingCost) as missing:
         demand(part, measured())
-    assert missing.value.signature == own
+    assert missing.value.what.signature == own
 
 
 def test_layers_of_one_kind_and_all_micro_batches_share_a_signature() -> None:
@@ -283,7 +284,23 @@ def test_a_measured_profile_is_used_as_it_is() -> None:
 def test_a_measured_profile_without_an_ops_time_says_how_to_measure_it(op: Op) -> None:
     with pytest.raises(MissingCost, match="megatrain profile") as missing:
         demand(op, measured())
-    assert missing.value.signature == signature(op, MODEL, WORKLOAD)
+    assert missing.value.what.signature == signature(op, MODEL, WORKLOAD)
+
+
+@pytest.mark.parametrize(
+    ("op", "setting"),
+    [
+        (copy(Tier.HOST, Tier.DEVICE, MB), "links.h2d.bandwidth=1B/s"),
+        (copy(Tier.HOST, Tier.DEVICE, MB), "links.h2d.bandwidth=1e-300B/s"),
+        (compute(flops=10**15), "gpu.matmul_flops=1FLOP/s"),
+        (compute(flops=1), "issue.compute=1e14us"),
+        (compute(flops=1), "issue.wake=1e14us"),
+    ],
+)
+def test_a_machine_on_which_an_op_takes_for_ever_is_told(op: Op, setting: str) -> None:
+    """The nanoseconds of many steps must fit 64 bits."""
+    with pytest.raises(InputError, match=r"would take [\d,inf]+ hours on .*, and no op may take more than 2\.8: give"):
+        demand(op, round_profile(setting))
 
 
 def test_a_measured_optimizer_rate_serves_a_measured_profile() -> None:

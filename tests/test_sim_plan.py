@@ -28,8 +28,9 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, peak_bytes, predict
-from sim.search import EFFORT, PART, NothingFits
+from sim.search import EFFORT, PART, NothingFits, Search
 
+ROOMY = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40)
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
 
 
@@ -287,6 +288,14 @@ def test_splits_of_a_step_are_its_divisors() -> None:
     ("arguments", "told"),
     [
         ({"seq_len": 512, "tokens_per_step": 1000}, "1,000 tokens per step is no whole number of sequences of 512"),
+        (
+            {"seq_len": 512, "tokens_per_step": 1024, "micro_batch_size": 3},
+            "2 sequences a step do not divide into micro-batches of 3",
+        ),
+        (
+            {"seq_len": 512, "tokens_per_step": 1024, "accumulation": 5},
+            "2 sequences a step do not divide into 5 micro-batches",
+        ),
         ({"seq_len": 512}, "say how long a step is"),
         ({"seq_len": 512, "micro_batch_size": 1, "precision": "int3"}, "precision 'int3' is unknown"),
     ],
@@ -302,6 +311,22 @@ def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
         plan(shallow(8), profile, seq_len=512, micro_batch_size=1)
     assert "all its memory together is 4.0 GB" in str(told.value)
     assert "GB of device memory and" in str(told.value)
+
+
+def test_where_the_thriftiest_schedule_lacks_something_it_is_named() -> None:
+    """The closest candidate may lack device memory, when what no schedule can do without is host memory."""
+    profile = hardware.override(hardware.load("rtx3090"), ["host.memory=16GB"])
+    with pytest.raises(NothingFits) as told:
+        plan(presets.load("llama-3.1-70b"), profile, seq_len=4096, micro_batch_size=1, effort=1)
+    assert str(told.value).endswith(", and lacks 17.9 GB of host memory") and "closest" not in str(told.value)
+
+
+def test_where_the_thriftiest_has_room_the_closest_is_told_in_a_sentence() -> None:
+    search = Search(shallow(2), machine("h200", device_gb=8, host_gb=16), ROOMY, lambda some, best: [])
+    search.shortest = 3_000_000_000, Tier.HOST
+    assert "; the closest one tried lacks 3.0 GB of host memory; the thriftiest one takes " in search.nothing_fits(
+        step(1)
+    )
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +414,7 @@ def test_what_a_process_cannot_judge_is_told() -> None:
     measured = replace(hardware.load("h200"), mode="measured")
     with pytest.raises(MissingCost, match="has no measured time for qwen") as told:
         plan(shallow(6), measured, seq_len=512, micro_batch_size=4, workers=2)
-    assert pickle.loads(pickle.dumps(told.value)).signature == told.value.signature
+    assert pickle.loads(pickle.dumps(told.value)).what == told.value.what
 
 
 def test_a_smaller_budget_than_the_machine_is_kept() -> None:
@@ -397,6 +422,16 @@ def test_a_smaller_budget_than_the_machine_is_kept() -> None:
     budget = MemoryBudget(device_bytes=int(0.7 * state_bytes(model)), host_bytes=3 * state_bytes(model))
     found = plan(model, hardware.load("h200"), seq_len=512, micro_batch_size=4, memory=budget)
     assert found.prediction.peak_bytes[Tier.DEVICE] <= budget.device_bytes
+
+
+def test_a_part_of_the_gap_below_zero_says_what_it_means() -> None:
+    """The fullest resource can have less work than the bound, which counts what slows it too: no bound is wrong."""
+    found = plan(shallow(6), hardware.load("rtx4090"), seq_len=512, micro_batch_size=4)
+    fullest = max(found.prediction.bound.area_ns.values())
+    for bound_ns in (fullest * 1.01, fullest * 0.99):
+        told, part = next(iter(replace(found, bound=replace(found.bound, period_ns=bound_ns)).gap_parts.items()))
+        assert told.startswith("more work for") == (part > 0)
+        assert told.endswith("alone: the bound counts slow-downs too") == (part < 0)
 
 
 def test_the_gaps_parts_multiply_to_the_gap() -> None:

@@ -8,9 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatrain.cli.options import Clip, Hardware, Json, Precision, Seq, Set, machine_of, print_json, progress_bar
+from megatrain.cli.options import (
+    Clip,
+    Hardware,
+    Json,
+    Precision,
+    Seq,
+    Set,
+    machine_of,
+    print_json,
+    progress_bar,
+    require_outputs,
+    schedule_to_prove,
+)
 
 if TYPE_CHECKING:
+    from sim.order_proof import OrderProof
     from sim.prediction import Prediction
 
 
@@ -45,15 +58,23 @@ def plan(
 ) -> None:
     """Find the best schedule for a model on a machine, and how much better any could be.
 
-    With --batch and --accumulation the step is their product; --tokens is left aside then.
+    With --batch and --accumulation the step is their product; --tokens is left aside then. On a measured profile the
+    plan is the best of what the profile has times for; it tells what that leaves out, and how to measure it.
     """
+    from analysis.files import write_text
     from megatrain import plan_tables as tables
     from schedules import codec, presets
+    from schedules.errors import InputError
     from sim import order_proof, whatif
     from sim.plan import plan as search
+    from sim.search import NothingFits
 
+    # what is lacking for the answer is told before the search, which may take long
+    require_outputs(files=[out])
+    if prove is not None:
+        order_proof.solver()
     profile, spec = machine_of(hardware, change), presets.load(model)
-    begun_with = [codec.read(path) for path in start or ()]
+    begun_with = [schedule_to_prove(path) for path in start or ()]
     fixed = batch is not None and accumulation is not None
     with progress_bar() as bar:
         task = bar.add_task("planning", total=1.0, note="")
@@ -62,35 +83,47 @@ def plan(
             found = f"{best.tokens_per_s:,.0f} tokens/s" if best else "nothing fits yet"
             bar.update(task, completed=share, note=f"{found}; {note}")
 
-        found = search(
-            spec,
-            profile,
-            seq_len=seq,
-            tokens_per_step=None if fixed else tokens,
-            micro_batch_size=batch,
-            accumulation=accumulation,
-            precision=precision,
-            grad_clip=clip,
-            progress=progress,
-            first=begun_with,
-            workers=os.cpu_count() or 1,
-        )
+        try:
+            found = search(
+                spec,
+                profile,
+                seq_len=seq,
+                tokens_per_step=None if fixed else tokens,
+                micro_batch_size=batch,
+                accumulation=accumulation,
+                precision=precision,
+                grad_clip=clip,
+                progress=progress,
+                first=begun_with,
+                workers=os.cpu_count() or 1,
+            )
+        except NothingFits as error:
+            if as_json:
+                print_json(tables.nothing_record(spec, profile, str(error)))
+            raise
         bar.update(task, completed=1.0)
         if noise is None:
             noise = whatif.op_noise(profile) or whatif.USUAL_NOISE
         spread = whatif.spread(found.prediction, noise)
-        proof = None
+        proof: OrderProof | None = None
+        not_proven: InputError | None = None
         if prove is not None:
             bar.add_task("proving the order", total=None, note=f"{prove:g} s at most")
-            proof = order_proof.prove(found.schedule, profile, seconds=prove)
+            try:
+                proof = order_proof.prove(found.schedule, profile, seconds=prove)
+            except InputError as error:  # it has too many ops, which is no reason to lose the plan
+                not_proven = error
         answers = None
         if what_if:
             asked = bar.add_task("asking what if", total=None, note="")
             answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
-    if out is not None:
-        codec.save(found.schedule, out)
     if as_json:
         print_json(tables.record(found, spread, answers, proof))
-        return
-    tables.show(found, spread, answers, proof)
-    print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")
+    else:
+        tables.show(found, spread, answers, proof)
+    if out is not None:
+        write_text(out, codec.dumps(found.schedule))
+    if not as_json:
+        print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")
+    if not_proven is not None:
+        raise not_proven

@@ -12,23 +12,30 @@ from megatrain.cli.options import (
     Batch,
     Clip,
     Precision,
-    Recompute,
     Seq,
     progress_bar,
+    require_outputs,
     shape_of,
     workload_of,
 )
+from schedules.workload import RECOMPUTED
 
 
 def profile(
     model: Annotated[str, typer.Argument(help="The model whose layers are timed.")] = "demo",
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the profile here.")] = Path("profile.json"),
     batch: Batch = 4,
-    accumulation: Accumulation = 1,
+    accumulation: Accumulation = 2,
     seq: Seq = 256,
     precision: Precision = "fp32",
     clip: Clip = None,
-    recompute: Recompute = "none",
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recompute",
+            help=f"What blocks compute again in backward: {', '.join(RECOMPUTED)}. Repeatable; none if left out.",
+        ),
+    ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,7 +50,9 @@ def profile(
 ) -> None:
     """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. The file serves --hardware anywhere.
 
-    Other shapes between the timed ones are predicted from them. An interrupted measurement goes on where it was.
+    Other shapes between the timed ones are predicted from them, and any number of micro-batches from two. A plan
+    considers what was timed: give --recompute once for each way that it shall weigh. An interrupted measurement goes
+    on where it was.
     """
     from functools import partial
 
@@ -55,12 +64,14 @@ def profile(
     from schedules.workload import MemoryBudget
     from sim.hardware import save
 
+    require_outputs(files=[out])
     spec = presets.load(model)
     everything = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40 if nvme else 0)
     shapes = [shape_of(text) for text in shape] if shape else shapes_up_to(batch, seq)
 
     def built(shapes: list[tuple[int, int]]) -> list[Schedule]:
-        workloads = [workload_of(b, accumulation, s, precision, clip, recompute) for b, s in shapes]
+        modes = dict.fromkeys(recompute or ["none"])
+        workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
         return [known.build(name, spec, w, everything) for w in workloads for name in policy or known.comparable()]
 
     with progress_bar() as progress:

@@ -1,0 +1,47 @@
+"""What a measured profile holds times for, in words, and the command that measures what it lacks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from schedules.workload import RECOMPUTED, Workload
+from sim.machine import SHAPE, HardwareProfile
+
+LISTED = 6  # shapes; of more, the least and the most are named
+
+
+def covered(profile: HardwareProfile) -> str:
+    """The models that a profile has times of, at which micro-batch x sequence and in which element types."""
+    table = profile.measured.op_times if profile.measured else None
+    shapes: dict[tuple[str, str], set[tuple[int, int]]] = {}  # by model and what follows the shape in a signature
+    for key in table.values if table else ():
+        if match := SHAPE.search(key):
+            of = shapes.setdefault((key.partition("/")[0], key[match.end() :]), set())
+            of.add((int(match["batch"]), int(match["seq"])))
+    alike: dict[tuple[str, str], list[str]] = {}
+    for (model, element), found in shapes.items():
+        alike.setdefault((model, _listed(sorted(found))), []).append(element.replace("/", ", "))
+    return "; ".join(f"{model} at {at} in {' and '.join(kinds)}" for (model, at), kinds in alike.items()) or "no model"
+
+
+def _listed(shapes: Sequence[tuple[int, int]]) -> str:
+    names = [f"{batch}x{seq}" for batch, seq in shapes]
+    return ", ".join(names) if len(names) <= LISTED else f"{len(names)} shapes from {names[0]} to {names[-1]}"
+
+
+def command(model: str, workloads: Sequence[Workload], policy: str) -> str:
+    """The command line that measures the ops of steps that differ in micro-batches and in what is computed again.
+
+    Args:
+        policy: whose ops they are, where others do not have them because the weights are not trained.
+    """
+    first = workloads[0]
+    words = ["megatrain", "profile", model, "--batch", str(max(w.micro_batch_size for w in workloads))]
+    words += ["--seq", str(max(w.seq_len for w in workloads)), "--precision", first.precision]
+    modes = [mode for mode in RECOMPUTED if mode in {w.recompute for w in workloads}]
+    if modes != ["none"]:
+        words += [word for mode in modes for word in ("--recompute", mode)]
+    if first.lora_rank is not None or first.task != "train":
+        words += ["--policy", policy]
+    return shlex.join([*words, "--out", "FILE"])

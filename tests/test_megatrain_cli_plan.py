@@ -1,0 +1,146 @@
+"""`megatrain plan` and `megatrain profile` as a user meets them: on measured profiles, and where there is no plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from timed_profile import timed
+
+from megatrain.cli import profile as profile_command
+from schedules import presets
+from schedules.schedule import Schedule
+from schedules.workload import RECOMPUTED, Workload
+from sim import hardware
+
+ROOT = Path(__file__).parent.parent
+STEP = ("-t", "256", "-s", "64")
+
+
+def megatrain(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatrain.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A measured profile's file: the whole step as one micro-batch, with all activations kept or recomputed."""
+    file = tmp_path_factory.mktemp("measured") / "here.json"
+    hardware.save(timed(presets.load("tiny"), [Workload(micro_batch_size=4, seq_len=64)]), file)
+    return str(file)
+
+
+def test_a_plan_on_a_measured_profile_says_what_it_leaves_out(here: str) -> None:
+    told = megatrain("plan", "tiny", "-H", here, *STEP)
+    assert told.returncode == 0, told.stderr
+    assert "  2 x 2, 4 x 1 sequences with recompute none" in told.stdout
+    assert "  1 x 4, 2 x 2, 4 x 1 sequences with recompute pointwise, mlp" in told.stdout
+    assert "to measure it: megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none" in told.stdout
+
+
+def test_the_same_for_programs_with_what_if(here: str) -> None:
+    told = megatrain("plan", "tiny", "-H", here, *STEP, "--what-if", "--json")
+    assert told.returncode == 0, told.stderr
+    record = json.loads(told.stdout)
+    assert record["fits"] and record["profile"] == "measured"
+    assert record["measure_with"].startswith("megatrain profile tiny --batch 4")
+    assert {left["recompute"] for left in record["left_out"]} == set(RECOMPUTED)
+    assert "link, host to device, +25%" in record["what_if"]["gains"]
+
+
+def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:
+    told = megatrain("plan", "tiny", *STEP, "--json")
+    assert json.loads(told.stdout)["left_out"] == [] and json.loads(told.stdout)["measure_with"] is None
+
+
+def test_what_a_profile_lacks_is_told_with_the_command(here: str) -> None:
+    told = megatrain("simulate", "tiny", "-H", here)
+    assert told.returncode == 2 and "it covers tiny at 4x64 in bf16" in told.stderr
+    assert "megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE" in told.stderr
+
+
+def test_a_sweep_plans_on_a_measured_profile(here: str, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    text = (ROOT / "docs" / "prices.yaml").read_text()
+    own = f"  {here}: {{rent_per_hour: 1, watts: 50, source: here}}\n"
+    prices.write_text(text.replace("machines:\n", f"machines:\n{own}"))
+    told = megatrain(
+        "sweep", "-m", "tiny", "-H", here, *STEP, "--prices", str(prices), "-o", str(tmp_path / "s"), "--json"
+    )
+    assert told.returncode == 0, told.stderr
+    (row,) = json.loads(told.stdout)
+    assert row["fits"] and row["micro_batch_size"] == 4 and row["recompute"] == "none"
+
+
+def test_a_plan_that_nothing_fits_is_json_too() -> None:
+    told = megatrain("plan", "qwen2.5-72b", "-H", "rtx4090", "--set", "nvme.capacity=1GB", "-t", "4096", "--json")
+    assert told.returncode == 1
+    record = json.loads(told.stdout)
+    assert record["fits"] is False and record["model"] == "qwen2.5-72b" and record["machine"] == "rtx4090"
+    assert record["reason"] in told.stderr.replace("megatrain: ", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--out", "/nonexist/dir/p.json"], "cannot write /nonexist/dir/p.json: no such folder"),
+        (["--batch", "3"], "4 sequences a step do not divide into micro-batches of 3"),
+        (["--accumulation", "5"], "4 sequences a step do not divide into 5 micro-batches"),
+        (["--set", "links.h2d.bandwidth=1B/s", "--set", "links.d2h.bandwidth=1B/s"], "no op may take more than"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_before_the_search(options: list[str], told: str) -> None:
+    """A search would show its progress."""
+    done = megatrain("plan", "tiny", *STEP, *options)
+    assert done.returncode == 2 and told in done.stderr and not done.stdout
+    assert "tokens/s" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_proof_without_a_solver_is_told_before_the_search() -> None:
+    program = (
+        "import sys\nsys.modules['ortools'] = None\nfrom megatrain import cli\n"
+        "sys.argv = ['megatrain', 'plan', 'tiny', '-t', '256', '-s', '64', '--prove', '5']\ncli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2 and "pip install ortools" in done.stderr and "tokens/s" not in done.stderr
+
+
+def test_a_plan_that_cannot_be_proven_is_not_lost(tmp_path: Path) -> None:
+    """It has too many ops, which is known only then."""
+    file = tmp_path / "p.json"
+    program = (
+        "import sys\nfrom sim import order_proof\nfrom megatrain import cli\n"
+        "order_proof.MOST_OPS, order_proof.solver = 1, lambda: None\n"
+        f"sys.argv = ['megatrain', 'plan', 'tiny', '-t', '256', '-s', '64', '--prove', '5', '-o', {str(file)!r}]\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2 and "an order is proven up to 1" in done.stderr
+    assert "throughput" in done.stdout and file.is_file()
+
+
+def test_several_ways_to_recompute_are_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And with more than one micro-batch, whose gradients are added up."""
+    timed_at: list[Workload] = []
+    accounted: list[Workload] = []
+
+    def measured(model: object, schedules: list[Schedule], *, memory: list[Schedule], **more: Any) -> Any:
+        timed_at.extend(schedule.workload for schedule in schedules)
+        accounted.extend(schedule.workload for schedule in memory)
+        return hardware.load("h200")
+
+    monkeypatch.setattr("megatrain.profile.measure", measured)
+    profile_command.profile(
+        "tiny", out=tmp_path / "p.json", batch=4, seq=64, recompute=["none", "mlp"], policy=["streamed"]
+    )
+    assert (
+        {workload.recompute for workload in timed_at}
+        == {workload.recompute for workload in accounted}
+        == {"none", "mlp"}
+    )
+    assert {workload.accumulation for workload in timed_at} == {2}
+    assert {(w.micro_batch_size, w.seq_len) for w in timed_at if w.recompute == "mlp"} >= {(4, 64), (1, 16)}

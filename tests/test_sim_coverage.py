@@ -1,0 +1,148 @@
+"""What a measured profile covers in words, and the command that measures what it lacks: it does."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from timed_profile import timed
+
+from schedules import policies, presets
+from schedules.op import Tier
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from sim import hardware, whatif
+from sim.cost import MissingCost
+from sim.coverage import command, covered
+from sim.machine import HardwareProfile
+from sim.plan import Plan, plan
+from sim.prediction import memory_of, predict
+from sim.room import Room
+from sim.search import NothingFits
+
+TINY = presets.load("tiny")
+
+
+def step(batch: int, seq: int = 64, accumulation: int = 1, **more: Any) -> Workload:
+    return Workload(micro_batch_size=batch, seq_len=seq, accumulation=accumulation, **more)
+
+
+def planned(profile: HardwareProfile, sequences: int = 4, **more: Any) -> Plan:
+    return plan(TINY, profile, seq_len=64, tokens_per_step=64 * sequences, **more)
+
+
+def short_of_device(profile: HardwareProfile, workload: Workload) -> MemoryBudget:
+    """A byte less than the thriftiest schedule takes."""
+    own = memory_of(profile)
+    return replace(own, device_bytes=Room(TINY, profile, own).least(workload)[Tier.DEVICE] - 1)
+
+
+def splits_left_out(found: Plan) -> dict[str, set[tuple[int, int]]]:
+    left: dict[str, set[tuple[int, int]]] = {}
+    for what in found.left_out:
+        workload = what.workload
+        left.setdefault(workload.recompute, set()).add((workload.accumulation, workload.micro_batch_size))
+    return left
+
+
+def test_what_a_profile_covers_is_told_by_model_shape_and_element() -> None:
+    steps = [step(1, 16), step(1), step(4), step(1, recompute="mlp"), step(2, precision="fp32")]
+    assert (
+        covered(timed(TINY, steps))
+        == "tiny at 1x16, 1x64, 4x64 in bf16; tiny at 1x64 in bf16, mlp again; tiny at 2x64 in fp32"
+    )
+    assert covered(timed(TINY, [step(n) for n in range(1, 9)])) == "tiny at 8 shapes from 1x64 to 8x64 in bf16"
+    assert covered(hardware.load("h200")) == "no model"
+
+
+def test_a_missing_time_is_told_with_what_there_is_and_the_whole_command() -> None:
+    asked = step(8, 1024)
+    schedule = policies.build("streamed", TINY, asked, memory_of(hardware.load("h200")))
+    with pytest.raises(MissingCost) as told:
+        predict(schedule, timed(TINY, [step(4, precision="fp32")]))
+    assert "it covers tiny at 4x64 in fp32;" in str(told.value)
+    assert str(told.value).endswith("megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE")
+    again = pickle.loads(pickle.dumps(told.value))
+    assert (str(again), again.what) == (str(told.value), told.value.what)
+
+
+def test_the_command_names_what_is_computed_again_and_who_has_the_ops() -> None:
+    modes = [step(2, recompute="mlp"), step(4, 32), step(1, recompute="none")]
+    assert command("my model", modes, "streamed") == (
+        "megatrain profile 'my model' --batch 4 --seq 64 --precision bf16 --recompute none --recompute mlp --out FILE"
+    )
+    assert "--policy lora_streamed" in command("tiny", [step(1, lora_rank=8)], "lora_streamed")
+    assert "--recompute" not in command("tiny", [step(1)], "streamed")
+
+
+def test_a_plan_considers_what_was_measured_and_tells_what_was_not() -> None:
+    found = planned(timed(TINY, [step(4)]))
+    assert found.schedule.workload == step(4)
+    every = {(1, 4), (2, 2), (4, 1)}
+    assert splits_left_out(found) == {"none": every - {(1, 4)}, "pointwise": every, "mlp": every}
+    assert found.measure_with == (
+        "megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none --recompute pointwise "
+        "--recompute mlp --out FILE"
+    )
+
+
+def test_a_plan_on_all_that_its_command_measures_leaves_nothing_out() -> None:
+    """Shapes between those that were timed are predicted, as in the command."""
+    shapes = [(4, 64), (1, 64), (2, 32), (4, 16), (1, 16)]
+    all_of_them = [step(b, s, accumulation=2, recompute=mode) for b, s in shapes for mode in RECOMPUTED]
+    found = planned(timed(TINY, all_of_them))
+    assert found.left_out == () and found.measure_with is None
+    assert {tried.workload.recompute for tried in found.tried} == set(RECOMPUTED)
+    assert all(tried.measured for tried in found.tried)
+
+
+def test_a_plan_on_a_profile_with_one_mode_finds_the_best_of_that_mode() -> None:
+    profile = timed(TINY, [step(4, recompute="pointwise"), step(1, recompute="pointwise", accumulation=2)])
+    found = planned(profile, effort=1)
+    assert found.schedule.workload.recompute == "pointwise"
+    assert splits_left_out(found)["none"] == {(1, 4), (2, 2), (4, 1)}
+    unmeasured = [tried for tried in found.tried if not tried.measured]
+    assert unmeasured and all("no measured time for tiny/" in tried.reason for tried in unmeasured)
+
+
+def test_a_candidate_whose_ops_were_not_timed_does_not_end_the_search() -> None:
+    """Only the ops of what keeps everything on the device were: nothing is recomputed or updated on the host."""
+    profile = timed(TINY, [step(4)], names=["resident"])
+    found = planned(profile)
+    assert found.prediction.fits and found.left_out
+    assert any(not tried.measured and tried.policy == "zero3_offload" for tried in found.tried)
+
+
+def test_a_plan_for_which_nothing_was_measured_says_how_to() -> None:
+    with pytest.raises(MissingCost, match="it covers tiny at 4x64 in bf16; measure it with: ") as told:
+        planned(timed(TINY, [step(4)]), precision="fp32")
+    assert "--batch 4 --seq 64 --precision fp32 --recompute none --recompute pointwise" in str(told.value)
+
+
+def test_what_has_no_room_is_not_asked_to_be_measured() -> None:
+    profile = timed(TINY, [step(1, accumulation=2)])
+    found = planned(profile, 8, effort=1, memory=short_of_device(profile, step(8, recompute="mlp")))
+    left_out = splits_left_out(found)
+    assert (2, 4) in left_out["mlp"] and (1, 8) not in left_out["mlp"]
+
+
+def test_what_does_not_fit_and_what_was_not_measured_are_told_together() -> None:
+    profile = timed(TINY, [step(4)])
+    with pytest.raises(NothingFits) as told:
+        planned(profile, effort=1, memory=short_of_device(profile, step(4)))
+    assert "no schedule of tiny fits made up; " in str(told.value)
+    assert "; others were not measured, as they would be by: megatrain profile tiny" in str(told.value)
+
+
+def test_what_if_of_a_measured_machine_asks_nothing_that_its_times_do_not_follow() -> None:
+    measured, datasheet = whatif.faster(timed(TINY, [step(4)])), whatif.faster(hardware.load("h200"))
+    assert set(datasheet) - set(measured) == {"GPU, matrix products", "GPU, memory bandwidth"}
+    assert "link, host to device" in measured
+
+
+def test_a_plan_may_begin_with_what_was_not_measured() -> None:
+    slow = policies.build("streamed", TINY, step(4, recompute="mlp"), memory_of(hardware.load("h200")))
+    found = planned(timed(TINY, [step(4)]), first=[slow], effort=1)
+    assert not found.tried[0].measured and found.prediction.fits
+    assert replace(found.schedule.workload, recompute="none") == step(4)

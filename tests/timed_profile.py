@@ -1,0 +1,31 @@
+"""A measured profile without a measurement, for tests of what is done where one lacks times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from schedules import policies
+from schedules.model import ModelSpec
+from schedules.op import Kind, Phase
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.cost import Terms, demands, signature
+from sim.machine import HardwareProfile, Measured, Table
+
+
+def timed(
+    model: ModelSpec, workloads: Sequence[Workload], machine: str = "h200", names: Sequence[str] = ()
+) -> HardwareProfile:
+    """As if the ops that policies (all if left out) have in these steps had been timed on a machine of a datasheet."""
+    datasheet = hardware.load(machine)
+    room = MemoryBudget(device_bytes=1 << 50, host_bytes=1 << 50)
+    times: dict[str, int] = {}
+    for workload in workloads:
+        for name in names or policies.comparable():
+            schedule = policies.build(name, model, workload, room)
+            for op, cost in zip(schedule.ops, demands(schedule, datasheet, Terms(issue=False)), strict=True):
+                if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
+                    times[signature(op, model, schedule.workload)] = cost.duration_ns
+    table = Table(values=times, unit="ns", source="made up")
+    return replace(datasheet, name="made up", mode="measured", measured=Measured(op_times=table))
