@@ -23,24 +23,27 @@ NAMED = 12  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
 
 
-def price_against_throughput(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Of one model: cost of an hour against tokens/s, and the front that no other point beats."""
+def price_against_throughput(table: pd.DataFrame, currency: str, ax: Axes | None = None) -> Axes:
+    """Of one model: cost of an hour, in `currency`, against tokens/s, and the front that no other point beats."""
     ax = axes_for(ax, width=9.6, height=4.4)
     fits = table[table["fits"].astype(bool)]
-    ax.scatter(fits["cost_per_hour"], fits["tokens_per_s"], color=GREY, s=26)
+    beaten = fits[~fits["pareto"].astype(bool)]
     front = fits[fits["pareto"]].sort_values("cost_per_hour")
     ax.step(front["cost_per_hour"], front["tokens_per_s"], where="post", color=BLUE, linewidth=1.2)
-    ax.scatter(front["cost_per_hour"], front["tokens_per_s"], color=BLUE, s=40, zorder=3)
+    ax.scatter(front["cost_per_hour"], front["tokens_per_s"], color=BLUE, s=40, zorder=3, label="no other beats it")
+    if len(beaten):
+        told = "beaten: another is as fast for less, or faster for as little"
+        ax.scatter(beaten["cost_per_hour"], beaten["tokens_per_s"], color=GREY, s=26, label=told)
     named = fits if len(fits) <= NAMED else front
     for number, point in enumerate(named.sort_values("cost_per_hour").to_dict("records"), start=1):
         place = (point["cost_per_hour"], point["tokens_per_s"])
         ax.annotate(str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=FONT_PT)
         told = " ".join(text for text in (point["machine"], point["changes"]) if text)
-        ax.plot([], [], " ", label=f"{number}  {told}{'' if point['pareto'] else ', beaten'}")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, handlelength=0, fontsize=FONT_PT)
+        ax.plot([], [], " ", label=f"{number}  {told}")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, handlelength=0.8, fontsize=FONT_PT)
     ax.set_xlim(left=0, right=1.1 * float(fits["cost_per_hour"].max()))
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("cost of an hour of training")
+    ax.set_xlabel(f"cost of an hour of training ({currency})")
     ax.set_ylabel("predicted tokens/s")
     ax.set_title(str(table["model"].iloc[0]), loc="left")
     ax.spines[["top", "right"]].set_visible(False)
@@ -82,7 +85,7 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
         parts.append(f"## {model}")
         if of_model["fits"].any():
             picture = folder / f"{model}-price"
-            figure.save(figure.figure_of(price_against_throughput(of_model)), picture, of_model)
+            figure.save(figure.figure_of(price_against_throughput(of_model, prices.currency)), picture, of_model)
             parts.append(f"![cost of an hour against throughput]({picture.name}.png)")
         ordered = of_model.sort_values("cost", na_position="last")
         parts.append(tables.markdown(ordered, columns(prices)))

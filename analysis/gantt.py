@@ -1,4 +1,4 @@
-"""What every stream does in one steady step: a lane per stream, predicted above measured."""
+"""What every stream does in one typical step: a lane per stream, predicted above measured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from analysis.figure import FONT_PT, axes_for, figure_of
 from analysis.palette import OP_COLOURS, ink, op_class
 from analysis.perfetto import title
+from analysis.trace_diff import step_bounds, typical_step
 from schedules.op import Op
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -30,14 +31,12 @@ _COLUMNS = ("run", "source", "stream", "op", "class", "label", "step", "start_ms
 
 
 def steady_step(trace: Trace) -> tuple[int, int]:
-    """From the end of one of the last steps to the end of the next, ns: no warm-up is left in it.
+    """Begin and end, ns, of the step that is drawn: the one that `megatrain diff` looks at.
 
     Where steps overlap, a step's window also holds ops of the step after. The trace has none after its last
-    step, so of three steps or more it is the one before the last.
+    step, so of three steps or more it is never that one.
     """
-    ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
-    step = trace.steps - 1 if trace.steps < 3 else trace.steps - 2
-    return ends[step], ends[step + 1]
+    return step_bounds(trace, typical_step(trace))
 
 
 def gantt_data(runs: Sequence[Run]) -> pd.DataFrame:
@@ -76,7 +75,7 @@ def _label(schedule: Schedule, op: Op) -> str:
 
 
 def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
-    """Draw one steady step of each run: all of one schedule, or of several to be compared.
+    """Draw the typical step of each run: all of one schedule, or of several to be compared.
 
     Light grey is idle time; the share of the step that is busy stands at the right of every lane.
     """
@@ -91,7 +90,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     for number, (schedule, trace) in enumerate(runs):
         y += 1.0 if number == 0 else 1.2
         span = spans_ms[number] * scale
-        heading = f"{schedule.label}, {schedule.model.name}, {title(trace)}: step of {span:.4g} {unit}"
+        heading = f"{schedule.label}, {schedule.model.name}, {title(trace)}: {_length(trace, scale, unit)}"
         ax.text(0, y - 0.62, heading, va="bottom", weight="bold", fontsize=FONT_PT)
         for stream in schedule.streams:
             rows = data[(data["run"] == number) & (data["stream"] == stream)]
@@ -114,6 +113,15 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     ax.tick_params(axis="y", length=0)
     _legend(ax, [name for name in OP_COLOURS if name in set(data["class"])])
     return ax
+
+
+def _length(trace: Trace, scale: float, unit: str) -> str:
+    """How long the step drawn is; measured steps differ, so also the median of all but the first, as `run` tells it."""
+    since, until = steady_step(trace)
+    told = f"step of {(until - since) / 1e6 * scale:.4g} {unit}"
+    if trace.source != "measured" or trace.steps < 3:
+        return told
+    return f"a {told}, the median is {float(np.median(trace.step_ns())) / 1e6 * scale:.4g} {unit}"
 
 
 def strips(runs: Sequence[Run], limit_ms: float) -> Axes:

@@ -6,6 +6,7 @@ caller could not write to a CSV file beside the picture.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ BAND = 0.10  # of the identity line in `predicted_against_measured`
 _STEPS_SHOWN = 3  # in pictures of memory
 _LEGEND_INCHES = 2.1  # a policy's name and its patch
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
+_FAR = (16, 30, 44, 58, 72)  # from a mark to its label, in points of 1/72 inch; the first place that is free is taken
+_WAYS = ((-1.0, 0.6), (-0.6, 1.0), (-1.0, 0.2), (-0.2, 1.0))  # above the line; below it the opposite
+_MARK, _LETTER = 8.0, 0.65 * FONT_PT  # width of a mark and of a digit, in the same points
 _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
@@ -183,8 +187,9 @@ def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Ax
             predicted over measured, minus one.
     """
     ax, scale = _agreement(runs, axes_for(ax, width=7.6, height=5.2))
-    _annotate_errors(ax, runs, scale)
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=FONT_PT)
+    figure_of(ax).draw_without_rendering()  # labels are placed where points stand, which the layout decides
+    _annotate_errors(ax, runs, scale)
     return ax
 
 
@@ -209,7 +214,8 @@ def validated(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
             of_policy["measured_s"] * scale, of_policy["predict_error"] * 100, yerr=of_policy["noise"] * 50,
             fmt=style.marker, color=style.colour, markersize=6, linewidth=0.8,
         )  # fmt: skip
-    most = max(1.3 * BAND * 100, 1.1 * float(runs["predict_error"].abs().max()) * 100)
+    ends = runs["predict_error"].abs() + runs["noise"].fillna(0) / 2  # of the error bars
+    most = max(1.3 * BAND * 100, 1.1 * float(ends.max()) * 100)
     below.set_ylim(-most, most)
     below.set_ylabel("error (%), and noise of the runs")
     below.set_xlabel(f"measured step ({'s' if scale == 1.0 else 'ms'})")
@@ -242,26 +248,43 @@ def _agreement(runs: pd.DataFrame, ax: Axes) -> tuple[Axes, float]:
 
 
 def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
-    """Too slow a prediction is written on the upper side of the line, too fast a one on the lower.
+    """Too slow a prediction is written on the upper side of the line, too fast a one on the lower."""
+    from matplotlib.path import Path
+    from matplotlib.transforms import Bbox
 
-    Along each side labels take turns at two distances, so that near neighbours do not meet.
-    """
-    counts = {True: 0, False: 0}
-    for row in runs.sort_values("measured_s").to_dict("records"):
+    rows = runs.sort_values("measured_s").to_dict("records")
+    places = [(row["measured_s"] * scale, row["predicted_s"] * scale) for row in rows]
+    centres = ax.transData.transform(places) * 72 / figure_of(ax).dpi  # points, as are all lengths here
+    marks = [Bbox.from_bounds(x - _MARK / 2, y - _MARK / 2, _MARK, _MARK) for x, y in centres]
+    labels: list[Bbox] = []
+    leaders: list[Path] = []
+    for row, place, centre in zip(rows, places, centres, strict=True):
         error = row["predicted_s"] / row["measured_s"] - 1
-        above = error >= 0
-        away = (14, 42)[counts[above] % 2]
-        counts[above] += 1
+        text, side = f"{error:+.1%}", 1 if error >= 0 else -1
+        width, height = _LETTER * len(text), 1.2 * FONT_PT
+        for away in (side * far * np.array(way) for far, way in itertools.product(_FAR, _WAYS)):
+            x, y = centre + away
+            label = Bbox.from_bounds(x - width * (side > 0), y - height / 2, width, height)
+            leader = Path([centre, (x, y)])
+            crossed = any(leader.intersects_bbox(other) for other in labels)
+            covered = any(label.overlaps(other) for other in [*labels, *marks])
+            if not (crossed or covered or any(other.intersects_bbox(label) for other in leaders)):
+                break  # else the last of all places
+        labels.append(label)
+        leaders.append(leader)
         ax.annotate(
-            f"{error:+.1%}",
-            (row["measured_s"] * scale, row["predicted_s"] * scale),
-            xytext=(-away, away * 0.6) if above else (away, -away * 0.6),
+            text,
+            place,
+            xytext=tuple(away),
             textcoords="offset points",
-            ha="right" if above else "left",
+            ha="right" if side > 0 else "left",
             va="center",
             fontsize=FONT_PT,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3},
-        )
+            arrowprops={
+                "arrowstyle": "-", "color": GREY, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3,
+                "relpos": (float(side > 0), 0.5),
+            },
+        )  # fmt: skip
 
 
 def _plain_ticks(ax: Axes) -> None:

@@ -32,10 +32,11 @@ def flops_by_formula(model: ModelSpec, workload: Workload) -> int:
 
 
 def reproduce(points: Sequence[Point] = POINTS) -> pd.DataFrame:
-    """A row per point: published, predicted, and the signed error, predicted over published minus one.
+    """A row per point: published and predicted in the point's unit, and the signed error of the speed.
 
     `standing` is "compared", "assumed" where part of the run is unpublished, or "not predicted"; `speed` is the
-    predicted speed over the published one, whatever the unit.
+    predicted speed over the published one, of times published over predicted, and `error` is that minus one. `fits`
+    says whether the run fits that machine by prediction; of one that does not the speed is predicted all the same.
     """
     import pandas as pd
 
@@ -140,11 +141,12 @@ def _row(point: Point) -> dict[str, object]:
         return row
     prediction = prediction_of(point)
     predicted = in_unit(prediction, point.unit)
+    speed = point.value / predicted if point.unit == "s" else predicted / point.value
     return row | {
         "micro_batch_size": prediction.schedule.workload.micro_batch_size,
         "predicted": predicted,
-        "error": predicted / point.value - 1,
-        "speed": point.value / predicted if point.unit == "s" else predicted / point.value,
+        "error": speed - 1,
+        "speed": speed,
         "fits": prediction.fits,
         "shortage": str(prediction.does_not_fit or ""),
         "binding": prediction.binding,
@@ -160,17 +162,30 @@ def standing(point: Point) -> str:
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """Median and worst error of the points that are compared, in a sentence; of speeds, so that s count alike."""
+    """Median and worst error of the points that are compared, in sentences, and how many of them fit."""
     compared = frame[frame["standing"] == "compared"]
-    error = compared["speed"] - 1
-    worst = compared.loc[error.abs().idxmax()]
+    worst = compared.loc[compared["error"].abs().idxmax()]
     counts = frame["standing"].value_counts()
     return (
-        f"{len(compared)} points whose run is known, predicted speed over published: median error "
-        f"{error.median():+.0%}, median of its size {error.abs().median():.0%}, worst {worst['speed'] - 1:+.0%} "
-        f"({worst['system']}, {worst['model']} on {worst['machine']}). Apart from these, {counts.get('assumed', 0)} "
-        f"whose batch or other facts had to be assumed, and {counts.get('not predicted', 0)} that are not predicted."
+        f"{len(compared)} points whose run is known, predicted speed over published: {_medians(compared['error'])}, "
+        f"worst {worst['error']:+.0%} ({worst['system']}, {worst['model']} on {worst['machine']}). "
+        f"{_of_fit(compared)}Apart from these, {counts.get('assumed', 0)} whose batch or other facts had to be "
+        f"assumed, and {counts.get('not predicted', 0)} that are not predicted."
     )
+
+
+def _medians(error: pd.Series) -> str:
+    return f"median error {error.median():+.0%}, median of its size {error.abs().median():.0%}"
+
+
+def _of_fit(compared: pd.DataFrame) -> str:
+    """How many do not fit the machine that they ran on, and the others' error; nothing where all fit."""
+    fits = compared["fits"].astype(bool)
+    if fits.all():
+        return ""
+    others = f"; of the others: {_medians(compared['error'][fits])}" if fits.any() else ""
+    count = int((~fits).sum())
+    return f"By prediction {count} of them would not fit the machine that they ran on and count all the same{others}. "
 
 
 def in_unit(prediction: Prediction, unit: Unit) -> float:

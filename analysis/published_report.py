@@ -1,7 +1,8 @@
-"""The report on published numbers: tables, and a picture with a band of 10 %."""
+"""The report on published numbers: tables, and a picture with a band of 10 %. Errors are of speeds throughout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,16 @@ PHASES_TITLE = "one step of MegaTrain 14B on MI355X, part by part"
 COMMAND = "megatrain published --out analysis/results/published"
 
 
+def columns(standing: str) -> Sequence[tables.Column]:
+    """Those of the table of points of one standing."""
+    return tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
+
+
 def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Predicted speed over published speed of every point that is predicted, with a band of 10 % about one.
 
-    Full where the run is known, hollow where part of it had to be assumed.
+    Full where the run is known, hollow where part of it had to be assumed. The error stands on the side of the point
+    that is away from one.
     """
     rows = frame[frame["speed"].notna()]
     order = [rows[rows["standing"] == standing] for standing in TITLES]
@@ -41,9 +48,11 @@ def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
             style, known = policy_style(row["policy"]), row["standing"] == "compared"
             face = style.colour if known else "white"
             ax.plot(row["speed"], y, style.marker, color=style.colour, markerfacecolor=face, markersize=7, zorder=3)
+            faster = row["error"] >= 0
             ax.annotate(
-                f"{row['speed'] - 1:+.0%}", (row["speed"], y), xytext=(8, 0), textcoords="offset points", va="center",
-                fontsize=FONT_PT,
+                f"{row['error']:+.0%}{'' if row['fits'] else ', does not fit'}", (row["speed"], y),
+                xytext=(8 if faster else -8, 0), textcoords="offset points", ha="left" if faster else "right",
+                va="center", fontsize=FONT_PT,
             )  # fmt: skip
             ticks.append(y)
             names.append(f"{row['system']}, {row['model']},\n{row['machine']} ({row['unit']})")
@@ -52,10 +61,10 @@ def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_yticks(ticks, names)
     ax.set_ylim(y - 1.2, -0.8)
     ax.set_xscale("log")
-    marks = [0.5, 0.7, 1, 1.4, 2, 3, 5]
+    marks = [0.2, 0.3, 0.5, 0.7, 1, 1.4, 2, 3, 5]
     ax.set_xticks(marks, [f"{mark:g}" for mark in marks])
     ax.minorticks_off()
-    ax.set_xlim(min(0.45, 0.85 * rows["speed"].min()), max(2.2, 1.35 * rows["speed"].max()))
+    ax.set_xlim(min(0.45, 0.7 * rows["speed"].min()), max(2.2, 1.35 * rows["speed"].max()))
     ax.set_xlabel("predicted speed / published speed\ngrey: within 10 %; hollow: batch or other facts assumed")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
@@ -69,12 +78,12 @@ def write(folder: Path, frame: pd.DataFrame, phases: pd.DataFrame) -> None:
     """
     figure.save(figure.figure_of(plot(frame)), folder / "published", frame)
     write_text(folder / "phases.csv", phases.to_csv(index=False))
-    lines = ["# Published numbers, predicted", "", f"`{COMMAND}`. {tables.PUBLISHED_NOTE}", "", summary(frame), ""]
+    lines = ["# Published numbers, predicted", "", f"`{COMMAND}`. {tables.PUBLISHED_NOTE}", ""]
+    lines += [summary(frame), ""]
     lines += ["![predicted over published speed](published.png)", "", "[SVG](published.svg), [data](published.csv)", ""]
     for standing, title in TITLES.items():
         rows = frame[frame["standing"] == standing]
-        columns = tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
         heading = title[0].upper() + title[1:]
-        lines += [f"## {heading}", "", tables.markdown(rows, [*columns, tables.SOURCE])]
+        lines += [f"## {heading}", "", tables.markdown(rows, [*columns(standing), tables.SOURCE])]
     lines += [f"## {PHASES_TITLE[0].upper()}{PHASES_TITLE[1:]}", "", tables.markdown(phases, tables.PHASES)]
     write_text(folder / "README.md", "\n".join(lines))

@@ -1,7 +1,7 @@
 """Where two runs of one schedule part: op by op, stream by stream, and which of it moves the step.
 
-Two steady steps are laid side by side, of each run the one whose length is the median. A stream's step is made of
-its ops and of the idle time before each, so a stream's difference is the sum of the differences listed here.
+Two steady steps are laid side by side, the typical one of each run. A stream's step is made of its ops and of the
+idle time before each, so a stream's difference is the sum of the differences listed here.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfi
         Parting(op=op, first=runs[0][i], second=runs[1][i], beside=beside, beside_ns=beside_ns)
         for i, (op, (beside, beside_ns)) in enumerate(zip(schedule.ops, _besides(schedule, runs, using), strict=True))
     ]
-    lengths = [_bounds(trace, step) for trace, step in zip((first, second), steps, strict=True)]
+    lengths = [step_bounds(trace, step) for trace, step in zip((first, second), steps, strict=True)]
     return Diff(
         schedule=schedule,
         names=(f"{first.source} on {first.machine}", f"{second.source} on {second.machine}"),
@@ -109,20 +109,26 @@ def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfi
 
 
 def typical_step(trace: Trace) -> int:
-    """The step of median length; of three steps or more neither the first nor the last, where nothing repeats."""
+    """The step whose length is nearest the median of all but the first, which is what `megatrain run` tells.
+
+    Of three steps or more neither the first nor the last, where nothing repeats; of equals the later one.
+    """
+    if trace.steps < 3:
+        return trace.steps - 1
     lengths = np.diff(np.maximum.accumulate(trace.step_end_ns), prepend=0)
-    kept = range(1, trace.steps - 1) if trace.steps > 2 else range(trace.steps - 1, trace.steps)
-    return sorted(kept, key=lambda step: int(lengths[step]))[(len(kept) - 1) // 2]
+    away = np.abs(lengths - np.median(lengths[1:]))
+    return min(range(1, trace.steps - 1), key=lambda step: (away[step], -step))
 
 
-def _bounds(trace: Trace, step: int) -> tuple[int, int]:
+def step_bounds(trace: Trace, step: int) -> tuple[int, int]:
+    """From the end of the step before to the end of this one, ns."""
     ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
     return ends[step], ends[step + 1]
 
 
 def _occurrences(schedule: Schedule, trace: Trace, step: int) -> list[Occurrence]:
     """Of each op, in program order, what it did in that step."""
-    count, begin = len(schedule.ops), _bounds(trace, step)[0]
+    count, begin = len(schedule.ops), step_bounds(trace, step)[0]
     rows = {(int(s), int(op)): row for row, (s, op) in enumerate(zip(trace.step, trace.op, strict=True))}
     before: dict[int, tuple[int, int]] = {}  # op -> the op in front of it on its stream: (steps back, op)
     for ops in schedule.streams.values():
@@ -220,8 +226,10 @@ def criticality(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame
     """Which differences move the step: the first run replayed with one class of op lasting as in the second.
 
     Replayed are the schedule's waits and streams, and the durations and issue costs seen in the typical step of
-    each run, through `sim.longest_path`. Rows, largest move first: every (stream, class) whose durations differ,
-    the host's issue, and all of it at once, which also counts what moves the step only together.
+    each run, through `sim.longest_path`. The first row is what all others are measured against, the first run
+    replayed as it was, which need not last as long as its recorded step. Then, largest move first, every (stream,
+    class) whose durations differ and the host's issue; last all of it at once, which also counts what moves the step
+    only together.
     """
     import pandas as pd
 
@@ -230,7 +238,7 @@ def criticality(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame
     issue = [_issue_costs(schedule, trace) for trace in (first, second)]
     classes = [(str(op.stream), op_class(op)) for op in ops]
     changed = [c for c in dict.fromkeys(classes) if any(work[0][i] != work[1][i] for i in _of(classes, c))]
-    labels = [("", "none"), *changed, ("host", "issue"), ("", "all of it")]
+    labels = [("", "none of it"), *changed, ("host", "issue"), ("", "all of it")]
     durations = np.tile(work[0], (len(labels), 1))
     issues = np.tile(issue[0], (len(labels), 1))
     for row, cls in enumerate(changed, start=1):
@@ -243,7 +251,7 @@ def criticality(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame
         for row, (stream, cls) in enumerate(labels)
     ]
     middle = sorted(rows[1:-1], key=lambda row: -abs(row["moves_s"]))
-    return pd.DataFrame([*middle, rows[-1]])
+    return pd.DataFrame([rows[0], *middle, rows[-1]])
 
 
 def _of(classes: Sequence[tuple[str, str]], wanted: tuple[str, str]) -> list[int]:

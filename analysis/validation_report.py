@@ -1,9 +1,13 @@
-"""What `megatrain validate` leaves behind: one page with its tables, a scatter plot, and the CSV behind both."""
+"""What `megatrain validate` leaves behind: one page with its tables, a scatter plot, and the CSV behind both.
+
+`python -m analysis.validation_report FOLDER` makes page and picture anew from the CSV files, without the traces.
+"""
 
 from __future__ import annotations
 
 import datetime
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +17,13 @@ import pandas as pd
 from analysis import figure, plots, tables, validation
 from analysis.files import whole, write_text
 from megatrain.validate import WARMUP, Grid, Point
+from schedules.errors import InputError
 from sim.machine import HardwareProfile
 
 PACKAGES = ("torch", "simpy", "numpy", "scipy", "pandas")
+NOT_MEASURED = "## On a GPU\n\nNot measured."
+_PARTS = ("ladder", "op_classes", "streams")  # CSV files beside that of all points
+_HEAD = 3  # paragraphs of the page, its title first, that say what was run; all else is made from the CSV files
 
 
 def write(
@@ -34,14 +42,36 @@ def write(
     classes = validation.by_class(points, profile)
     streams = validation.by_class(points, profile, lambda op: str(op.stream))
     progress(0.9, "drawing")
-    picture = figure.figure_of(plots.validated(table))
-    figure.save(picture, folder / "predicted_measured", table)
-    for name, part in (("ladder", steps), ("op_classes", classes), ("streams", streams)):
+    for name, part in zip(_PARTS, (steps, classes, streams), strict=True):
         with whole(folder / f"{name}.csv") as partial:
             part.to_csv(partial, index=False)
-    write_text(folder / "README.md", _page(grid, points, profile, table, steps, classes, streams, command))
+    ending = [NOT_MEASURED] if grid.backend == "cpu" else []
+    _draw(folder, _head(grid, points, profile, command), table, [steps, classes, streams], ending)
     progress(1.0, "")
     return table
+
+
+def rebuild(folder: Path) -> None:
+    """Make page and picture anew from the CSV files in the folder; what the page says was run stays as it is.
+
+    Raises:
+        InputError: the page or a CSV file is not there, or the folder cannot be written.
+    """
+    try:
+        old = (folder / "README.md").read_text(encoding="utf-8").split("\n\n")
+        table = pd.read_csv(folder / "predicted_measured.csv")
+        parts = [pd.read_csv(folder / f"{name}.csv") for name in _PARTS]
+    except OSError as error:
+        raise InputError(f"{folder} holds no validation: {error}") from None
+    ending = [NOT_MEASURED] if "\n\n".join(old).rstrip().endswith(NOT_MEASURED) else []
+    _draw(folder, old[:_HEAD], table, parts, ending)
+
+
+def _draw(
+    folder: Path, head: Sequence[str], table: pd.DataFrame, parts: Sequence[pd.DataFrame], ending: Sequence[str]
+) -> None:
+    figure.save(figure.figure_of(plots.validated(table)), folder / "predicted_measured", table)
+    write_text(folder / "README.md", "\n\n".join([*head, *_body(table, *parts), *ending]) + "\n")
 
 
 def headline(table: pd.DataFrame) -> pd.DataFrame:
@@ -54,33 +84,33 @@ def _count(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'s' if len(things) > 1 else ''}"
 
 
-def _page(
-    grid: Grid,
-    points: Sequence[Point],
-    profile: HardwareProfile,
-    table: pd.DataFrame,
-    steps: pd.DataFrame,
-    classes: pd.DataFrame,
-    streams: pd.DataFrame,
-    command: str,
-) -> str:
-    tau, regret = validation.ranking(table)
+def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command: str) -> list[str]:
+    """What was run, where and when."""
     machine = points[0].rounds[0].machine
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     seen = ", ".join(f"{b} x {s}" for b, s in grid.calibrated)
     held = ", ".join(f"{b} x {s}" for b, s in grid.held_out)
-    columns = tables.summaries
-    parts = [
+    found = [
         "# Predictions against runs",
         f"{machine}, {datetime.datetime.now(datetime.UTC).date().isoformat()}, Python {platform.python_version()}, "
         f"{versions}. Made by `{command}`.",
-        f"{len(table)} points: {_count(grid.models, 'model')} x {_count(grid.policies, 'schedule')} x "
+        f"{len(points)} points: {_count(grid.models, 'model')} x {_count(grid.policies, 'schedule')} x "
         f"{_count(grid.held_out, 'shape')}, {grid.precision}. The profile ({profile.date}) saw the shapes {seen} "
         "(micro-batch x sequence), one op at a time, and what ops share with "
         f"`{grid.models[0].name}` only; the runs have the shapes {held}. "
         "No run is of a shape that was profiled, and nothing is fitted to a run. Each point was run in "
         f"{grid.rounds} rounds of {grid.steps} steps, the first {WARMUP} left out; rounds go over the whole grid, and "
         "each model's ops are timed anew before its runs, so that both see the machine at the same pace.",
+    ]
+    assert len(found) == _HEAD
+    return found
+
+
+def _body(table: pd.DataFrame, steps: pd.DataFrame, classes: pd.DataFrame, streams: pd.DataFrame) -> list[str]:
+    """All that the tables say."""
+    tau, regret = validation.ranking(table)
+    columns = tables.summaries
+    return [
         tables.markdown(headline(table), columns("level", "level")),
         f"Machine noise, the difference between rounds of one point: median {table['noise'].median():.1%}, largest "
         f"{table['noise'].max():.1%}. Choosing a policy by prediction: Kendall's tau {tau:.2f}, regret {regret:.2%}. "
@@ -99,12 +129,31 @@ def _page(
         "Time of all ops of a class in one step, summed over the points, sharing included. w: weights, g: gradients, "
         "s: saved activations, o: optimizer state.",
         tables.markdown(classes, tables.classes("ops")),
+        *_of_casts(table),
         "## By stream",
         "How long streams work in a step, summed over the points.",
         tables.markdown(streams, tables.classes("stream")),
         "## Every point",
         tables.markdown(table, tables.VALIDATED),
         tables.VALIDATED_NOTE,
-        *(["## On a GPU", "Not measured."] if grid.backend == "cpu" else []),
     ]
-    return "\n\n".join(parts) + "\n"
+
+
+def _of_casts(table: pd.DataFrame) -> list[str]:
+    """Why the cast of some policies takes no time in a run."""
+    policies = dict.fromkeys(str(policy).split()[0] for policy in table["policy"])
+    casts = validation.CAST_IN_PLACE
+    found = [f"`{policy}` (in the row `{casts[policy]}`)" for policy in policies if policy in casts]
+    if not found:
+        return []
+    return [
+        f"The cast after Adam in {' and '.join(found)} is DeepSpeed's third pass over its memory, and predicted as "
+        "one: it reads and writes as many bytes as the scaling before Adam, hence in the same time. Here Adam has "
+        "written the weights already and PyTorch leaves out a copy of a tensor onto itself: it takes no time, and the "
+        "step is predicted too long by as much."
+    ]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        rebuild(Path(name))

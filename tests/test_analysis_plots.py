@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,9 @@ import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 
-from analysis import figure, palette, plots
+from analysis import figure, palette, plots, trace_diff
 from analysis.compare import compare
 from analysis.gantt import gantt, gantt_data, steady_step
 from schedules import policies, presets
@@ -103,6 +104,20 @@ def test_the_gantt_holds_the_ops_of_one_step_and_no_time_outside_it(run: tuple[S
         assert (of_stream["end_ms"] - of_stream["start_ms"]).sum() == pytest.approx(busy / 1e6)
 
 
+def test_the_step_drawn_is_the_typical_one(run: tuple[Schedule, Trace]) -> None:
+    """The last but one took twice as long: it is not drawn, and `diff` says the same length."""
+    schedule, trace = run
+    late = np.where(trace.step >= 3, int(trace.step_end_ns[3] - trace.step_end_ns[2]), 0)
+    uneven = replace(trace, start_ns=trace.start_ns + late, end_ns=trace.end_ns + late, source="measured")
+    since, until = steady_step(uneven)
+    assert (since, until) == (trace.step_end_ns[1], trace.step_end_ns[2])
+    assert trace_diff.diff(schedule, uneven, uneven, load("h200")).steps_ns[0] == until - since
+    median = np.median(uneven.step_ns()) / 1e6
+    told = f"a step of {(until - since) / 1e6:.4g} ms, the median is {median:.4g} ms"
+    assert gantt([(schedule, uneven)]).texts[0].get_text().endswith(told)
+    assert "median" not in gantt([run]).texts[0].get_text()
+
+
 def test_every_op_of_the_data_is_a_box(run: tuple[Schedule, Trace]) -> None:
     ax = gantt([run, (run[0], replace(run[1], source="measured"))])
     boxes = sum(len(c.get_paths()) for c in ax.collections if isinstance(c, PolyCollection))
@@ -162,6 +177,32 @@ def test_every_run_has_its_signed_error() -> None:
     assert sorted(t.get_text() for t in ax.texts if isinstance(t, Annotation)) == ["+10.0%", "-10.0%"]
     points = np.concatenate([c.get_offsets() for c in ax.collections if isinstance(c, PathCollection)])
     assert sorted(map(tuple, points)) == [(1.0, 1.1), (2.0, 1.8)]
+
+
+def test_no_label_is_crossed_by_another_labels_leader() -> None:
+    """Points near one another on either side of the line, as in the demo's picture."""
+    measured = [0.2302, 0.2306, 0.2995, 0.303, 0.3084, 0.4037]
+    predicted = [0.2327, 0.2303, 0.3043, 0.306, 0.3148, 0.4008]
+    runs = pd.DataFrame({"policy": list("abcdef"), "model": "m", "predicted_s": predicted, "measured_s": measured})
+    ax = plots.predicted_against_measured(runs)
+    whole = figure.figure_of(ax)
+    whole.draw_without_rendering()
+    notes = [text for text in ax.texts if isinstance(text, Annotation)]
+    boxes = [Text.get_window_extent(note) for note in notes]
+    for note in notes:
+        assert note.arrow_patch is not None
+        leader = note.arrow_patch.get_path().transformed(note.arrow_patch.get_transform())
+        crossed = [other for other, box in zip(notes, boxes, strict=True) if leader.intersects_bbox(box)]
+        assert [other for other in crossed if other is not note] == []
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_an_error_bar_lies_within_the_picture() -> None:
+    runs = pd.DataFrame(
+        {"policy": ["a"], "predicted_s": [1.1], "measured_s": [1.0], "predict_error": [0.1], "noise": [0.2]}
+    )
+    _, below = figure.figure_of(plots.validated(runs)).axes
+    assert below.get_ylim()[1] > 20
 
 
 def test_the_loss_plot_says_how_far_policies_are_apart() -> None:

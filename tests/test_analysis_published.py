@@ -52,10 +52,11 @@ def test_predicted_parts_add_up_to_the_predicted_step() -> None:
 def test_every_point_has_a_row_and_its_error_is_signed(table: pd.DataFrame) -> None:
     assert len(table) == len(POINTS) > 50
     known = table[table["standing"] != "not predicted"]
-    assert ((known["predicted"] > known["published"]) == (known["error"] > 0)).all()
-    assert (known["error"] == known["predicted"] / known["published"] - 1).all()
-    faster = (known["speed"] > 1) == ((known["error"] > 0) != (known["unit"] == "s"))
-    assert faster.all(), "a shorter time is a higher speed"
+    assert ((known["speed"] > 1) == (known["error"] > 0)).all()
+    shorter = (known["unit"] == "s") & (known["predicted"] < known["published"])
+    more = (known["unit"] != "s") & (known["predicted"] > known["published"])
+    assert shorter.any() and more.any()
+    assert ((shorter | more) == (known["error"] > 0)).all(), "a shorter time is a higher speed"
 
 
 def test_a_point_stands_apart_unless_its_whole_run_is_known(table: pd.DataFrame) -> None:
@@ -68,10 +69,31 @@ def test_a_point_stands_apart_unless_its_whole_run_is_known(table: pd.DataFrame)
 
 def test_the_summary_is_of_the_compared_points_alone() -> None:
     rows = [("compared", 1.3), ("compared", 0.9), ("compared", 1.1), ("assumed", 9.0), ("not predicted", float("nan"))]
-    frame = pd.DataFrame(rows, columns=["standing", "speed"]).assign(system="a", model="m", machine="x")
+    frame = pd.DataFrame(rows, columns=["standing", "speed"]).assign(system="a", model="m", machine="x", fits=True)
+    frame["error"] = frame["speed"] - 1
     told = published.summary(frame)
     assert "3 points" in told and "median error +10%" in told and "of its size 10%" in told and "worst +30%" in told
-    assert "1 whose batch" in told and "1 that are not predicted" in told
+    assert "1 whose batch" in told and "1 that are not predicted" in told and "fit" not in told
+    frame.loc[1, "fits"] = False
+    told = published.summary(frame)
+    assert "1 of them would not fit" in told and "of the others: median error +20%" in told and "worst +30%" in told
+
+
+def test_what_does_not_fit_is_marked_in_tables_and_picture(table: pd.DataFrame) -> None:
+    compared = table[table["standing"] == "compared"]
+    assert "| fits |" in tables.markdown(compared, published_report.columns("compared"))
+    (place,) = (i for i, column in enumerate(published_report.columns("compared")) if column.heading == "fits")
+    cells = [published_report.columns("compared")[place].cell(row) for row in tables.records(compared)]
+    assert cells == ["yes" if fits else "no" for fits in compared["fits"]]
+    texts = [text.get_text() for text in published_report.plot(table).texts]
+    known = table[table["speed"].notna()]
+    assert sum("does not fit" in text for text in texts) == (~known["fits"].astype(bool)).sum() > 0
+    assert published_report.columns("not predicted") == tables.PUBLISHED_ONLY
+
+
+def test_no_error_is_written_across_the_line_at_one(table: pd.DataFrame) -> None:
+    for text in published_report.plot(table).texts:
+        assert text.get_ha() == ("right" if text.get_text().startswith("-") else "left")
 
 
 def test_what_is_far_off_is_explained(table: pd.DataFrame) -> None:
@@ -95,7 +117,7 @@ def test_the_report_on_disk_is_of_these_points(table: pd.DataFrame) -> None:
     assert published.summary(table) in text, f"old; run: {published_report.COMMAND}"
     for standing in published_report.TITLES:
         rows = table[table["standing"] == standing]
-        columns = tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
+        columns = published_report.columns(standing)
         assert tables.markdown(rows, [*columns, tables.SOURCE]) in text, f"old; run: {published_report.COMMAND}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from quick_readings import hurry
+from test_megatrain_cli import ROOT
 
 from analysis import validation, validation_report
 from megatrain import profile as profiling
@@ -17,12 +19,14 @@ from megatrain import validate
 from megatrain.validate import Grid, Point
 from schedules import policies, presets
 from schedules.errors import InputError
+from schedules.op import Phase
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import Terms
 from sim.engine import simulate
+from sim.whatif import op_class
 
 ROOM = MemoryBudget(device_bytes=1 << 36, host_bytes=1 << 36)
 PROFILE = hardware.load("h200")
@@ -154,6 +158,37 @@ def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monke
     assert len(table) == 2 and "Not measured." in page and "tiny-streamed-3x32" in page
     assert (tmp_path / "predicted_measured.png").stat().st_size > 10_000
     assert len(pd.read_csv(tmp_path / "predicted_measured.csv")) == 2
+    (tmp_path / "predicted_measured.png").unlink()
+    (tmp_path / "README.md").write_text(page.replace("## By model", "## By mistake"))
+    validation_report.rebuild(tmp_path)
+    assert (tmp_path / "README.md").read_text() == page
+    assert (tmp_path / "predicted_measured.png").is_file()
+
+
+def test_a_folder_without_a_validation_cannot_be_rebuilt(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no validation"):
+        validation_report.rebuild(tmp_path)
+
+
+def test_the_page_explains_a_cast_that_takes_no_time(tmp_path: Path) -> None:
+    stored = ROOT / "analysis" / "results" / "validation-nvme"
+    shutil.copytree(stored, tmp_path / "copy")
+    validation_report.rebuild(tmp_path / "copy")
+    text = (tmp_path / "copy" / "README.md").read_text()
+    assert "`zero_infinity` (in the row `host cast`) is DeepSpeed's third pass" in text
+    assert text == (stored / "README.md").read_text(), f"old; run: python -m analysis.validation_report {stored}"
+
+
+def test_the_policies_that_cast_in_place_are_those_named() -> None:
+    room = replace(ROOM, nvme_bytes=ROOM.host_bytes)
+    step = Workload(micro_batch_size=2, seq_len=64, grad_clip=1.0)
+    in_place = {
+        name: op_class(op)
+        for name in policies.names()
+        for op in policies.build(name, presets.load("tiny"), step, room).ops
+        if op.phase == Phase.CAST and op.reads == op.writes
+    }
+    assert in_place == validation.CAST_IN_PLACE
 
 
 def test_a_shape_cannot_be_both_profiled_and_held_out() -> None:
