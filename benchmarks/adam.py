@@ -32,6 +32,7 @@ from schedules.workload import PRECISIONS
 
 REPEATS = 7  # the median is told, with the fastest and the slowest; one more comes first and is not counted
 DEEPSPEED = ("bf16", "bf16_16bit", "fp32")  # precisions that DeepSpeedCPUAdam can do too
+RANDOM = 1 << 20  # numbers that are drawn; more of them are these again: one thread draws 0.2 billion a second
 HYPER = adam.Adam(lr=1e-4, weight_decay=0.1)
 
 
@@ -66,7 +67,7 @@ def copy_rate(nbytes: int) -> float:
     Torch's own, and the C library's: for large blocks it writes past the caches, where torch's first reads the
     target too, half as much again.
     """
-    source, target = torch.randn(nbytes // 4), torch.randn(nbytes // 4)
+    source, target = (torch.randn(RANDOM).repeat(-(-nbytes // 4 // RANDOM))[: nbytes // 4] for _ in range(2))
     threads = torch.get_num_threads()
     part = -(-nbytes // threads)
 

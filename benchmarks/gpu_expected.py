@@ -1,6 +1,6 @@
-"""What the steps of `gpu.py` are expected to take on an H200, from datasheets, before any of them was measured.
+"""What the steps of `gpu.py` are expected to take on a GPU, from datasheets, before any of them was measured.
 
-    python benchmarks/gpu_expected.py --out analysis/results/gpu-expected [--models llama-3.2-1b ...] [--host-gib 115]
+    python benchmarks/gpu_expected.py --gpu h200 [--models llama-3.2-1b ...] [--host-gib 115] [--out DIR]
 
 Also shows, without a GPU, that every row's schedule can be built, is safe and fits; what does not fit is a row, too.
 """
@@ -50,7 +50,7 @@ def expected(case: gpu_steps.Case, profile: HardwareProfile) -> dict[str, Any]:
 def page(rows: dict[str, dict[str, Any] | str], profile: HardwareProfile, command: str) -> str:
     """The table, as Markdown."""
     lines = [
-        "# What an H200 is expected to do",
+        f"# What the steps of gpu.py are expected to take: {profile.name}",
         "",
         f"`{command}`, {datetime.date.today()}, **predicted** from datasheets: `{profile.name}` with "
         f"{profile.host.memory} of host memory and {profile.host.cores}. Nothing here was measured; "
@@ -68,12 +68,13 @@ def page(rows: dict[str, dict[str, Any] | str], profile: HardwareProfile, comman
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the page")
+    parser.add_argument("--gpu", required=True, choices=hardware.names(), help="whose datasheet")
+    parser.add_argument("--out", type=Path, default=gpu_rows.EXPECTED, help="the folder of the page and its numbers")
     parser.add_argument("--models", nargs="+", default=list(gpu_rows.MODELS))
     parser.add_argument("--host-gib", type=float, default=115.0, help="host memory to plan with")
     options = parser.parse_args()
     profile = hardware.override(
-        hardware.load("h200"), [f"host.memory={options.host_gib}GiB", f"host.cores={CORES}cores"]
+        hardware.load(options.gpu), [f"host.memory={options.host_gib}GiB", f"host.cores={CORES}cores"]
     )
     rows: dict[str, dict[str, Any] | str] = {}
     ours = [case for case in gpu_rows.cases(tuple(options.models)) if not gpu_rows.is_rival(case)]
@@ -84,13 +85,13 @@ def main() -> None:
             rows[case.key] = str(error).splitlines()[0]
     text = page(rows, profile, f"python {' '.join(sys.argv)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "README.md").write_text(text)
+    (options.out / f"{options.gpu}.md").write_text(text)
     numbers = {
         key: {"step_s": float(row["step"]), "host_GB": float(row["host"])}
         for key, row in rows.items()
         if not isinstance(row, str)
     }
-    (options.out / gpu_rows.EXPECTED.name).write_text(json.dumps(numbers, indent=1) + "\n")
+    (options.out / f"{options.gpu}.json").write_text(json.dumps(numbers, indent=1) + "\n")
     print(text)
 
 

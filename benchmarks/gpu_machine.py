@@ -6,6 +6,7 @@ that clocks have settled where they stay in training.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import threading
@@ -15,23 +16,28 @@ from typing import Any
 
 import adam as adam_benchmark
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain import adam
 from megatrain.cuda import pci_address
 from megatrain.native import adam as native
 from megatrain.pinned import cpus_beside, pinned
 from schedules import presets
-from schedules.workload import PRECISIONS
+from schedules.errors import Refused
+from schedules.workload import PRECISIONS, Workload
+from sim import hardware
 
 Row = dict[str, Any]
 
 WINDOWS = 7  # readings of which the median is told; two windows before them are warm-up
-WINDOW_S = {"link": 0.1, "product": 0.2}
+WINDOW_S = {"link": 0.05, "product": 0.2}
 SIZES = [1 << n for n in range(16, 31, 2)]  # of copies: 64 KiB to 1 GiB
 PRODUCTS = {"8192x8192x8192": (8192, 8192, 8192)}
 SHAPES = ("llama-3.2-1b", "llama-3.1-8b")  # models whose gate projection is measured, too
 TOKENS = (2048, 8192, 32768)
+SEQUENCES = (1024, 4096)  # of attention, in the last of those models, with the last of those numbers of tokens
 BESIDE = 1 << 28  # bytes of the copies beside something else
 COPY = 1 << 30  # bytes of a copy in host memory
 PARAMS = 100_000_000  # of the optimizer's slabs
@@ -42,11 +48,28 @@ DEVICE = torch.device("cuda")
 def host_slab(nbytes: int) -> Tensor:
     """Pinned memory with random bytes."""
     slab = pinned(nbytes, torch.cuda.cudart(), cpus=cpus_beside(pci_address(0)))
-    slab.view(torch.int32).random_()
-    return slab
+    return slab.copy_(device_slab(nbytes))
+
+
+def clear() -> None:
+    """Give back what a case has left: cycles of objects, torch's cache, and cuBLAS's workspaces, 32 MiB a stream."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def datasheet() -> str:
+    """The profile whose GPU this is, by CUDA's name for it ("NVIDIA H100 80GB HBM3"). Raises Refused without one."""
+    gpu = torch.cuda.get_device_name()
+    known = [name for name in hardware.names() if name.split("-")[0] in gpu.lower().replace(" ", "")]
+    if not known:
+        raise Refused(f"there is no datasheet of {gpu} among {', '.join(hardware.names())}")
+    return max(known, key=len)  # "gh200" and not "h200"
 
 
 def device_slab(nbytes: int) -> Tensor:
+    """Random bytes on the device."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
 
 
@@ -164,6 +187,48 @@ def gemm() -> list[Row]:
     return [*rows, {"case": "copy on the device, read and written", "GB_s": moved}]
 
 
+def attention() -> list[Row]:
+    """TFLOP/s of causal attention by length, forward and backward: by what torch takes, and by its flash attention.
+
+    FLOPs as the simulator counts them, two products forward and four backward.
+    """
+    model, rows = presets.load(SHAPES[-1]), []
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    for seq in SEQUENCES:
+        batch = max(1, TOKENS[-1] // seq)
+        flops = model.attention_flops(model.blocks[0], Workload(micro_batch_size=batch, seq_len=seq))
+        inputs = [
+            torch.randn(batch, seq, count, model.head_dim, device=DEVICE).bfloat16().transpose(1, 2).requires_grad_()
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        taken = SDPBackend(torch._fused_sdp_choice(*inputs, is_causal=True, enable_gqa=heads != kv_heads))
+        for kernel in dict.fromkeys((taken, SDPBackend.FLASH_ATTENTION)):
+            case = {"case": f"{batch} sequences of {seq}, {kernel.name.lower()}", "taken": kernel == taken}
+            rows.append(case | _attention_rates(inputs, kernel, flops / 1e12))
+    return rows
+
+
+def _attention_rates(inputs: list[Tensor], kernel: SDPBackend, amount: float) -> Row:
+    stream = torch.cuda.Stream()
+    gqa = inputs[0].shape[1] != inputs[1].shape[1]
+
+    def forward() -> Tensor:
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=gqa)
+
+    with torch.cuda.stream(stream):
+        out = forward()  # where a forward ran its backward runs
+        grad = torch.randn_like(out)
+
+    def backward() -> None:
+        torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+    (down,) = rates([(stream, forward, amount)], WINDOW_S["product"])
+    (up,) = rates([(stream, backward, 2 * amount)], WINDOW_S["product"])
+    both = 3 / (1 / down["median"] + 2 / up["median"])
+    return {"forward_TFLOP_s": down, "backward_TFLOP_s": up, "both_TFLOP_s": both}
+
+
 def dram(threads: list[int]) -> list[Row]:
     """GB/s of plain copies in host memory, read and written, by threads; torch's copy of fp32 numbers."""
     rows = []
@@ -227,23 +292,27 @@ def optimizer(threads: list[int]) -> list[Row]:
 
 
 class _Copying:
-    """Copies both ways over the link for as long as the block lasts."""
+    """Copies both ways over the link, from the beginning of the block to its end."""
+
+    def __init__(self) -> None:
+        self._streams = [torch.cuda.Stream() for _ in range(2)]
+        self._host, self._device = [host_slab(BESIDE) for _ in range(2)], [device_slab(BESIDE) for _ in range(2)]
 
     def __enter__(self) -> None:
-        self._stop = threading.Event()
+        self._begun, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
+        self._begun.wait()
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
 
     def _serve(self) -> None:
-        size, streams = BESIDE, [torch.cuda.Stream() for _ in range(2)]
-        host, device = [host_slab(size) for _ in range(2)], [device_slab(size) for _ in range(2)]
         while not self._stop.is_set():
-            with torch.cuda.stream(streams[0]):
-                device[0].copy_(host[0], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(device[1], non_blocking=True)
+            with torch.cuda.stream(self._streams[0]):
+                self._device[0].copy_(self._host[0], non_blocking=True)
+            with torch.cuda.stream(self._streams[1]):
+                self._host[1].copy_(self._device[1], non_blocking=True)
             torch.cuda.synchronize()
+            self._begun.set()

@@ -6,7 +6,6 @@ random tokens. Where a package is missing the row says so.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import statistics
@@ -92,17 +91,11 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
     }
 
 
-def _clear() -> None:
-    gc.collect()  # models and engines refer to themselves
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-
-
 def plain(case: Case) -> Row:
     """Everything on the GPU in bf16, moments too: precision bf16_16bit."""
     spec = presets.load(case.model)
     torch.cuda.set_per_process_memory_fraction(1.0)
-    _clear()
+    gpu_machine.clear()
     build = builder(spec)
     with gpu_machine.DEVICE:
         model = build()
@@ -146,7 +139,9 @@ class Zero3:
             cls._kept = None
             engine.destroy()
             del engine
-            _clear()
+            gpu_machine.clear()
+            torch._C._host_emptyCache()  # torch keeps pinned memory that is freed, in powers of two
+            torch.distributed.destroy_process_group()
 
 
 def _begun(case: Case) -> Any:
@@ -159,7 +154,7 @@ def _begun(case: Case) -> Any:
     adam_benchmark.load_deepspeed_kernel()
     torch.set_num_threads(_threads())  # its optimizer uses torch's number
     torch.cuda.set_per_process_memory_fraction(1.0)
-    _clear()
+    gpu_machine.clear()
     spec = presets.load(case.model)
     config, build = settings(case, spec), builder(spec)
     with deepspeed.zero.Init(config_dict_or_path=config):

@@ -6,14 +6,15 @@ A GPU is lent for a while, and all rows together take nearly two hours. What the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import PLANNED, STEPS, WARM_UP, Case
+from gpu_steps import ALONE_STEPS, PLANNED, STEPS, WARM_UP, Case
 
-EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected" / "expected.json"
+EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected"  # a page and a file for each GPU
 
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen2.5-14b")
 POLICIES = ("streamed", "megatrain", "megatrain_released", "zero3_offload", "resident")
@@ -24,8 +25,8 @@ BATCHES = ((1024, 2, 1), (1024, 8, 1), (4096, 4, 4))
 SPUN = ("streamed",)  # policies that are run with spinning kernels as well
 SPUN_UP_TO = 8192  # tokens of a step: above it issuing hides behind the kernels
 # What a row takes beside its steps: imports, a plan, compiling; pinning host memory; DeepSpeed's start.
-STARTUP_S, PINNED_GB_S, ENGINE_S = 15.0, 4.0, 60.0
-ALONE = 1.5  # a step whose ops run one by one, in steps; two of those
+STARTUP_S, PLANNING_S, PINNED_GB_S, ENGINE_S = 12.0, 8.0, 4.0, 60.0
+ALONE = 1.5  # a step whose ops run one by one, in steps; two of those, or three
 
 
 def _of(what: str, precision: str = "bf16") -> tuple[str, ...]:
@@ -35,17 +36,18 @@ def _of(what: str, precision: str = "bf16") -> tuple[str, ...]:
 # keys of cases
 FIRST = (
     "llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB",
-    "llama-3.1-8b planned 4x4x4096 bf16",
-    *_of("llama-3.2-3b streamed"),
+    "llama-3.1-8b planned 4x4x4096 bf16_16bit",
     *_of("llama-3.2-3b planned"),
-    *_of(f"llama-3.2-3b {ZERO3}"),
+    *_of("llama-3.2-3b streamed"),
     *_of("qwen2.5-7b planned"),
-    *_of(f"qwen2.5-7b {ZERO3}"),
-    "qwen2.5-14b planned 4x4x4096 bf16",
-    "llama-3.2-3b megatrain_released 1x8x1024 bf16",
+    *_of(f"llama-3.2-3b {ZERO3}"),
+    "llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB",
     *_of("llama-3.2-1b resident", "bf16_16bit"),
     *_of(f"llama-3.2-1b {TORCH}", "bf16_16bit"),
-    "llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB",
+    "llama-3.2-3b megatrain_released 1x8x1024 bf16",
+    # last what may be too large for the host: the system would end the process
+    "qwen2.5-14b planned 4x4x4096 bf16",
+    *_of(f"qwen2.5-7b {ZERO3}"),
 )
 
 
@@ -65,9 +67,9 @@ def spun(case: Case) -> bool:
     return case.policy in SPUN and case.workload.tokens_per_step <= SPUN_UP_TO
 
 
-def seconds(case: Case) -> float:
-    """About how long a row takes, from what was expected of it before; 0 where nothing was."""
-    known, steps, startup = _expected(), float(WARM_UP + STEPS), STARTUP_S
+def seconds(case: Case, gpu: str) -> float:
+    """About how long a row takes on a GPU, from what was expected of it before; 0 where nothing was."""
+    known, steps, startup = _expected(gpu), float(WARM_UP + STEPS), STARTUP_S
     like = dataclasses.replace(case, fused=False, graphs=False)
     if case.policy == ZERO3:
         like = dataclasses.replace(case, policy="zero3_offload", precision="bf16", knobs=KNOBS["zero3_offload"])
@@ -75,7 +77,8 @@ def seconds(case: Case) -> float:
     elif case.policy == TORCH:
         like = dataclasses.replace(case, policy="resident", knobs={})
     else:
-        steps += 2 * ALONE + (steps if spun(case) else 0.0)
+        steps += ALONE_STEPS[case.graphs] * ALONE + (steps if spun(case) else 0.0)
+        startup += PLANNING_S if case.policy == PLANNED else 0.0
     row = known.get(like.key)
     if row is None:
         return 0.0
@@ -86,8 +89,10 @@ def seconds(case: Case) -> float:
     return startup + steps * row["step_s"]
 
 
-def _expected() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+@functools.cache
+def _expected(gpu: str) -> dict[str, dict[str, float]]:
+    file = EXPECTED / f"{gpu}.json"
+    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
 
@@ -118,7 +123,8 @@ def _of_model(model: str) -> Iterator[Case]:
             yield _case(model, PLANNED, batch)
     # where activations are what fills the GPU
     yield _case(model, "streamed", large, recompute="pointwise")
-    if model == "llama-3.1-8b":  # fp32 moments, and the bf16 ones of those who publish the first point
+    if model == "llama-3.1-8b":  # fp32 moments, and the bf16 ones of those who publish these points
+        yield _case(model, PLANNED, large, precision="bf16_16bit")
         for accumulation in (16, 2):  # 64k tokens a step, and 8k
             for precision in ("bf16", "bf16_16bit"):
                 yield _case(model, PLANNED, (4096, 1, accumulation), precision=precision, device_gib=12)

@@ -5,8 +5,9 @@ Nothing is fitted to a step that is then predicted: the profile holds what links
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
+import math
 import os
 import statistics
 import time
@@ -40,6 +41,8 @@ from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import signature
 from sim.machine import HardwareProfile, Measured, Table, Value
+from sim.plan import plan
+from sim.prediction import predict
 
 Row = dict[str, Any]
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
@@ -48,11 +51,15 @@ PLANNED = "planned"
 SOURCE = "measured by benchmarks/gpu.py"
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
 PLANNING_S = 120.0  # at most
-ALONE_STEPS = 2  # with every op by itself; the last one counts
+ALONE_STEPS = {False: 2, True: 3}  # with every op by itself; the last one counts, and graphs are captured in the second
+AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
 # Asked before CUDA starts, the process is there from then on: one forked later has locks, and not the threads in them.
 PLANNER = ProcessPoolExecutor(1)
 # For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
 DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
+HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made
+PAGE = 4096  # bytes: where buffers begin
+PIECE = 1 << 26  # random numbers made at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +112,7 @@ def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host
     model = presets.load(case.model)
     limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
     reserve = int(max(DEVICE_RESERVE, FRAGMENTS * limit))
-    budget = MemoryBudget(device_bytes=limit - reserve, host_bytes=host_bytes)
+    budget = MemoryBudget(device_bytes=limit - reserve, host_bytes=max(0, host_bytes - HOST_RESERVE))
     if case.policy == PLANNED:
         return _planned(case, model, profile, budget)
 
@@ -115,7 +122,7 @@ def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host
     schedule = build({**case.knobs, "resident": 0}) if case.knobs.get("resident") == "fit" else build(case.knobs)
     if case.knobs.get("resident") == "fit":
         for count in range(1, len(model.layers) + 1):
-            if schedule.allocated_bytes(Tier.HOST) <= host_bytes:
+            if schedule.allocated_bytes(Tier.HOST) <= budget.host_bytes:
                 break
             schedule = build({**case.knobs, "resident": count})
     for tier, available in ((Tier.HOST, host_bytes), (Tier.DEVICE, limit)):
@@ -126,10 +133,6 @@ def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host
 
 
 def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> Schedule:
-    try:
-        from sim.plan import plan
-    except ImportError as error:
-        raise Refused(f"left out: {error}") from None
     found = PLANNER.submit(
         plan,
         model,
@@ -143,50 +146,60 @@ def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: Mem
     return found.result(PLANNING_S).schedule
 
 
-class PooledBackend(CudaBackend):
-    """Keeps pinned slabs from one case for the next: pinning 100 GB takes longer than a case."""
+class ArenaBackend(CudaBackend):
+    """Its host buffers are parts of one pinned slab, kept for the next case: pinning 100 GB takes longer than one."""
 
-    pool: ClassVar[dict[int, list[Tensor]]] = defaultdict(list)
+    arena: ClassVar[Tensor | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__()
-        self._taken: list[Tensor] = []
+        self._used = 0
+        sizes = [_whole_pages(buffer.nbytes) for buffer in schedule.buffers if buffer.tier == Tier.HOST]
+        if self.arena is None or self.arena.nbytes < sum(sizes):
+            self.release()
+            whole = Buffer(name="arena", tier=Tier.HOST, nbytes=sum(sizes))
+            type(self).arena = super().allocate(whole)
 
     def allocate(self, buffer: Buffer) -> Tensor:
         if buffer.tier != Tier.HOST:
             return super().allocate(buffer)
-        free = self.pool[buffer.nbytes]
-        self._taken.append(free.pop() if free else super().allocate(buffer))
-        return self._taken[-1]
-
-    def close(self) -> None:
-        super().close()
-        for slab in self._taken:
-            self.pool[slab.nbytes].append(slab)
-        self._taken = []
+        assert self.arena is not None
+        begin, self._used = self._used, self._used + _whole_pages(buffer.nbytes)
+        return self.arena[begin : begin + buffer.nbytes]
 
     @classmethod
-    def trim(cls, needed: list[int]) -> None:
-        """Unpin what a case that needs slabs of these sizes would not use."""
-        for size, slabs in cls.pool.items():
-            del slabs[needed.count(size) :]
+    def release(cls) -> None:
+        """Unpin it."""
+        cls.arena = None
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
     """Layer -> random parameters as `initial.random_parameters`, made on the GPU, the same for blocks of a kind."""
-    made: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = {}  # of blocks: embedding and head are large, and asked for once
 
     def parameters(i: int) -> Tensor:
-        kind = model.layer_kind(i) if i in model.blocks else model.layer_name(i)
+        if not model.is_block(i):
+            return make(i)
+        kind = model.layer_kind(i)
         if kind not in made:
-            parts = [
-                torch.randn(shape, device=gpu_machine.DEVICE).mul_(0.02).flatten()
-                if len(shape) > 1
-                else torch.full(shape, 1.0 if "norm" in name else 0.0, device=gpu_machine.DEVICE)
-                for name, shape in model.parameter_shapes(i).items()
-            ]
-            made[kind] = torch.cat(parts).cpu()
+            made[kind] = make(i)
         return made[kind]
+
+    def make(i: int) -> Tensor:
+        shapes = model.parameter_shapes(i)
+        flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()))
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            if len(shape) == 1:
+                part.fill_(1.0 if "norm" in name else 0.0)
+                continue
+            for piece in torch.split(part, PIECE):
+                piece.copy_(torch.randn(len(piece), device=gpu_machine.DEVICE).mul_(0.02))
+        return flat
 
     return parameters
 
@@ -206,14 +219,13 @@ def measure(
     total = torch.cuda.get_device_properties(0).total_memory
     schedule = schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes)
     verified = verify(schedule)
-    gc.collect()  # the case before may have left cycles that hold device memory and slabs
-    PooledBackend.trim([b.nbytes for b in schedule.buffers if b.tier == Tier.HOST])
-    torch.cuda.empty_cache()
+    gpu_machine.clear()
+    with contextlib.suppress(OSError):  # then the most memory is that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")
     torch.cuda.set_per_process_memory_fraction(case.device_gib * 2**30 / total if case.device_gib else 1.0)
-    torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
     data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
-    backend = PooledBackend()
+    backend = ArenaBackend(schedule)
     backend.events = []
     prepare = replayed if case.graphs else as_they_are
     with Trainer(
@@ -237,7 +249,7 @@ def measure(
             trace.save(traces / f"{case.key.replace(' ', '_')}.json")
         serial = None
         if not all(key in known_ns for key in _timed(schedule).values()):
-            durations_ns, serial = _alone(trainer, backend, schedule, prepare)
+            durations_ns, serial = _alone(trainer, backend, schedule, prepare, ALONE_STEPS[case.graphs])
             known_ns.update(_op_times(schedule, durations_ns))
         profile = profile_of(schedule, machine, known_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
@@ -286,14 +298,17 @@ def _handing_over(backend: CudaBackend) -> dict[str, float]:
 
 
 def _alone(
-    trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, prepare: Prepare
+    trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, prepare: Prepare, steps: int
 ) -> tuple[list[int], float]:
     """Each op's time, ns, with nothing beside it, and the time of such a step, s."""
     serial = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, blocking=True) for op in schedule.ops))
-    trainer._executor = Executor(verify(serial), backend, prepare(schedule, trainer._actions.works()), record=True)
-    trainer.run(ALONE_STEPS)
+    # a GPU with nothing to do would wait for each launch of an op, which the issue costs are for
+    ahead = (lambda: AHEAD_S) if schedule.workload.tokens_per_step <= AHEAD_UP_TO else None
+    works = prepare(schedule, trainer._actions.works())
+    trainer._executor = Executor(verify(serial), backend, works, delay_s=ahead, record=True)
+    trainer.run(steps)
     trace = trainer.trace()
-    spans = (trace.end_ns - trace.start_ns).reshape(ALONE_STEPS, -1)[-1]
+    spans = (trace.end_ns - trace.start_ns).reshape(steps, -1)[-1]
     return spans.astype(int).tolist(), float(np.diff(trace.step_end_ns)[-1]) / 1e9
 
 
@@ -302,8 +317,8 @@ def _value(number: float, unit: str) -> Value:
 
 
 def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
-    """This machine for the planner: the H200's datasheet, with the bandwidths and the slowdown that were measured."""
-    base = hardware.load("h200")
+    """This machine for the planner: its GPU's datasheet, with the bandwidths and the slowdown that were measured."""
+    base = hardware.load(gpu_machine.datasheet())
     links, host, gpu = base.links, base.host, base.gpu
     if rows := machine.get("links"):
         largest = rows[-1]
@@ -362,10 +377,6 @@ def profile_of(
 
 
 def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:
-    try:
-        from sim.prediction import predict
-    except ImportError as error:  # a machine without the simulator's packages still measures
-        return {"prediction_left_out": f"left out: {error}"}
     prediction = predict(schedule, profile)
     predicted_s, bound_s = prediction.period_ns / 1e9, prediction.bound_ns / 1e9
     return {
@@ -393,7 +404,7 @@ def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known
 
 
 def _high_water() -> int:
-    """The most memory that this process has had resident, bytes."""
+    """The most memory that this process has had resident since it was last cleared, bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -250,8 +250,9 @@ def main() -> None:
         f"{(fits['gap'] <= 0.03).sum()}, the median gap is {fits['gap'].median():.1%}, the largest "
         f"{fits['gap'].max():.1%}; a bound that leaves out order is not always attainable. What the gap is made of, "
         "each to be multiplied with the others: *more work* for the fullest resource than a placement in fractions "
-        "would leave for any; a *circle* of ops over several streams, each waiting for the last, that lasts longer "
-        "than any resource; and what ops take longer because they *share* a resource.",
+        "would leave for any (negative where slow-downs that the bound counts stand under *sharing*); a *circle* of "
+        "ops over several streams, each waiting for the last, that lasts longer than any resource; and what ops take "
+        "longer because they *share* a resource.",
         "",
         plans.markdown(table),
         "",

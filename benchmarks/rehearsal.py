@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_checks
 import gpu_machine
 import gpu_rows
 import gpu_steps
@@ -97,23 +98,25 @@ def install(gpu: Any) -> None:
         "cudart": Runtime,
         "_sleep": lambda cycles: time.sleep(cycles * 1e-11),
         "is_available": lambda: True,
-        "get_device_name": lambda index=0: "no GPU, a rehearsal",
+        "get_device_name": lambda index=0: "no GPU but a rehearsal of an H200",
         "get_device_properties": lambda index: properties,
         "max_memory_allocated": _always(0),
         **{name: _always(None) for name in NOTHING},
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
+    for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
+        setattr(torch._C, name, _always(None))
     cpu = torch.device("cpu")
     cuda.CudaBackend.device = property(lambda backend: cpu)  # type: ignore[assignment, method-assign]
     gpu_machine.DEVICE = cpu
     gpu_machine.SIZES = [1 << 14, 1 << 16]
     gpu_machine.WINDOW_S = {"link": 0.002, "product": 0.002}
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
-    gpu_machine.SHAPES, gpu_machine.TOKENS = ("tiny",), (32,)
+    gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
-    gpu_steps.DEVICE_RESERVE, gpu_steps.FRAGMENTS = 0, 0.0
+    gpu_steps.DEVICE_RESERVE, gpu_steps.FRAGMENTS, gpu_steps.HOST_RESERVE = 0, 0.0, 0
     gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
     gpu.WAYS_OF = gpu_steps.Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2)
-    gpu.BACKEND = "cpu"
+    gpu_checks.BACKEND = "cpu"

@@ -1,0 +1,71 @@
+"""Whether what `gpu.py` measures is right: the tests on this GPU, and small trainings that would show a race."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BACKEND = "cuda"  # of the smaller trainings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A command that must succeed. `takes_s` is about how long it takes; it is stopped after three times that."""
+
+    name: str
+    arguments: tuple[str, ...]
+    takes_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def tests(name: str, *chosen: str, takes_s: float) -> Check:
+    options = ("-p", "no:cacheprovider", "-q", "-x" if chosen else "--tb=short")
+    return Check(name=name, arguments=("pytest", *options, "tests/test_megatrain_cuda.py", *chosen), takes_s=takes_s)
+
+
+def smoke() -> Check:
+    """The least that must work before anything is worth measuring."""
+    return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=30.0)
+
+
+def checks() -> Iterator[Check]:
+    """All others."""
+    yield tests("tests", takes_s=100.0)
+    train = ("megatrain.cli", "run", "demo", "--backend", BACKEND, "--precision", "bf16")
+    for policy, *more in (("streamed",), ("streamed", "-k", "offload=2", "-k", "keep=1"), ("megatrain",)):
+        yield Check(
+            name=f"stream sanitizer, {' '.join((policy, *more))}",
+            arguments=(*train, "--policy", policy, "--steps", "3", *more),
+            takes_s=30.0,
+            environment={"TORCH_CUDA_SANITIZER": "1"},
+        )
+    poisoned = (*train, "--policy", "streamed", "--steps", "5", "--debug")
+    yield Check(name="poisoned and delayed", arguments=poisoned, takes_s=20.0)
+
+
+def checked(check: Check) -> dict[str, Any]:
+    """Run it; the row says whether it passed, and the end of what it said."""
+    command, begun = [sys.executable, "-m", *check.arguments], time.monotonic()
+    environment = {**os.environ, **check.environment}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2.5 * check.takes_s
+        )
+    except subprocess.TimeoutExpired as error:
+        text = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+        passed, text = False, f"{text}\nstopped after {error.timeout:.0f} s"
+    else:
+        passed, text = done.returncode == 0, done.stdout + done.stderr
+    return {
+        "case": f"{check.name}: {' '.join(command[1:])}",
+        "passed": passed,
+        "check_s": time.monotonic() - begun,
+        "said": text.strip().splitlines()[-15:],
+    }
