@@ -54,7 +54,7 @@ def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
     """Run this file as `--once` until it has measured all that fits into the budget; its last exit status."""
     end, status = time.monotonic() + budget_s, 0
     while (left := end - time.monotonic()) > 0:
-        known = results.read_bytes() if results.exists() else b""
+        known = _content(results)
         command = [sys.executable, __file__, *arguments, "--once", "--budget-s", f"{left:.0f}"]
         process = subprocess.Popen(command, start_new_session=True)
         try:
@@ -62,11 +62,15 @@ def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
         finally:
             with contextlib.suppress(ProcessLookupError):  # and whatever it has left behind, planners for one
                 os.killpg(process.pid, signal.SIGKILL)
-        if status in (0, 2) or (results.exists() and results.read_bytes()) == known:
+        if status in (0, 2) or _content(results) == known:  # nothing was begun: it would be so again
             break
         print(f"the process ended with status {status}: another goes on", file=sys.stderr, flush=True)
         arguments = [argument for argument in arguments if argument != "--again"]
     return status
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""
 
 
 # ---- what is measured

@@ -105,6 +105,7 @@ def install(gpu: Any) -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
+    torch.backends.cudnn.version = _always(0)
     for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
         setattr(torch._C, name, _always(None))
     cpu = torch.device("cpu")

@@ -139,3 +139,5 @@ sys.exit(gpu.supervise([sys.argv[2]], Path(sys.argv[1]).with_name("gpu.json"), 6
         assert done.returncode == last and (tmp_path / "gpu.json").read_text() == "xxx"
     child.write_text("raise SystemExit(1)")  # nothing is begun: it would go on for ever
     assert subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode == 1
+    (tmp_path / "gpu.json").unlink()
+    assert subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode == 1
