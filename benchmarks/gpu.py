@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -136,9 +137,12 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         known = results.body["op_times_ns"].setdefault(f"fused={case.fused}, graphs={case.graphs}", {})
         return gpu_steps.measure(case, host_bytes, machine, known, traces, gpu_rows.spun(case))
 
+    def in_way(case: Case) -> Row:
+        return {**step(case), "fused": case.fused, "graphs": case.graphs}
+
     for fused, graphs in WAYS:
         way = dataclasses.replace(WAYS_OF, fused=fused, graphs=graphs)
-        yield Part("ways", way.key, lambda way=way: {**step(way), "fused": way.fused, "graphs": way.graphs}, 30.0)  # type: ignore[misc]
+        yield Part("ways", way.key, functools.partial(in_way, way), 30.0)
     fastest, gpu = fastest_way(results), gpu_machine.datasheet()
 
     def measured(case: Case) -> Part:
@@ -158,7 +162,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     yield Part("attention", "attention", gpu_machine.attention, 25.0)
     yield Part("adam", "adam", lambda: gpu_machine.optimizer(threads), 60.0)
     for check in gpu_checks.checks():
-        yield Part("checks", check.name, lambda check=check: gpu_checks.checked(check), check.takes_s)  # type: ignore[misc]
+        yield Part("checks", check.name, functools.partial(gpu_checks.checked, check), check.takes_s)
     yield from (measured(case) for case in cases if case not in first)
 
 

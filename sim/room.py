@@ -39,7 +39,7 @@ class Room:
 
     def __init__(self, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> None:
         self._model, self._profile, self._budget = model, profile, budget
-        self._limits = dict(zip(Tier, vars(budget).values(), strict=True))
+        self.limits = dict(zip(Tier, vars(budget).values(), strict=True))
         self._peaks: dict[Candidate, dict[Tier, int] | None] = {}
 
     def on(self, tier: Tier, candidate: Candidate) -> bool:
@@ -55,7 +55,7 @@ class Room:
             except policies.PolicyError:
                 self._peaks[candidate] = None
         peaks = self._peaks[candidate]
-        return None if peaks is None else peaks[tier] - self._limits[tier]
+        return None if peaks is None else peaks[tier] - self.limits[tier]
 
     def residents(self, start: Candidate) -> tuple[int, int]:
         """The fewest layers that must live on the device, for the host has no room, and the most that may."""
@@ -189,7 +189,7 @@ class Room:
 
     def might_hold(self, workload: Workload) -> bool:
         """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together."""
-        least, limits = self.least(workload), self._limits
+        least, limits = self.least(workload), self.limits
         return least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values())
 
     def _built(self, candidate: Candidate) -> Schedule:

@@ -451,16 +451,17 @@ class Search:
         """Why nothing runs on the machine: what is lacking for the thriftiest schedule, or for the closest one."""
         model = self.model
         state = model.total_params * workload.bytes.per_param
-        limits = tuple(vars(self.budget).values())  # by tier
+        limits = self.room.limits
+        have = sum(limits.values())
         told = [f"no schedule of {model.name} fits {self.profile.name}"]
-        if state > sum(limits):
+        if state > have:
             told.append(
                 f"weights, gradients and optimizer state take {state / 1e9:,.1f} GB, all its memory together is "
-                f"{sum(limits) / 1e9:,.1f} GB"
+                f"{have / 1e9:,.1f} GB"
             )
         least = self.room.least(workload)
-        over = {tier: peak - have for (tier, peak), have in zip(least.items(), limits, strict=True) if peak > have}
-        if state <= sum(limits) and not over and self.shortest is not None:
+        over = {tier: peak - limits[tier] for tier, peak in least.items() if peak > limits[tier]}
+        if state <= have and not over and self.shortest is not None:
             lacking, where = self.shortest
             told.append(f"the closest one tried lacks {_gigabytes(where, lacking)}")
         takes = [_gigabytes(tier, peak) for tier, peak in least.items() if peak]

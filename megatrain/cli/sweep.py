@@ -91,8 +91,9 @@ def sweep(
         print_json(tables.records(table))
     else:
         note = "* no other point trains faster for as little an hour. Predicted; prices are those of your file."
-        for model, rows in table.groupby("model", sort=False):
-            tables.show(rows.sort_values("cost", na_position="last"), buying.columns(paid), title=str(model), note=note)
+        columns = buying.columns(paid)
+        for model, of_model in table.groupby("model", sort=False):
+            tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
     page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
     if not as_json:
         print(f"pictures and all numbers: {page}")
