@@ -13,6 +13,7 @@ from analysis.costs import months_column
 from analysis.figure import FONT_PT, axes_for
 from analysis.files import whole, write_text
 from analysis.palette import BLUE, GREY
+from megatrain.terminal import Column, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,35 +104,33 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
     return folder / "README.md"
 
 
-def columns(prices: Prices) -> tuple[tables.Column, ...]:
+def columns(prices: Prices) -> tuple[Column, ...]:
     """Of the table of a sweep: * marks the front of price against throughput."""
 
-    def money(key: str) -> tables.Column:
-        return tables.Column(heading=f"{key.replace('_', ' ')} ({prices.currency})", cell=tables.number(key, ",.2f"))
+    def money(key: str) -> Column:
+        return Column(heading=f"{key.replace('_', ' ')} ({prices.currency})", cell=tables.number(key, ",.2f"))
 
     return (
-        tables.Column(
-            heading="machine", cell=lambda row: row["machine"] + (" *" if row["pareto"] else ""), number=False
-        ),
-        tables.Column(heading="changed", cell=lambda row: row["changes"] or "", number=False, folds=True),
-        tables.Column(heading="schedule", cell=lambda row: row["policy"], number=False, spare=True),
-        tables.Column(heading="tokens/s", cell=tables.number("tokens_per_s", ",.0f")),
-        tables.Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
-        tables.Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
+        Column(heading="machine", cell=lambda row: row["machine"] + (" *" if row["pareto"] else ""), number=False),
+        Column(heading="changed", cell=lambda row: row["changes"] or "", number=False, folds=True),
+        Column(heading="schedule", cell=lambda row: row["policy"], number=False, spare=True),
+        Column(heading="tokens/s", cell=tables.number("tokens_per_s", ",.0f")),
+        Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
+        Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),
-        tables.Column(heading="days", cell=tables.number("days", ",.1f")),
-        tables.Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
+        Column(heading="days", cell=tables.number("days", ",.1f")),
+        Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
         money("cost"),
-        tables.Column(heading="MWh", cell=tables.number("energy_kwh", ",.2f", 1e-3), spare=True),
+        Column(heading="MWh", cell=tables.number("energy_kwh", ",.2f", 1e-3), spare=True),
         *(
-            tables.Column(
+            Column(
                 heading=months_column(rental.name), cell=tables.number(months_column(rental.name), ",.1f"), spare=True
             )
             for rental in prices.rentals
         ),
-        tables.Column(heading="why not", cell=lambda row: row["reason"] or "", number=False, folds=True),
+        Column(heading="why not", cell=lambda row: row["reason"] or "", number=False, folds=True),
     )
 
 
-def _machine(row: tables.Record) -> str:
+def _machine(row: Record) -> str:
     return f"{row['machine']} *" if row["pareto"] else str(row["machine"])

@@ -12,6 +12,7 @@ from analysis.files import write_text
 from analysis.palette import BLACK, policy_style
 from analysis.plots import BAND
 from analysis.published import summary
+from megatrain.terminal import Column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +27,7 @@ PHASES_TITLE = "one step of MegaTrain 14B on MI355X, part by part"
 COMMAND = "megatrain published --out analysis/results/published"
 
 
-def columns(standing: str) -> Sequence[tables.Column]:
+def columns(standing: str) -> Sequence[Column]:
     """Those of the table of points of one standing."""
     return tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatrain.tables import drive_rows, prediction_record, print_table
+from megatrain.tables import drive_rows, prediction_record
+from megatrain.terminal import print_table
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.model import ModelSpec

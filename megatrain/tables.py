@@ -1,30 +1,13 @@
-"""What commands print for people: plain tables, without pandas, so that planning stays quick."""
+"""What commands tell people and programs of a schedule and of a prediction."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
+from megatrain.terminal import print_table
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from sim.prediction import Prediction, memory_of
-
-PIPE_COLUMNS = 200  # a pipe has no width: let nothing be folded there
-
-
-def print_table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> None:
-    """A plain table; the first `left` columns are text, the others numbers."""
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", show_header=any(columns))
-    for i, column in enumerate(columns):
-        text = i < left
-        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text or i == 0)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
 
 
 def print_summary(schedule: Schedule, verdict: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +16,7 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the models that come with it, or describe one."""
+    from megatrain.terminal import print_table
     from schedules import presets
 
     chosen = [name] if name else presets.names()
@@ -40,7 +39,7 @@ def models(
         ]
         for spec in specs
     ]
-    _show("models (parameters; heads as query/key-value)", columns, rows, spare=columns[4:])
+    print_table("models (parameters; heads as query/key-value)", columns, rows, spare=columns[4:])
 
 
 def hardware(
@@ -49,6 +48,7 @@ def hardware(
     as_json: Json = False,
 ) -> None:
     """List the machines that come with it, or every number of one with its source."""
+    from megatrain.terminal import print_table
     from sim import hardware as machines
     from sim import machine
 
@@ -69,7 +69,7 @@ def hardware(
             for p in profiles
         ]
         headings = ["machine", "description", "device memory", "peak bf16", "H2D", "host memory"]
-        _show("machines", headings, rows, left=2, folds=["description"], spare=["description"])
+        print_table("machines", headings, rows, left=2, spare=["description"])
         return
     chosen = machine_of(name, change)
     if as_json:
@@ -77,9 +77,9 @@ def hardware(
         return
     rows = [list(row) for row in machine.listing(chosen)]
     headings = ["number", "value", "meaning", "source"]
-    _show(f"{chosen.name}: {chosen.description}", headings, rows, left=4, folds=["meaning", "source"])
+    print_table(f"{chosen.name}: {chosen.description}", headings, rows, left=4)
     for meaning, several in machine.readings(chosen):
-        _show(meaning, ["", "least", "median", "most"], [list(row) for row in several])
+        print_table(meaning, ["", "least", "median", "most"], [list(row) for row in several])
     if chosen.versions is not None:
         print(f"measured with {chosen.versions}, on {chosen.date}")
 
@@ -90,6 +90,7 @@ def policies(
     as_json: Json = False,
 ) -> None:
     """List the policies, or explain one: its knobs, its bytes, its speed and a picture of a step."""
+    from megatrain.terminal import print_table
     from schedules import policies as known
 
     require_outputs(folders=[out])
@@ -107,19 +108,18 @@ def policies(
         return
     if name is None:
         rows = [[policy, known.summary(policy)] for policy in known.names()]
-        _show("policies", ["policy", "what it does"], rows, left=2, folds=["what it does"])
+        print_table("policies", ["policy", "what it does"], rows, left=2)
         return
     from analysis import policy_pages
 
     page = policy_pages.page(name)
     print(page.words, "", *policy_pages.drawing(page), "", sep="\n")
-    _show(
+    print_table(
         f"where states live, in bytes per parameter: {policy_pages.about(page.numbers)}",
         policy_pages.STATES_HEADING,
         policy_pages.states(page.numbers),
-        folds=policy_pages.STATES_HEADING[:1],
     )
-    _show("how fast, the same step", policy_pages.SPEED_HEADING, policy_pages.speed(name))
+    print_table("how fast, the same step", policy_pages.SPEED_HEADING, policy_pages.speed(name))
 
 
 def _record(policy: str) -> dict[str, Any]:
@@ -133,22 +133,3 @@ def _record(policy: str) -> dict[str, Any]:
         "trains": known.trains(policy),
         "knobs": {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()},
     }
-
-
-def _show(
-    title: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    left: int = 1,
-    folds: Sequence[str] = (),
-    spare: Sequence[str] = (),
-) -> None:
-    """A table of texts: the first `left` columns are names or words, the others numbers; the rest as in Column."""
-    from analysis.tables import Column, show_records
-
-    columns = [
-        Column(heading=name, cell=itemgetter(name), number=i >= left, folds=name in folds, spare=name in spare)
-        for i, name in enumerate(headings)
-    ]
-    show_records([dict(zip(headings, row, strict=True)) for row in rows], columns, title=title)
