@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatrain import moments8
 from megatrain.native import adam as native
+from schedules.model import is_matrix
 from schedules.workload import PRECISIONS, STATE_BLOCK
 
 QUANTISED = "bf16_8bit"
@@ -139,9 +140,9 @@ def decayed(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
     """The ranges [start, stop) of a slab that weight decay applies to: matrices, not norms and biases."""
     ranges: list[tuple[int, int]] = []
     start = 0
-    for shape in shapes.values():
+    for name, shape in shapes.items():
         stop = start + torch.Size(shape).numel()
-        if len(shape) > 1:
+        if is_matrix(name, shape):
             if ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], stop)
             else:

@@ -1,13 +1,14 @@
 """Weights in the files of Hugging Face: where training may start, and what comes of it.
 
-Names are those of transformers, which are those of `ModelSpec.parameter_shapes` with a layer's place before them. Files
-are read a layer at a time, and written as a file per layer with an index; adapters are written as peft reads them.
+Names are those that models are published under: those of `ModelSpec.parameter_shapes` with a layer's place before
+them, but for experts, which lie in files one by one. Files are read a layer at a time, and written as a file per layer
+with an index; adapters are written as peft reads them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,30 @@ def global_name(model: ModelSpec, i: int, name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
+# What files call experts' matrices, and what comes before them and the router, where it is not `mlp.experts.gate_proj`.
+EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
+    "MixtralForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "Qwen3MoeForCausalLM": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+}
+
+
+def file_shapes(model: ModelSpec, i: int) -> dict[str, tuple[int, ...]]:
+    """Name in files -> shape of each tensor that layer i is stored as, in the order in which they lie in its slab."""
+    found: dict[str, tuple[int, ...]] = {}
+    place, matrices = EXPERTS.get(model.architecture, ("mlp", {}))
+    for name, shape in model.parameter_shapes(i).items():
+        stored = name.replace("mlp.", f"{place}.", 1) if name.startswith("mlp.") else name
+        if not (matrices and ".experts." in name):
+            found[global_name(model, i, stored)] = shape
+            continue
+        both = name.endswith("gate_up_proj")
+        for e in range(shape[0]):
+            for part in ("gate", "up") if both else ("down",):
+                expert = f"{place}.experts.{e}.{matrices[part]}.weight"
+                found[global_name(model, i, expert)] = (shape[1] // 2 if both else shape[1], shape[2])
+    return found
+
+
 # ---- reading
 
 
@@ -46,19 +71,43 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     That all are there, in the model's shapes, is checked at once. Raises WeightsError.
     """
     files = _files(folder)
-    for i in model.layers:
-        for name, shape in model.parameter_shapes(i).items():
-            _check(folder, files, global_name(model, i, name), shape)
+    wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i).items()}
+    for name in wanted:
+        if name not in files:
+            raise WeightsError(f"the weights in {folder} lack {name}{_quantized(files)}")
+    for file, names in _by_file(files, wanted).items():
+        try:
+            with safetensors.safe_open(folder / file, framework="pt") as opened:
+                found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        except (OSError, safetensors.SafetensorError) as error:
+            raise WeightsError(f"{folder / file} cannot be read: {error}") from None
+        for name, shape in found.items():
+            if shape != wanted[name]:
+                raise WeightsError(
+                    f"{name} in {folder} has the shape {list(shape)}, the model's has {list(wanted[name])}"
+                )
 
     def of_layer(i: int) -> Tensor:
-        parts = []
-        for name in model.parameter_shapes(i):
-            wanted = global_name(model, i, name)
-            with safetensors.safe_open(folder / files[wanted], framework="pt") as file:
-                parts.append(file.get_tensor(wanted).to(torch.float32).flatten())
-        return torch.cat(parts)
+        parts = dict.fromkeys(file_shapes(model, i), torch.empty(0))
+        for file, names in _by_file(files, parts).items():
+            with safetensors.safe_open(folder / file, framework="pt") as opened:
+                parts |= {name: opened.get_tensor(name).to(torch.float32).flatten() for name in names}
+        return torch.cat(list(parts.values()))
 
     return of_layer
+
+
+def _by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[str]]:
+    """A file's header is read anew each time that it is opened, and a mixture's has thousands of names."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(files[name], []).append(name)
+    return found
+
+
+def _quantized(files: Mapping[str, str]) -> str:
+    quantized = any(name.endswith(("_blocks", "_scales")) for name in files)
+    return ": they are quantized; training begins with bf16, fp16 or fp32 weights" if quantized else ""
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -73,18 +122,6 @@ def _files(folder: Path) -> dict[str, str]:
         raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}") from None
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
-
-
-def _check(folder: Path, files: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
-    if name not in files:
-        raise WeightsError(f"the weights in {folder} lack {name}")
-    try:
-        with safetensors.safe_open(folder / files[name], framework="pt") as file:
-            found = tuple(file.get_slice(name).get_shape())
-    except (OSError, safetensors.SafetensorError) as error:
-        raise WeightsError(f"{folder / files[name]} cannot be read: {error}") from None
-    if found != shape:
-        raise WeightsError(f"{name} in {folder} has the shape {list(found)}, the model's has {list(shape)}")
 
 
 # ---- writing
@@ -117,7 +154,7 @@ def write(folder: Path, model: ModelSpec, workload: Workload, weights: Callable[
     total, count = 0, len(model.layers)
     for number, i in enumerate(model.layers, 1):
         flat = weights(i)
-        parts = {global_name(model, i, name): part for name, part in views(flat, model.parameter_shapes(i)).items()}
+        parts = views(flat, file_shapes(model, i))
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(parts, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(parts, file)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from schedules.model import ModelSpec
+from schedules.model import ModelSpec, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
 
@@ -35,7 +35,7 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + i + 1)
         parts = []
         for name, shape in model.parameter_shapes(i).items():
-            if len(shape) > 1:
+            if is_matrix(name, shape):
                 parts.append(torch.randn(shape, generator=generator).mul_(STANDARD_DEVIATION).flatten())
             else:
                 parts.append(torch.full(shape, 1.0 if "norm" in name else 0.0))

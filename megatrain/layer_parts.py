@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.pointwise import PLAIN, Pointwise
@@ -115,38 +114,6 @@ def _deliver(add: Callable[[int, Tensor], None], at: int, leaf: Tensor) -> None:
 
 def _parts(rows: int, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, rows, chunk)]
-
-
-class _AttentionAgain(torch.autograd.Function):
-    """Saves queries, keys and values, and computes attention again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return _expanded_attention(q, k, v)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            y = _expanded_attention(*leaves)
-        return torch.autograd.grad(y, leaves, grads[0])
-
-
-def _expanded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def attention_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention that keeps no more than its inputs: for fp32 on a GPU, a type for checks, not for speed.
-
-    No fp32 kernel there shares keys among heads, so they are repeated, and it keeps one number per head and
-    position padded to 32 positions: both would be more than `ModelSpec.saved_bytes` counts. Shapes as
-    scaled_dot_product_attention has them.
-    """
-    return _AttentionAgain.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Rotate(torch.autograd.Function):

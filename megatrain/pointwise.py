@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,55 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
 
 
+def halves_forward(both: Tensor) -> Tensor:
+    """SwiGLU of one tensor [..., 2f], gate before up: [..., f]."""
+    return swiglu_forward(*both.chunk(2, dim=-1))
+
+
+def halves_backward(dy: Tensor, both: Tensor) -> Tensor:
+    """The gradient of `both`."""
+    return torch.cat(swiglu_backward(dy, *both.chunk(2, dim=-1)), dim=-1)
+
+
+# What gpt-oss' configuration calls swiglu_alpha and swiglu_limit (transformers, configuration_gpt_oss.py).
+CLAMP, SLOPE = 7.0, 1.702
+
+
+def clamped_forward(both: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(SLOPE * gate) of one tensor [..., 2f], where gate and up take turns and are clamped.
+
+    Gate from above, up on both sides; gpt-oss' activation, computed in at least fp32 and rounded once.
+    """
+    wide = both.to(torch.promote_types(both.dtype, torch.float32))
+    gate, up = wide[..., ::2], wide[..., 1::2]
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return ((up + 1) * gate * torch.sigmoid(SLOPE * gate)).to(both.dtype)
+
+
+def clamped_backward(dy: Tensor, both: Tensor) -> Tensor:
+    """The gradient of `both`, zero where it was clamped."""
+    wide = both.to(torch.promote_types(both.dtype, torch.float32))
+    raw_gate, raw_up = wide[..., ::2], wide[..., 1::2]
+    gate, up, dy = raw_gate.clamp(max=CLAMP), raw_up.clamp(-CLAMP, CLAMP), dy.to(wide.dtype)
+    share = torch.sigmoid(SLOPE * gate)
+    d_gate = dy * (up + 1) * share * (1 + SLOPE * gate * (1 - share)) * (raw_gate <= CLAMP)
+    d_up = dy * gate * share * (raw_up.abs() <= CLAMP)
+    return torch.stack((d_gate, d_up), dim=-1).flatten(-2).to(both.dtype)
+
+
+def weighted_sum(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Rows of outputs [T k, h] at places [T, k], times weights [T, k], added up: [T, h] in their type, rounded once."""
+    return (outputs[places] * weights[..., None]).sum(1).to(outputs.dtype)
+
+
+def weighted_sum_backward(
+    dy: Tensor, outputs: Tensor, order: Tensor, places: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of outputs and of weights; `order` [T k] has the number of the weight of each row of outputs."""
+    of_row = dy[order // weights.shape[1]] * weights.flatten()[order][:, None]
+    return of_row.to(outputs.dtype), (outputs[places].to(weights.dtype) * dy[:, None]).sum(-1)
+
+
 def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [batch, seq, heads, head_dim] turned by [seq, 1, head_dim / 2]; with -sin, turned back."""
     a, b = x.chunk(2, dim=-1)
@@ -69,6 +118,12 @@ class Pointwise:
     rms_backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rms_backward
     swiglu_forward: Callable[[Tensor, Tensor], Tensor] = swiglu_forward
     swiglu_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = swiglu_backward
+    halves_forward: Callable[[Tensor], Tensor] = halves_forward
+    halves_backward: Callable[[Tensor, Tensor], Tensor] = halves_backward
+    clamped_forward: Callable[[Tensor], Tensor] = clamped_forward
+    clamped_backward: Callable[[Tensor, Tensor], Tensor] = clamped_backward
+    weighted_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = weighted_sum
+    weighted_sum_backward: Callable[..., tuple[Tensor, Tensor]] = weighted_sum_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     cross_entropy: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = cross_entropy
 
@@ -86,11 +141,4 @@ def compiled(backend: str = "inductor") -> Pointwise:
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # beyond which nothing would be compiled
         setattr(torch._dynamo.config, limit, SHAPES)
     make = functools.partial(torch.compile, backend=backend, dynamic=False)
-    return Pointwise(
-        rms_forward=make(rms_forward),
-        rms_backward=make(rms_backward),
-        swiglu_forward=make(swiglu_forward),
-        swiglu_backward=make(swiglu_backward),
-        rotation=make(rotation),
-        cross_entropy=make(cross_entropy),
-    )
+    return Pointwise(**{function.name: make(getattr(PLAIN, function.name)) for function in fields(Pointwise)})

@@ -18,7 +18,7 @@ from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.layer_parts import rms_norm
 from megatrain.template import templates, views
 from schedules import trained
-from schedules.model import ModelSpec
+from schedules.model import ModelSpec, is_matrix
 from schedules.workload import Workload
 
 
@@ -70,8 +70,9 @@ def train(
             parameter.requires_grad_(i in chosen and workload.lora_rank is None)
     own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
     pairs = [(updated[i][name], layers[i][name]) for i in chosen for name in updated[i]]
-    matrices = [p for p, _ in pairs if p.dim() > 1]
-    others = [p for p, _ in pairs if p.dim() <= 1]
+    named = [(name, p) for i in chosen for name, p in updated[i].items()]
+    matrices = [p for name, p in named if is_matrix(name, tuple(p.shape))]
+    others = [p for name, p in named if not is_matrix(name, tuple(p.shape))]
     optimizer = chosen and torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": hyper.weight_decay},

@@ -12,19 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain.attention import Attention, band
 from megatrain.autograd import Sink, again
-from megatrain.layer_parts import attention_again, mlp_again, rms_norm, rotate, swiglu
+from megatrain.experts import Mixture
+from megatrain.layer_parts import mlp_again, rms_norm, rotate, swiglu
 from megatrain.pointwise import PLAIN, Pointwise
+from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.traffic import LOSS_CHUNK_TOKENS
 
+CAUSAL = Attention()
 LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
 
 
@@ -49,34 +53,6 @@ def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bo
     return {name: Sink(view, accumulate) for name, view in views(flat, shapes).items()}
 
 
-# ---- rotary embedding
-
-
-def rotary_frequencies(model: ModelSpec) -> Tensor:
-    """Radians per position of each pair of a head's dimensions, fp32 [head_dim / 2].
-
-    Plain (Su et al., arXiv:2104.09864), "linear" (all slowed by `factor`), or "llama3": wavelengths longer
-    than original / low_freq_factor positions are slowed by `factor`, those shorter than
-    original / high_freq_factor are kept, and between the two the change is gradual (Llama 3.1's
-    rope_scaling in config.json).
-    Raises TemplateError for another kind.
-    """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
-    plain = 1.0 / model.rope_theta**exponents
-    scaling = dict(model.rope_scaling)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return plain
-    if kind == "linear":
-        return plain / float(scaling["factor"])
-    if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return plain * (keep + (1 - keep) / float(scaling["factor"]))
-    raise TemplateError(f"{model.name}: rope_scaling of type {kind!r} has no template")
-
-
 # ---- layers
 
 
@@ -97,7 +73,7 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP.
+    """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP or a mixture.
 
     cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type. With
     `pointwise_again` the outputs of norms and gate are not kept, and backward computes them again; with `mlp_chunk`
@@ -110,13 +86,15 @@ class Block:
     eps: float
     cos: Tensor
     sin: Tensor
+    attention: Attention = CAUSAL
+    mixture: Mixture | None = None
     pointwise: Pointwise = PLAIN
     pointwise_again: bool = False
     mlp_chunk: int | None = None
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
-        return self.cos, self.sin
+        return (self.cos, self.sin) if self.attention.mask is None else (self.cos, self.sin, self.attention.mask)
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`."""
@@ -132,6 +110,8 @@ class Block:
         return again(t, make, *inputs) if self.pointwise_again else nullcontext()
 
     def _mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self.mixture is not None:
+            return self.mixture.forward(params, x, self._derived)
         if self.mlp_chunk is None:
             return self._whole_mlp(params, x)
         own = {name: p for name, p in params.items() if name.startswith("mlp.")}
@@ -155,14 +135,8 @@ class Block:
             k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
         cos, sin = self.cos[:seq], self.sin[:seq]
         q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
-        # Attention wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that
-        # neither its inputs nor its output are copied.
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if x.is_cuda and x.dtype == torch.float32:
-            y = attention_again(q, k, v)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return _linear(params, "self_attn.o_proj", y.transpose(1, 2).reshape(batch, seq, -1))
+        y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
+        return _linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
 
 
 def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -262,35 +236,44 @@ def templates(
     """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block.
 
     Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
-    Raises TemplateError for a mixture of experts, attention sinks, an unknown rope_scaling, or a sliding
-    window shorter than the sequence.
+    Raises TemplateError for an unknown rope_scaling, and for windows or sinks in fp32 on a GPU.
     """
-    if model.num_experts:
-        raise TemplateError(f"{model.name}: a mixture of experts can be planned but has no template to train with")
-    if model.attention_sinks:
-        raise TemplateError(f"{model.name}: attention sinks have no template to train with")
-    for i in model.blocks:
-        window = model.window(i)
-        if window is not None and window < seq_len:
-            raise TemplateError(
-                f"{model.name}: block {i} attends to {window} tokens only, sequences have {seq_len}; "
-                "sliding-window attention has no template to train with"
-            )
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(model))[:, None, :]
+    cos, sin = rotary_tables(model, seq_len, device, dtype)
     block = Block(
         heads=model.num_attention_heads,
         kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
         eps=model.rms_norm_eps,
-        cos=angles.cos().to(device, dtype),
-        sin=angles.sin().to(device, dtype),
+        cos=cos,
+        sin=sin,
+        mixture=_mixture(model, pointwise) if model.num_experts else None,
         pointwise=pointwise,
         pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
     )
-    kinds = {model.layer_kind(i) for i in model.blocks}
+    attentions = {model.layer_kind(i): _attention(model, i, seq_len, device, dtype) for i in model.blocks}
     return Templates(
         embed=Embed(),
-        blocks=dict.fromkeys(sorted(kinds), block),
+        blocks={kind: replace(block, attention=attention) for kind, attention in sorted(attentions.items())},
         head=Head(eps=model.rms_norm_eps, pointwise=pointwise),
+    )
+
+
+def _attention(model: ModelSpec, i: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> Attention:
+    window = model.window(i)
+    if window is not None and window >= seq_len:
+        window = None
+    if window is None and not model.attention_sinks:
+        return CAUSAL
+    if device.type == "cuda" and dtype == torch.float32:
+        raise TemplateError(f"{model.name}: attention with a window or sinks has no fp32 kernel on a GPU")
+    return Attention(window=window, mask=None if device.type == "cuda" else band(seq_len, window, device, dtype))
+
+
+def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
+    return Mixture(
+        chosen=model.num_experts_per_tok,
+        normalised=model.norm_topk_prob,
+        interleaved=model.architecture == "GptOssForCausalLM",
+        pointwise=pointwise,
     )

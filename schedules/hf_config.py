@@ -82,11 +82,14 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-MODEL_TYPES = {  # of the architectures whose `config.json` can be written: those without experts
+MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 SAME = (  # fields that mean the same in both
     *REQUIRED,
@@ -104,25 +107,31 @@ SAME = (  # fields that mean the same in both
 def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` that `read_config` reads as this model, given as ModelSpec.to_dict has it.
 
-    Raises ModelError for an architecture that is not in MODEL_TYPES.
+    What a field cannot say is left out: read again, the model may be another.
     """
     architecture = spec["architecture"]
-    if architecture not in MODEL_TYPES:
-        raise ModelError(f"{spec['name']}: no config.json of a {architecture} is written")
     config = {
         "architectures": [architecture],
         "model_type": MODEL_TYPES[architecture],
         **{key: spec[key] for key in SAME},
         "rope_scaling": spec["rope_scaling"] or None,
     }
-    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         config["attention_bias"] = spec["attention_bias"]
     if architecture == "LlamaForCausalLM":
         config["mlp_bias"] = spec["mlp_bias"]
+    if architecture == "GptOssForCausalLM":
+        config["layer_types"] = spec["layer_types"]
     if architecture.startswith("Qwen"):
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
             config["layer_types"] = spec["layer_types"]
+    if architecture == "Qwen3MoeForCausalLM":
+        config |= {key: spec[key] for key in ("num_experts", "moe_intermediate_size", "norm_topk_prob")}
+        config["num_experts_per_tok"] = spec["num_experts_per_tok"]
+    elif spec["num_experts"]:
+        config |= {"num_local_experts": spec["num_experts"], "num_experts_per_tok": spec["num_experts_per_tok"]}
+        config["intermediate_size"] = spec["moe_intermediate_size"]
     return config
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from schedules.hf_config import ARCHITECTURES, ModelError, read_config
 from schedules.workload import Workload
 
-__all__ = ["ModelError", "ModelSpec"]
+__all__ = ["ModelError", "ModelSpec", "is_matrix"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
@@ -412,7 +412,7 @@ class ModelSpec:
           k h      the experts' outputs, weighted by the router, with experts only
           rank     per adapter, what lies between its two matrices
         and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
-        and with experts their probabilities and, per choice, a weight and an int64 index (3 words).
+        and with experts their probabilities and, per choice, its weight, its expert and its place (3 words).
         Rotary needs only its shared cos and sin table. Embedding and head keep nothing: the head's backward
         is in the loss op, the embedding's reads the token ids.
         """
@@ -432,6 +432,11 @@ class ModelSpec:
             count = len(self.adapter_shapes(i, workload.lora_rank)) // 2
             elements += workload.lora_rank * (count - (MLP_PROJECTIONS if workload.recompute == "mlp" else 0))
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix, or several in one tensor: what weight decay is for. Norms and biases are not."""
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 def _positive(value: object) -> bool:

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatrain.attention import attention_again
 from megatrain.autograd import Sink
-from megatrain.layer_parts import attention_again, rms_norm, rotate, swiglu
-from megatrain.template import Embed, Head, TemplateError, rotary_frequencies, sinks, templates, views
-from schedules.model import ModelSpec
+from megatrain.layer_parts import rms_norm, rotate, swiglu
+from megatrain.rotary import rotary_frequencies, rotary_tables
+from megatrain.template import Embed, Head, TemplateError, sinks, templates, views
+from schedules.model import ModelError, ModelSpec
 
 TINY = ModelSpec(
     name="tiny",
@@ -32,6 +34,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 
 
 def spec(**changes):
@@ -138,8 +141,8 @@ def reference_block(model, p, x):
         return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
 
     def rope(x):
-        angle = torch.outer(torch.arange(float(seq)), rotary_frequencies(model)).to(x.dtype)
-        z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None, :]
+        turn = torch.complex(*rotary_tables(model, seq, CPU, x.dtype))
+        z = torch.complex(*x.chunk(2, -1)) * turn
         return torch.cat((z.real, z.imag), -1)
 
     y = norm(x, p["input_layernorm.weight"])
@@ -151,10 +154,45 @@ def reference_block(model, p, x):
     q, k = rope(q), rope(k)
     k, v = (t.repeat_interleave(heads // kv, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(d)
-    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), -math.inf).softmax(-1)
+    reach = model.window(0) or seq
+    visible = torch.ones(seq, seq).tril().triu(1 - reach).bool()
+    scores = scores.masked_fill(~visible, -math.inf)
+    if model.attention_sinks:  # one more key, without a value
+        sink = p["self_attn.sinks"][None, :, None, None].expand(batch, -1, seq, 1)
+        scores = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        scores = scores.softmax(-1)
     x = x + linear("self_attn.o_proj", torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
     y = norm(x, p["post_attention_layernorm.weight"])
+    if model.num_experts:
+        return x + reference_experts(model, p, y)
     return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+
+
+def reference_experts(model, p, x):
+    """Every expert computes every token; what the router did not choose has weight zero."""
+    gpt_oss = model.architecture == "GptOssForCausalLM"
+    router = "mlp.router" if gpt_oss else "mlp.gate"
+    logits = x @ p[f"{router}.weight"].T + p.get(f"{router}.bias", 0)
+    chosen = logits >= logits.topk(model.num_experts_per_tok).values[..., -1:]
+    weights = logits.softmax(-1) * chosen
+    if model.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    y = 0
+    for e in range(model.num_experts):
+        if gpt_oss:
+            both = x @ p["mlp.experts.gate_up_proj"][e] + p["mlp.experts.gate_up_proj_bias"][e]
+            gate, up = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
+            product = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            out = product @ p["mlp.experts.down_proj"][e] + p["mlp.experts.down_proj_bias"][e]
+        else:
+            gate, up = (x @ p["mlp.experts.gate_up_proj"][e].T).chunk(2, -1)
+            out = (F.silu(gate) * up) @ p["mlp.experts.down_proj"][e].T
+        y = y + weights[..., e, None] * out
+    return y
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 MODELS = {
@@ -166,6 +204,23 @@ MODELS = {
     "multi-head": spec(num_key_value_heads=4),
     "multi-query": spec(num_key_value_heads=1),
     "mistral": spec(sliding_window=7),
+    "a window": spec(sliding_window=3),
+    "a window of one": spec(sliding_window=1, num_key_value_heads=4),
+    "sinks": spec(attention_sinks=True),
+    "sinks and a window": spec(attention_sinks=True, sliding_window=3),
+    "yarn": scaled(YARN | {"original_max_position_embeddings": 4, "truncate": False}),
+    "mixtral": spec(**EXPERTS),
+    "qwen3-moe": spec(**EXPERTS, qk_norm=True, norm_topk_prob=False),
+    "one expert each": spec(**EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=False),
+    "all experts": spec(**EXPERTS | {"num_experts_per_tok": 5}),
+    "gpt-oss experts": spec(
+        **EXPERTS,
+        architecture="GptOssForCausalLM",
+        router_bias=True,
+        expert_bias=True,
+        attention_bias=True,
+        attention_out_bias=True,
+    ),
 }
 
 
@@ -208,14 +263,12 @@ def test_shorter_sequences_fit_and_longer_ones_are_refused():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (spec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), "mixture of experts"),
-        (spec(attention_sinks=True), "sinks"),
-        (spec(sliding_window=8), "attends to 8 tokens only, sequences have 9"),
-        (scaled({"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
+        (scaled({"rope_type": "dynamic", "factor": 4.0}), "'dynamic'"),
+        (scaled(YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}), "mscale"),
     ],
 )
 def test_a_model_without_a_template_is_refused(model, message):
-    with pytest.raises(TemplateError, match=message):
+    with pytest.raises(ModelError, match=message):
         templates(model, seq_len=9, device=CPU, dtype=torch.float32)
 
 

@@ -1,0 +1,206 @@
+"""A mixture of experts: a router, and one product per matrix for the tokens of all experts together.
+
+Tokens are copied once per choice and sorted by expert, so that every expert's rows lie side by side. Shapes do not
+depend on what the router chooses, and on a GPU nothing here waits to know it. Of T tokens each chooses k of n experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.pointwise import PLAIN, Pointwise
+
+# Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
+Derived = Callable[..., AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The MLP of a block with experts.
+
+    `chosen` experts per token; their probabilities are divided by their sum if `normalised`. In gpt-oss' layout
+    (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are clamped; elsewhere
+    matrices are (out, in), gate before up, with SwiGLU between.
+    """
+
+    chosen: int
+    normalised: bool
+    interleaved: bool
+    pointwise: Pointwise = PLAIN
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived) -> Tensor:
+        """x [..., hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
+
+        What multiplies no matrix is told to `derived`, which may have backward make it again.
+        """
+        rows = x.flatten(0, -2)
+        router = "mlp.router" if self.interleaved else "mlp.gate"
+        logits = F.linear(rows, params[f"{router}.weight"], params.get(f"{router}.bias"))
+        weights, expert, order = route(logits, self.chosen, normalised=self.normalised)
+        copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
+        with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
+            both = self._product(params, "gate_up_proj", copies, expert, order)
+        forward = self.pointwise.clamped_forward if self.interleaved else self.pointwise.halves_forward
+        product = _Gated.apply(both, self.interleaved, self.pointwise)  # type: ignore[no-untyped-call]
+        with derived(product, forward, both):
+            outputs = self._product(params, "down_proj", product, expert, order)
+        y: Tensor = _WeightedSum.apply(outputs, order, weights, self.pointwise)  # type: ignore[no-untyped-call]
+        return y.view_as(x)
+
+    def _product(self, params: Mapping[str, Tensor], name: str, rows: Tensor, expert: Tensor, order: Tensor) -> Tensor:
+        stored = params[f"mlp.experts.{name}"]
+        bias = params.get(f"mlp.experts.{name}_bias")
+        y: Tensor = _ByExpert.apply(rows, stored, bias, expert, order, self.interleaved)  # type: ignore[no-untyped-call]
+        return y
+
+
+def route(logits: Tensor, chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which experts each row of logits [T, n] chooses: `weights` [T, k], `expert` [T, k] and `order` [T k].
+
+    Weights are probabilities, in at least fp32, of which the k chosen add up to one if `normalised`. The expert of
+    choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by expert in `order`. Both are int32.
+    """
+    return _Route.apply(logits, chosen, normalised)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
+        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        weights, index = probabilities.topk(chosen, dim=-1)
+        if normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = index.flatten().argsort(stable=True).to(torch.int32)
+        expert = index.to(torch.int32)
+        ctx.save_for_backward(probabilities, expert)
+        ctx.normalised, ctx.dtype = normalised, logits.dtype
+        ctx.mark_non_differentiable(expert, order)
+        return weights, expert, order
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, expert = ctx.saved_tensors
+        index, d_weights = expert.long(), grads[0]
+        if ctx.normalised:
+            values = probabilities.gather(-1, index)
+            total = values.sum(-1, keepdim=True)
+            d_weights = (d_weights - (d_weights * values / total).sum(-1, keepdim=True)) / total
+        d_logits = torch.zeros_like(probabilities).scatter_(-1, index, d_weights)
+        d_logits -= (d_logits * probabilities).sum(-1, keepdim=True)
+        return d_logits.mul_(probabilities).to(ctx.dtype), None, None
+
+
+class _Copies(torch.autograd.Function):
+    """A row per choice, sorted by expert. The gradient adds up in a fixed order: it reads, and never scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, chosen: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.chosen = chosen
+        return rows[order // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grads[0][_places(order).view(-1, ctx.chosen)].sum(1), None, None
+
+
+class _Gated(torch.autograd.Function):
+    """What lies between an expert's two matrices; saves the output of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, interleaved: bool, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.backward = pointwise.clamped_backward if interleaved else pointwise.halves_backward
+        return (pointwise.clamped_forward if interleaved else pointwise.halves_forward)(both)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward(grads[0], *ctx.saved_tensors), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """The outputs of a token's experts, weighted by the router and added up."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, order: Tensor, weights: Tensor, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(outputs, order, weights)
+        ctx.pointwise = pointwise
+        return pointwise.weighted_sum(outputs, _places(order).view_as(weights), weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        outputs, order, weights = ctx.saved_tensors
+        places = _places(order).view_as(weights)
+        d_outputs, d_weights = ctx.pointwise.weighted_sum_backward(grads[0], outputs, order, places, weights)
+        return d_outputs, None, d_weights, None
+
+
+class _ByExpert(torch.autograd.Function):
+    """rows [T k, in], sorted by expert, times each expert's own matrix, and its bias [n, out] added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, stored: Tensor, bias: Tensor | None, expert: Tensor, order: Tensor, in_out: bool
+    ) -> Tensor:
+        ctx.save_for_backward(rows, stored, expert, order)
+        ctx.in_out = in_out
+        whose = expert.flatten()[order]
+        y = _products(rows, stored if in_out else stored.transpose(1, 2), _ends(whose, len(stored)))
+        return y if bias is None else y.add_(bias[whose])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, stored, expert, order = ctx.saved_tensors
+        dy, whose = grads[0], expert.flatten()[order]
+        ends = _ends(whose, len(stored))
+        d_rows = _products(dy, stored.transpose(1, 2) if ctx.in_out else stored, ends)
+        d_stored, d_bias = None, None
+        if ctx.needs_input_grad[1]:
+            d_stored = _outer_products(rows, dy, ends) if ctx.in_out else _outer_products(dy, rows, ends)
+        if ctx.needs_input_grad[2]:  # a product, since adding rows up by index has no fixed order on a GPU
+            mine = whose == torch.arange(len(stored), device=whose.device)[:, None]
+            d_bias = mine.to(dy.dtype) @ dy
+        return d_rows, d_stored, d_bias, None, None, None
+
+
+def _places(order: Tensor) -> Tensor:
+    """Where each choice came to lie: the inverse of the permutation `order`, int64."""
+    numbers = torch.arange(len(order), device=order.device)
+    return torch.empty_like(numbers).scatter_(0, order.long(), numbers)
+
+
+def _ends(whose: Tensor, experts: int) -> Tensor:
+    """Where each expert's rows end, int32 [n], of the sorted experts `whose` [T k]."""
+    numbers = torch.arange(experts, dtype=whose.dtype, device=whose.device)
+    return torch.searchsorted(whose, numbers, right=True, out_int32=True)
+
+
+def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """rows [R, in] times matrices [n, in, out], each row by its own: [R, out]."""
+    if rows.is_cuda:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    y = rows.new_empty(len(rows), matrices.shape[2])
+    for part, matrix in zip(_parts(ends), matrices, strict=True):
+        torch.mm(rows[part], matrix, out=y[part])
+    return y
+
+
+def _outer_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The product of each expert's own rows of a [R, p], transposed, and of b [R, q]: [n, p, q]."""
+    if a.is_cuda:
+        return F.grouped_mm(a.t(), b, offs=ends)
+    return torch.stack([a[part].t() @ b[part] for part in _parts(ends)])
+
+
+def _parts(ends: Tensor) -> list[slice]:
+    numbers = [0, *ends.tolist()]
+    return [slice(start, end) for start, end in pairwise(numbers)]

@@ -1,0 +1,241 @@
+"""A mixture of experts: the router's choice and its gradient, experts that nobody chooses, and training by schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatrain import autograd, initial, reference
+from megatrain.adam import Adam
+from megatrain.attention import Attention, _attend, _attend_backward, band
+from megatrain.cpu import CpuBackend
+from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.experts import Mixture, _outer_products, _products, route
+from megatrain.pointwise import PLAIN, clamped_backward, clamped_forward, compiled
+from megatrain.template import sinks, templates, views
+from megatrain.train import Debug, Trainer
+from schedules import policies, presets, trained
+from schedules.model import ModelSpec
+from schedules.schedule import Schedule
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+
+CPU = torch.device("cpu")
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
+HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
+QWEN = replace(presets.load("tiny-moe"), num_hidden_layers=2)
+GPT_OSS = replace(
+    QWEN, architecture="GptOssForCausalLM", qk_norm=False, attention_sinks=True, attention_bias=True,
+    attention_out_bias=True, router_bias=True, expert_bias=True, sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+)  # fmt: skip
+MODELS = {"qwen3-moe": QWEN, "gpt-oss": GPT_OSS}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# ---- the router
+
+
+@settings(deadline=None)
+@given(tokens=st.integers(1, 40), experts=st.integers(1, 9), seed=st.integers(0, 99), data=st.data())
+def test_every_token_has_its_likeliest_experts_and_choices_are_sorted(
+    tokens: int, experts: int, seed: int, data: st.DataObject
+) -> None:
+    chosen = data.draw(st.integers(1, experts))
+    logits = randn(tokens, experts, seed=seed)
+    weights, expert, order = route(logits, chosen, normalised=True)
+    assert torch.equal(expert.long(), logits.topk(chosen).indices)
+    assert torch.allclose(weights, logits.topk(chosen).values.softmax(-1))
+    plain, *_ = route(logits, chosen, normalised=False)
+    assert torch.allclose(plain, logits.softmax(-1).gather(-1, expert.long()))
+    assert sorted(order.tolist()) == list(range(tokens * chosen))
+    whose = expert.flatten()[order].tolist()
+    assert whose == sorted(whose)
+    same = [a < b for a, b, x, y in zip(order, order[1:], whose, whose[1:], strict=False) if x == y]
+    assert all(same)  # tokens of an expert keep their order
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_routers_gradient_is_that_of_the_weights(normalised: bool) -> None:
+    logits = randn(6, 5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: route(t, 3, normalised=normalised)[0], logits)
+
+
+def test_with_normalised_weights_one_expert_each_gives_the_router_no_gradient() -> None:
+    logits = randn(6, 5).requires_grad_()
+    weights, *_ = route(logits, 1, normalised=True)
+    (grad,) = torch.autograd.grad(weights, logits, randn(6, 1, seed=1))
+    assert torch.equal(weights, torch.ones_like(weights)) and grad.abs().max() < 1e-12
+
+
+def test_an_expert_that_nobody_chooses_has_gradient_zero() -> None:
+    shapes = QWEN.parameter_shapes(0)
+    flat = 0.2 * randn(QWEN.params(0), dtype=torch.float32)
+    params = views(flat, shapes)
+    params["mlp.gate.weight"].zero_()  # a tie: the same two for every token
+    block = templates(QWEN, seq_len=9, device=CPU, dtype=torch.float32).blocks[QWEN.layer_kind(0)]
+    x = randn(1, 9, QWEN.hidden_size, dtype=torch.float32)
+    _, saved = autograd.forward(block, params, x)
+    grad = torch.full_like(flat, float("nan"))
+    autograd.backward(saved, params, x, torch.ones_like(x), sinks(grad, shapes, accumulate=False))
+    per_expert = views(grad, shapes)["mlp.experts.down_proj"].abs().amax((1, 2))
+    assert (per_expert > 0).sum() == 2 and (per_expert == 0).sum() == 6
+
+
+# ---- what lies between
+
+
+def test_the_clamped_activation_has_the_gradient_of_its_definition() -> None:
+    both = torch.tensor([[-9.0, 0.5, 9.0, -8.0, 1.5, 9.0, 0.1, -0.3]], dtype=torch.float64, requires_grad=True)
+
+    def definition(t: Tensor) -> Tensor:
+        gate, up = t[..., ::2].clamp(max=7), t[..., 1::2].clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    dy = randn(1, 4)
+    torch.testing.assert_close(clamped_forward(both), definition(both))
+    (right,) = torch.autograd.grad(definition(both), both, dy)
+    found = clamped_backward(dy, both)
+    torch.testing.assert_close(found, right)
+    assert [bool(g == 0) for g in found[0]] == [False, False, True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_experts_compute_as_plain_ones(name: str) -> None:
+    model = MODELS[name]
+    shapes, x = model.parameter_shapes(0), randn(12, model.hidden_size, dtype=torch.float32)
+    params = views(0.3 * randn(model.params(0), dtype=torch.float32), shapes)
+    results = []
+    for pointwise in (PLAIN, compiled("aot_eager")):
+        leaves = [t.clone().requires_grad_() for t in (x, *params.values())]
+        mixture = Mixture(chosen=2, normalised=True, interleaved=name == "gpt-oss", pointwise=pointwise)
+        y = mixture.forward(dict(zip(params, leaves[1:], strict=True)), leaves[0], autograd.again)
+        grads = torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+        results.append([y, *(g for g in grads if g is not None)])
+    for found, right in zip(*results, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_differs_where_copies_and_gates_are_made_again(name: str, dtype: torch.dtype) -> None:
+    model = MODELS[name]
+    shapes, x = model.parameter_shapes(0), randn(2, 16, model.hidden_size, dtype=torch.float32).to(dtype)
+    flat = (0.2 * randn(model.params(0), dtype=torch.float32)).to(dtype)
+    results = []
+    for again in (False, True):
+        layers = templates(model, seq_len=16, device=CPU, dtype=dtype, pointwise_again=again)
+        y, saved = autograd.forward(layers.blocks[model.layer_kind(0)], views(flat, shapes), x)
+        work = Workload(
+            micro_batch_size=2, seq_len=16, precision="fp32" if dtype == torch.float32 else "bf16",
+            recompute="pointwise" if again else "none",
+        )  # fmt: skip
+        assert saved.nbytes == model.saved_bytes(0, work)
+        grad = torch.full_like(flat, float("nan"))
+        dx = autograd.backward(saved, views(flat, shapes), x, x, sinks(grad, shapes, accumulate=False))
+        results.append((y, dx, grad))
+    assert all(torch.equal(found, right) for found, right in zip(*results, strict=True))
+
+
+# ---- training by schedule
+
+
+def workload(**options: Any) -> Workload:
+    return Workload(**{"micro_batch_size": 2, "seq_len": 16, "precision": "fp32", **options})
+
+
+def text(work: Workload) -> ByteText:
+    return ByteText(text=read_bytes(standard_library(), 1 << 14), workload=work, seed=5)
+
+
+def trained_by(schedule: Schedule, debug: Debug) -> tuple[list[float], dict[int, Tensor]]:
+    with Trainer(
+        verify(schedule), CpuBackend(), text(schedule.workload), HYPER,
+        initial=initial.random_parameters(schedule.model, 0), debug=debug,
+    ) as trainer:  # fmt: skip
+        losses = trainer.run(6)
+        return losses, {i: trainer.parameters(i) for i in trained.layers(schedule.model, schedule.workload)}
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "resident": {"keep": 2},
+    "streamed": {"keep": 1, "offload": 1},
+    "megatrain": {},
+    "zero3_offload": {"activations": "recompute"},
+    "lora_streamed": {"keep": 2, "rank": 4},
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "pointwise"])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_by_schedule_is_plain_training(kind: str, name: str, recompute: str) -> None:
+    model: ModelSpec = MODELS[kind]
+    schedule = policies.build(name, model, workload(accumulation=2, recompute=recompute), ROOM, **POLICIES[name])
+    losses, parameters = trained_by(schedule, Debug(poison=False))
+    rank = schedule.workload.lora_rank
+    right = reference.train(
+        model, schedule.workload, text(schedule.workload), HYPER, initial=initial.random_parameters(model, 0),
+        adapters=None if rank is None else initial.random_adapters(model, rank, 0), steps=6,
+    )  # fmt: skip
+    assert losses == pytest.approx(right.losses, rel=1e-6) and losses[-1] < losses[0]
+    for i, found in parameters.items():
+        assert (found - right.parameters[i]).abs().max() < 5e-6 * right.parameters[i].abs().max(), i
+    poisoned, _ = trained_by(schedule, Debug(poison=True, delay_s=2e-4))
+    assert poisoned == losses
+
+
+# ---- on a GPU, as far as shapes and types tell
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
+def test_a_gpus_products_take_these_shapes(name: str) -> None:
+    model = presets.load(name)
+    with torch.no_grad(), FakeTensorMode():
+        ends = torch.empty(model.num_experts, device="cuda", dtype=torch.int32)
+        for matrix in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+            stored = torch.empty(model.parameter_shapes(0)[matrix], device="cuda", dtype=torch.bfloat16)
+            a, b = (torch.empty(1001, n, device="cuda", dtype=torch.bfloat16) for n in stored.shape[1:])
+            assert _products(a, stored, ends).shape == b.shape
+            assert _products(b, stored.transpose(1, 2), ends).shape == a.shape
+            assert _outer_products(a, b, ends).shape == stored.shape
+
+
+def test_a_gpus_attention_takes_windows() -> None:
+    with torch.no_grad(), FakeTensorMode():
+        q, k, v = (torch.empty(2, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+        for window in (None, 128):
+            y, total, *random = _attend(q, k, v, window, None)
+            assert y.shape == q.shape and total.shape == (2, 8, 256) and total.dtype == torch.float32
+            grads = _attend_backward(y, q, k, v, y, total, random, window, None)
+            assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_a_band_is_what_a_window_sees() -> None:
+    mask = band(5, 2, CPU, torch.float32)
+    assert [[int(v == 0) for v in row] for row in mask.tolist()] == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
+    ]  # fmt: skip
+    assert torch.equal(band(5, None, CPU, torch.float32) == 0, torch.ones(5, 5).tril().bool())
+
+
+def test_a_sink_that_outweighs_all_keys_leaves_nothing() -> None:
+    q, k, v = (randn(1, 4, heads, 8, seed=heads) for heads in (4, 2, 2))
+    none, all_of_it = torch.full((4,), -1e4).double(), torch.full((4,), 1e4).double()
+    attention = Attention(mask=band(4, None, CPU, torch.float64))
+    plain = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(attention.forward(q, k, v, none), plain)
+    assert attention.forward(q, k, v, all_of_it).abs().max() == 0
