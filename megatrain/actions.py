@@ -224,7 +224,7 @@ def _forward(a: Actions, op: Op) -> Work:
     def run(step: int) -> None:
         if kept:
             a.store.vacate(kept[0])
-            y, saved = autograd.forward(layer, params, x, trained=names)
+            y, saved = autograd.forward(layer, params, x, trained=names, output=bool(outputs))
             a.store.put_saved(kept[0], saved)
         else:
             with torch.no_grad():

@@ -13,6 +13,7 @@ backward is the point, and that it holds the right layer again is for the schedu
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ class SavedError(RuntimeError):
 class Layer(Protocol):
     """What can be run here: a function of its parameters and its input, that owns no parameters.
 
-    Without saving, as before a recompute, `forward` is simply called, outside of this module.
+    Without saving, as before a recompute, `forward` is simply called, outside of this module. Where `output` is false
+    it is called for what backward reads alone: what it returns has the output's shape and graph, and no values.
 
     `constants` are tensors that forward reads and that outlive every step, such as rotary tables. Forward
     must not change in place what autograd has saved.
@@ -44,7 +46,7 @@ class Layer(Protocol):
     @property
     def constants(self) -> Sequence[Tensor]: ...
 
-    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor: ...
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +131,20 @@ class _Bag:
         self.recipes: dict[int, _Recipe] = {}  # storage address -> how to make it again
         self.storages: list[Tensor] | None = []  # uint8, one dimension, whole storages; None: not on the device
         self.bound: Mapping[str, Tensor] = {}  # set for the time of a backward
+        self.sinks: dict[str, Sink] = {}  # likewise: where the next term of a parameter's gradient goes
+        self.given: set[str] = set()  # parameters that a term of came for
+
+    def sink(self, name: str) -> Sink | None:
+        """Where the term at hand goes, further ones are added to it; None if this gradient is not asked for."""
+        sink = self.sinks.get(name)
+        if sink is not None:
+            self.sinks[name] = sink.adding()
+            self.given.add(name)
+        return sink
 
     def pack(self, t: Tensor) -> Tensor | _View:
-        start = t.data_ptr()
-        at = bisect_right(self._starts, start) - 1
-        if at >= 0 and start < self._ranges[at][1]:
-            begin, _, name = self._ranges[at]
+        if found := self._range_of(t):
+            start, (begin, _, name) = t.data_ptr(), found
             if t.dtype != self._dtypes[name]:
                 raise SavedError(f"{name} was saved as {t.dtype}, not {self._dtypes[name]}: it cannot be late-bound")
             return _View(name, t.dtype, (start - begin) // t.itemsize, tuple(t.shape), t.stride())
@@ -154,6 +164,16 @@ class _Bag:
             self._numbers[address] = len(self.storages)
             self.storages.append(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage))
         return _View(self._numbers[address], t.dtype, int(t.storage_offset()), tuple(t.shape), t.stride())
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What all of a named tensor is called."""
+        begin, end, name = self._range_of(parameter) or (0, 0, "")
+        return name if (begin, end) == (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes) else None
+
+    def _range_of(self, t: Tensor) -> tuple[int, int, str] | None:
+        """Begin, end and name of the named tensor that t begins in."""
+        at = bisect_right(self._starts, t.data_ptr()) - 1
+        return self._ranges[at] if at >= 0 and t.data_ptr() < self._ranges[at][1] else None
 
     def unpack(self, handle: Tensor | _View) -> Tensor:
         if isinstance(handle, Tensor):
@@ -177,6 +197,17 @@ class _Bag:
 
 
 _RUNNING: ContextVar[_Bag | None] = ContextVar("_RUNNING", default=None)  # the forward that this thread runs
+
+
+def sink_of(parameter: Tensor) -> Callable[[], Sink | None] | None:
+    """Asked by an op of a layer's forward: what its backward calls to learn where the parameter's gradient goes, if
+    anywhere.
+
+    None where no `forward` of this module runs, or `parameter` is none of the layer's: autograd delivers it then.
+    """
+    bag = _RUNNING.get()
+    name = None if bag is None else bag.name_of(parameter)
+    return None if bag is None or name is None else functools.partial(bag.sink, name)
 
 
 @contextmanager
@@ -272,9 +303,14 @@ class Saved:
 
 
 def forward(
-    layer: Layer, params: Mapping[str, Tensor], x: Tensor, *, trained: Collection[str] | None = None
+    layer: Layer,
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    *,
+    trained: Collection[str] | None = None,
+    output: bool = True,
 ) -> tuple[Tensor, Saved]:
-    """Run `layer` and keep what its backward needs.
+    """Run `layer` and keep what its backward needs; without `output`, no more than that.
 
     `params` and `x` are contiguous; returns the output, outside any graph, and the activations saved. Only parameters
     in `trained` will have a gradient, all if None. Raises SavedError for a tensor that could not be late-bound.
@@ -286,7 +322,7 @@ def forward(
     token = _RUNNING.set(bag)
     try:
         with torch.enable_grad(), saved_tensors_hooks(bag.pack, bag.unpack):
-            y = layer.forward(leaves, leaf)
+            y = layer.forward(leaves, leaf, output=output)
     finally:
         _RUNNING.reset(token)
     return y.detach(), Saved(bag, get_gradient_edge(y), leaves, leaf)
@@ -300,29 +336,29 @@ def backward(saved: Saved, params: Mapping[str, Tensor], x: Tensor, dy: Tensor, 
     """
     if saved._output is None:
         raise SavedError("the saved activations were used by a backward before")
-    missing = dict(sinks)
+    bag = saved._bag
 
     def deliver_to(name: str) -> RemovableHandle:
         def deliver(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            missing.pop(name).put(leaf.grad)
-            leaf.grad = None  # one parameter's gradient at a time is held outside the sinks
+            if leaf.grad is not None and (sink := bag.sink(name)):  # no op of the layer has delivered it
+                sink.put(leaf.grad)
+                leaf.grad = None  # one parameter's gradient at a time is held outside the sinks
 
         leaf = saved._params[name]
         handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(deliver)  # type: ignore[no-untyped-call]
         return handle
 
     hooks = [deliver_to(name) for name in sinks]
-    saved._bag.bound = {**params, INPUT: x}
+    bag.bound, bag.sinks = {**params, INPUT: x}, dict(sinks)
     try:
         inputs = [saved._x, *(saved._params[name] for name in sinks)]
         torch.autograd.backward(saved._output, dy, inputs=inputs)
     finally:
-        saved._bag.bound = {}
+        bag.bound, bag.sinks = {}, {}
         for hook in hooks:
             hook.remove()
-    for sink in missing.values():
-        sink.put_zero()  # the output does not depend on this parameter
+    for name in sinks.keys() - bag.given:
+        sinks[name].put_zero()  # the output does not depend on this parameter
     dx = saved._x.grad
     saved._output, saved._x.grad = None, None
     saved.drop()

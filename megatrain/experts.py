@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain.linear import unread
 from megatrain.pointwise import PLAIN, Pointwise
 
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
@@ -36,10 +37,11 @@ class Mixture:
     interleaved: bool
     pointwise: Pointwise = PLAIN
 
-    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived) -> Tensor:
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
         """x [..., hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
 
-        What multiplies no matrix is told to `derived`, which may have backward make it again.
+        What multiplies no matrix is told to `derived`, which may have backward make it again. Without `output` the
+        experts' outputs are not added up.
         """
         rows = x.flatten(0, -2)
         router = "mlp.router" if self.interleaved else "mlp.gate"
@@ -52,7 +54,7 @@ class Mixture:
         product = _Gated.apply(both, self.interleaved, self.pointwise)  # type: ignore[no-untyped-call]
         with derived(product, forward, both):
             outputs = self._product(params, "down_proj", product, expert, order)
-        y: Tensor = _WeightedSum.apply(outputs, order, weights, self.pointwise)  # type: ignore[no-untyped-call]
+        y: Tensor = _WeightedSum.apply(outputs, order, weights, output, self.pointwise)  # type: ignore[no-untyped-call]
         return y.view_as(x)
 
     def _product(self, params: Mapping[str, Tensor], name: str, rows: Tensor, expert: Tensor, order: Tensor) -> Tensor:
@@ -131,9 +133,13 @@ class _WeightedSum(torch.autograd.Function):
     """The outputs of a token's experts, weighted by the router and added up."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, order: Tensor, weights: Tensor, pointwise: Pointwise) -> Tensor:
+    def forward(
+        ctx: Any, outputs: Tensor, order: Tensor, weights: Tensor, output: bool, pointwise: Pointwise
+    ) -> Tensor:
         ctx.save_for_backward(outputs, order, weights)
         ctx.pointwise = pointwise
+        if not output:
+            return unread(weights.shape[:1] + outputs.shape[1:], outputs)
         return pointwise.weighted_sum(outputs, _places(order).view_as(weights), weights)
 
     @staticmethod
@@ -141,7 +147,7 @@ class _WeightedSum(torch.autograd.Function):
         outputs, order, weights = ctx.saved_tensors
         places = _places(order).view_as(weights)
         d_outputs, d_weights = ctx.pointwise.weighted_sum_backward(grads[0], outputs, order, places, weights)
-        return d_outputs, None, d_weights, None
+        return d_outputs, None, d_weights, None, None
 
 
 class _ByExpert(torch.autograd.Function):

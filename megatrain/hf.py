@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatrain.template import LORA_SCALE, views
+from megatrain.linear import LORA_SCALE
+from megatrain.template import views
 from schedules import trained
 from schedules.errors import InputError
 from schedules.hf_config import write_config

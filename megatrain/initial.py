@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -38,7 +39,7 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
             if is_matrix(name, shape):
                 parts.append(torch.randn(shape, generator=generator).mul_(STANDARD_DEVIATION).flatten())
             else:
-                parts.append(torch.full(shape, 1.0 if "norm" in name else 0.0))
+                parts.append(torch.full((math.prod(shape),), 1.0 if "norm" in name else 0.0))
         return torch.cat(parts)
 
     return parameters

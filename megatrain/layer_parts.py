@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.linear import unread
 from megatrain.pointwise import PLAIN, Pointwise
 
-Mlp = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+Mlp = Callable[[Mapping[str, Tensor], Tensor, bool], Tensor]  # parameters, input, whether its output is read
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -60,19 +61,23 @@ class _MlpAgain(torch.autograd.Function):
     """Saves the MLP's input, and computes the MLP again in backward; `chunk` rows of tokens at a time, both ways."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: Mlp, chunk: int, names: tuple[str, ...], *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, mlp: Mlp, chunk: int, output: bool, names: tuple[str, ...], *params: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, *params)
         ctx.mlp, ctx.chunk, ctx.names = mlp, chunk, names
+        if not output:
+            return unread(x.shape, x)
         rows, y = x.flatten(0, -2), torch.empty_like(x)
         with torch.no_grad():
             for part in _parts(len(rows), chunk):
-                y.view_as(rows)[part] = mlp(dict(zip(names, params, strict=True)), rows[part])
+                y.view_as(rows)[part] = mlp(dict(zip(names, params, strict=True)), rows[part], True)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *params = ctx.saved_tensors
-        trained = ctx.needs_input_grad[4:]
+        trained = ctx.needs_input_grad[5:]
         rows, d_rows, dx = x.flatten(0, -2), grads[0].flatten(0, -2), torch.empty_like(x)
         sums: list[Tensor | None] = [None] * len(params)
         parts = _parts(len(rows), ctx.chunk)
@@ -90,19 +95,22 @@ class _MlpAgain(torch.autograd.Function):
             wanted = [(at, p) for at, p in enumerate(leaves) if p.requires_grad]
             hooks = [p.register_post_accumulate_grad_hook(functools.partial(_deliver, add, at)) for at, p in wanted]
             with torch.enable_grad():
-                y = ctx.mlp(dict(zip(ctx.names, leaves, strict=True)), leaf)
+                y = ctx.mlp(dict(zip(ctx.names, leaves, strict=True)), leaf, False)
             torch.autograd.backward(y, d_rows[part], inputs=[leaf, *(p for _, p in wanted)])
             for hook in hooks:
                 hook.remove()
             dx.view_as(rows)[part] = leaf.grad
         for at, (total, p) in enumerate(zip(sums, params, strict=True)):  # one by one: twice all of them is too much
             sums[at] = None if total is None else total.to(p.dtype)
-        return dx, None, None, None, *sums
+        return dx, None, None, None, None, *sums
 
 
-def mlp_again(x: Tensor, params: Mapping[str, Tensor], mlp: Mlp, *, chunk: int) -> Tensor:
-    """`mlp(params, x)` that keeps its input alone, and computes `chunk` rows of tokens at a time, in backward again."""
-    return _MlpAgain.apply(x, mlp, chunk, tuple(params), *params.values())  # type: ignore[no-any-return, no-untyped-call]
+def mlp_again(x: Tensor, params: Mapping[str, Tensor], mlp: Mlp, *, chunk: int, output: bool) -> Tensor:
+    """`mlp(params, x)` that keeps its input alone, and computes `chunk` rows of tokens at a time, in backward again.
+
+    Without `output` it computes nothing before backward.
+    """
+    return _MlpAgain.apply(x, mlp, chunk, output, tuple(params), *params.values())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _deliver(add: Callable[[int, Tensor], None], at: int, leaf: Tensor) -> None:

@@ -22,6 +22,7 @@ from megatrain.attention import Attention, band
 from megatrain.autograd import Sink, again
 from megatrain.experts import Mixture
 from megatrain.layer_parts import mlp_again, rms_norm, rotate, swiglu
+from megatrain.linear import added, linear
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
@@ -29,7 +30,6 @@ from schedules.model import ModelSpec
 from schedules.traffic import LOSS_CHUNK_TOKENS
 
 CAUSAL = Attention()
-LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
 
 
 class TemplateError(InputError):
@@ -96,10 +96,14 @@ class Block:
     def constants(self) -> tuple[Tensor, ...]:
         return (self.cos, self.sin) if self.attention.mask is None else (self.cos, self.sin, self.attention.mask)
 
-    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`."""
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
+        """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
+
+        Without `output` only what backward reads is computed, and the result has no values.
+        """
         x = x + self._after_norm(x, params["input_layernorm.weight"], lambda y: self._attention(params, y))
-        return x + self._after_norm(x, params["post_attention_layernorm.weight"], lambda y: self._mlp(params, y))
+        norm = params["post_attention_layernorm.weight"]
+        return added(x, self._after_norm(x, norm, lambda y: self._mlp(params, y, output)), output)
 
     def _after_norm(self, x: Tensor, weight: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         normed = rms_norm(x, weight, self.eps, self.pointwise)
@@ -109,41 +113,34 @@ class Block:
     def _derived(self, t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
         return again(t, make, *inputs) if self.pointwise_again else nullcontext()
 
-    def _mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def _mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         if self.mixture is not None:
-            return self.mixture.forward(params, x, self._derived)
+            return self.mixture.forward(params, x, self._derived, output=output)
         if self.mlp_chunk is None:
-            return self._whole_mlp(params, x)
+            return self._whole_mlp(params, x, output)
         own = {name: p for name, p in params.items() if name.startswith("mlp.")}
-        return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk)
+        return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk, output=output)
 
-    def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        gate, up = _linear(params, "mlp.gate_proj", x), _linear(params, "mlp.up_proj", x)
+    def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
+        gate, up = linear(params, "mlp.gate_proj", x), linear(params, "mlp.up_proj", x)
         product = swiglu(gate, up, self.pointwise)
         with self._derived(product, self.pointwise.swiglu_forward, gate, up):
-            return _linear(params, "mlp.down_proj", product)
+            return linear(params, "mlp.down_proj", product, output=output)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         if seq > len(self.cos):
             raise TemplateError(f"a sequence of {seq} tokens is longer than the {len(self.cos)} prepared for")
-        q = _linear(params, "self_attn.q_proj", x).view(batch, seq, self.heads, self.head_dim)
-        k = _linear(params, "self_attn.k_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
-        v = _linear(params, "self_attn.v_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
+        q = linear(params, "self_attn.q_proj", x).view(batch, seq, self.heads, self.head_dim)
+        k = linear(params, "self_attn.k_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
+        v = linear(params, "self_attn.v_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
         if "self_attn.q_norm.weight" in params:
             q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
             k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
         cos, sin = self.cos[:seq], self.sin[:seq]
         q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
-        return _linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
-
-
-def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    y = F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
-    if (down := params.get(f"{name}.lora_A.weight")) is None:
-        return y
-    return y + LORA_SCALE * F.linear(F.linear(x, down), params[f"{name}.lora_B.weight"])
+        return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
 
 
 @dataclass(frozen=True, kw_only=True)

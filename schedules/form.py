@@ -8,7 +8,7 @@ from schedules.contents import Violation, describe
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import NORM, TensorError, parse
+from schedules.tensor import NORM, TensorError, makes_output, parse
 from schedules.traffic import op_flops
 
 
@@ -132,7 +132,8 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
 
 def _flops(schedule: Schedule, op: Op) -> int:
     assert op.layer is not None
-    return op_flops(schedule.model, op.layer, op.phase, schedule.workload)
+    output = makes_output(access.tensor for access in op.writes)
+    return op_flops(schedule.model, op.layer, op.phase, schedule.workload, output=output)
 
 
 def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:

@@ -363,15 +363,37 @@ class ModelSpec:
         return forward + trained + (self.attention_flops(i, workload) if self.is_block(i) else 0)
 
     def recomputed_flops(self, i: int, workload: Workload) -> int:
-        """FLOPs that the backward of block i spends on what the workload wants computed again: gate and up."""
+        """FLOPs that the backward of block i spends on what the workload wants computed again.
+
+        Gate and up with their adapters, and the first matrix of the adapter beside down.
+        """
         if workload.recompute != "mlp" or not self.is_block(i):
             return 0
         if self.num_experts:
             raise ModelError(f"{self.name}: experts are not computed again inside a block, only what is pointwise")
         again = 2 * self.hidden_size * self.mlp_width
         if workload.lora_rank is not None:
-            again += 2 * workload.lora_rank * (self.hidden_size + self.mlp_width)
+            again += workload.lora_rank * (2 * (self.hidden_size + self.mlp_width) + self.mlp_width)
         return 2 * workload.tokens_per_microbatch * again
+
+    def unread_flops(self, i: int, workload: Workload) -> int:
+        """The part of block i's forward FLOPs that only its output needs, and nothing that it keeps.
+
+        The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
+        computes it again. None with experts, whose outputs are kept.
+        """
+        if self.num_experts:
+            return 0
+        per_token = self.hidden_size * self.mlp_width
+        rank = workload.lora_rank or 0
+        if workload.recompute == "mlp":
+            return (
+                2
+                * workload.tokens_per_microbatch
+                * MLP_PROJECTIONS
+                * (per_token + rank * (self.hidden_size + self.mlp_width))
+            )
+        return 2 * workload.tokens_per_microbatch * (per_token + rank * self.hidden_size)
 
     def loss_flops(self, workload: Workload) -> int:
         """FLOPs of the loss op: the head forward, and backward unless the task is to evaluate."""

@@ -21,7 +21,7 @@ class Phase(StrEnum):
     COPY = "copy"  # the one tensor read is copied to the buffer written
     EMBED = "embed"  # token embedding, forward
     FORWARD = "forward"
-    RECOMPUTE = "recompute"  # a forward run again for its activations
+    RECOMPUTE = "recompute"  # a forward run again for its activations, its output, or both
     LOSS = "loss"  # final norm, head and cross-entropy, forward and backward in one pass
     BACKWARD = "backward"
     ACCUMULATE = "accumulate"  # add a gradient to another (a plain store where the target is not read)

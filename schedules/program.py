@@ -20,7 +20,7 @@ from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import Part, named, parse
+from schedules.tensor import Part, makes_output, named, parse
 from schedules.traffic import elementwise_bytes, op_flops, workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
@@ -50,7 +50,7 @@ class Program:
         self._homes: dict[str, str] = {}
         self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
         self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
-        self._demands: dict[tuple[str, Phase], tuple[int, int]] = {}  # FLOPs and bytes of compute ops, by kind of layer
+        self._demands: dict[tuple[str, Phase, bool], tuple[int, int]] = {}  # FLOPs and bytes of compute ops
         self._activations = Activations(self.buffer, self.nbytes)
 
     # ---- tensors and buffers
@@ -312,11 +312,11 @@ class Program:
         if bound:
             adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
             reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
-        kind = model.layer_kind(i)
-        if (kind, phase) not in self._demands:
-            nbytes = elementwise_bytes(model, i, phase, workload, fused=self._fused)
-            self._demands[kind, phase] = op_flops(model, i, phase, workload), nbytes
-        flops, nbytes = self._demands[kind, phase]
+        key = model.layer_kind(i), phase, makes_output(tensor for _, tensor in writes)
+        if key not in self._demands:
+            nbytes = elementwise_bytes(model, i, phase, workload, fused=self._fused, output=key[2])
+            self._demands[key] = op_flops(model, i, phase, workload, output=key[2]), nbytes
+        flops, nbytes = self._demands[key]
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(
             f"{letter}.{model.layer_name(i)}.{m}",

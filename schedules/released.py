@@ -86,7 +86,8 @@ class ReleasedStep:
             for i in reversed(group):
                 self.load(i)
                 template = self.unflatten(i)
-                p.recompute(i, m, weights=template, blocking=self.wait)
+                p.recompute(i, m, weights=template, output=True, blocking=self.wait)
+                p.free(p.output(i, m))
                 p.backward(i, m, weights=template, grad=self.grads.next())
                 self.collect(i, self.grads.current)
         p.backward(embed, m, grad=own[embed])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +97,11 @@ def parse(name: str) -> Tensor:
         f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH, o.LAYER.PARTofPARTS or norm, "
         "with LAYER a block number, embed or head"
     )
+
+
+def makes_output(written: Iterable[str]) -> bool:
+    """Whether a layer's output is among the tensors that an op writes."""
+    return any(parse(name).cls == OUTPUT for name in written)
 
 
 def _is_layer(text: str) -> bool:

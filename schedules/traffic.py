@@ -15,14 +15,22 @@ LOSS_CHUNK_TOKENS = 1024
 MLP_CHUNK_TOKENS = 8192
 
 
-def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
-    """FLOPs of a compute op on layer i for one micro-batch, what it computes again included; see ModelSpec."""
+def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
+    """FLOPs of a compute op on layer i for one micro-batch, what it computes again included; see ModelSpec.
+
+    A block that runs again for its activations alone has no `output`, and does not compute what only that needs.
+    """
     if phase == Phase.BACKWARD:
         return model.backward_flops(i, workload) + model.recomputed_flops(i, workload)
-    return model.loss_flops(workload) if phase == Phase.LOSS else model.forward_flops(i, workload)
+    if phase == Phase.LOSS:
+        return model.loss_flops(workload)
+    unread = 0 if output or phase != Phase.RECOMPUTE else model.unread_flops(i, workload)
+    return model.forward_flops(i, workload) - unread
 
 
-def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True) -> int:
+def elementwise_bytes(
+    model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True, output: bool = True
+) -> int:
     """Device-memory traffic of one micro-batch through layer i, for a roofline estimate.
 
     Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is
@@ -35,7 +43,7 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
     and norm input, output and both gradients.
     Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too. Frozen weights have no gradient;
     adapters beside them move, per token, their input and output and what lies between. What backward computes again is
-    added as `_again_bytes`.
+    added as `_again_bytes`; what a block's recompute without an `output` leaves out is not counted, `_unread_bytes`.
     Raises ModelError for a phase that layer i does not compute.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
@@ -51,7 +59,8 @@ def elementwise_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload
             weights += trained * b.weight
         if phase == Phase.BACKWARD:
             return 2 * activations + weights + trained * b.grad + _again_bytes(model, workload)
-        return activations + weights
+        unread = 0 if output or phase != Phase.RECOMPUTE else _unread_bytes(model, workload)
+        return activations + weights - unread
     if i == model.embed and phase == Phase.EMBED:
         return tokens * model.hidden_size * (b.weight + b.activation)
     if i == model.embed and phase == Phase.BACKWARD:
@@ -81,6 +90,24 @@ def _again_bytes(model: ModelSpec, workload: Workload) -> int:
     if workload.recompute == "mlp":
         elements += 2 * h + 2 * f
         weights += 2 * h * f
+    return workload.tokens_per_microbatch * elements * workload.bytes.activation + weights * workload.bytes.weight
+
+
+def _unread_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Bytes that a block's forward moves for its output alone.
+
+    3h       the last residual sum
+    f + h    the down projection, and its weights; with experts, one output per choice that the sum gathers
+    2h + 5f  mlp: also gate and up, their product, and their weights; what backward computes again
+    """
+    h, f = model.hidden_size, model.mlp_width
+    elements, weights = 3 * h, 0
+    if model.num_experts:
+        elements += model.num_experts_per_tok * h + h
+    else:
+        elements, weights = elements + f + h, f * h
+    if workload.recompute == "mlp":
+        elements, weights = elements + 2 * h + 5 * f, 3 * f * h
     return workload.tokens_per_microbatch * elements * workload.bytes.activation + weights * workload.bytes.weight
 
 
@@ -125,7 +152,7 @@ def _unfused_block_bytes(model: ModelSpec, a: int) -> int:
     return norms * norm + elements * a
 
 
-def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
     """Estimate of the device bytes a compute op allocates and frees, beside the buffers it names.
 
     Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
@@ -135,8 +162,9 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
     Forward, which may run without saving: the larger of what lives at once in attention (normalised
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
-    saves all but q and k before rotary and the two branches' outputs. Experts add their copies of the
-    hidden state. Embedding: none forward; an fp32 index sort of the tokens is ignored.
+    saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
+    Experts add their copies of the hidden state. Embedding: none forward; an fp32 index sort of the tokens is
+    ignored.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it.
@@ -150,19 +178,19 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) 
     copies = 2 * model.num_experts_per_tok * h
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     if workload.recompute == "mlp":
-        return _chunked_workspace_bytes(model, i, phase, workload)
+        return _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest * workload.bytes.grad + tokens * per_token
     if phase == Phase.RECOMPUTE:
-        per_token = (q + kv + 2 * h) * a
+        per_token = (q + kv + (2 if output else 1) * h) * a
     else:
         per_token = max(h + 3 * q + 3 * kv, 2 * h + 3 * f + copies) * a
     return tokens * per_token
 
 
-def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload) -> int:
+def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     chunk = min(tokens, MLP_CHUNK_TOKENS)
@@ -174,5 +202,5 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
-        return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a
+        return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a if output else tokens * (q + kv + h) * a
     return max(tokens * (h + 3 * q + 3 * kv), tokens * 2 * h + chunk * 3 * f) * a

@@ -15,6 +15,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
+from schedules.traffic import op_flops
 from schedules.workload import Workload
 from sim.coverage import command, covered
 from sim.machine import SHAPE, HardwareProfile, Table
@@ -128,8 +129,9 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
 def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     """What decides a compute or update op's time on a given machine, as one word for tables.
 
-    Compute: model, kind of layer, phase, whether activations are kept and whether a gradient is added to,
-    micro-batch x sequence, element type. Update: model, kind of layer, phase, where, precision, parts of the layer.
+    Compute: model, kind of layer, phase, whether activations are kept, whether a recompute makes its output, and
+    whether a gradient is added to, micro-batch x sequence, element type. Update: model, kind of layer, phase, where,
+    precision, parts of the layer.
     """
     layer = "all" if op.layer is None else model.layer_kind(op.layer)
     if op.kind == Kind.UPDATE:
@@ -138,6 +140,8 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
             of += f"/1 of {part.of}"
         return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}{of}"
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
+    if op.phase == Phase.RECOMPUTE and tensors.makes_output(a.tensor for a in op.writes):
+        keep += "+output"
     add = "+add" if any(tensors.parse(a.tensor).cls in tensors.GRADIENTS for a in op.reads) else ""
     shape = f"{workload.micro_batch_size}x{workload.seq_len}"
     element = "fp32" if workload.bytes.activation == 4 else "bf16"
@@ -298,10 +302,10 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
     """Which part of a block op's FLOPs is attention's: two products forward, four backward."""
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
-    i, attention = op.layer, model.attention_flops(op.layer, workload)
-    if op.phase == Phase.BACKWARD:
-        return 2 * attention / (model.backward_flops(i, workload) + model.recomputed_flops(i, workload))
-    return attention / model.forward_flops(i, workload)
+    i, products = op.layer, 4 if op.phase == Phase.BACKWARD else 2
+    output = tensors.makes_output(access.tensor for access in op.writes)
+    all_flops = op_flops(model, i, op.phase, workload, output=output)
+    return products / 2 * model.attention_flops(i, workload) / all_flops
 
 
 # ---- updates

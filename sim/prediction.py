@@ -276,7 +276,8 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
         measured = tabulated(table, key, schedule.workload, largest_of_lines)
         if measured is not None:
             return math.ceil(measured)
-    return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload)
+    output = tensors.makes_output(access.tensor for access in op.writes)
+    return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload, output=output)
 
 
 def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:

@@ -208,7 +208,7 @@ class Functional:
     def __init__(self, module):
         self.module = module
 
-    def forward(self, params, x):
+    def forward(self, params, x, *, output=True):
         return torch.func.functional_call(self.module, dict(params), (x,))
 
 
@@ -236,7 +236,7 @@ def test_a_parameter_that_the_output_ignores_has_gradient_zero():
     class Half:
         constants = ()
 
-        def forward(self, params, x):
+        def forward(self, params, x, *, output=True):
             return x * params["used"]
 
     params = {"used": torch.full((3,), 2.0), "unused": torch.ones(3)}

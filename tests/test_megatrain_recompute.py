@@ -10,17 +10,19 @@ import pytest
 import torch
 from hand_written import small
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain import autograd, initial, reference, train
 from megatrain.adam import Adam
 from megatrain.autograd import Sink
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
-from megatrain.template import templates, views
+from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained
 from schedules.op import Kind, Phase, Tier
 from schedules.schedule import Schedule
+from schedules.traffic import op_flops
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
@@ -101,7 +103,7 @@ def test_what_is_made_again_is_made_once_and_only_where_it_is_read() -> None:
     class Layer:
         constants: tuple[Tensor, ...] = ()
 
-        def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
             def double(name: str, t: Tensor) -> Tensor:
                 made.append(name)
                 return t * 2.0
@@ -228,3 +230,46 @@ def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> No
     less = 2 * model.hidden_size + model.num_experts_per_tok * model.hidden_size + model.mlp_width
     assert model.saved_bytes(0, plain) - model.saved_bytes(0, cheap) == 2 * plain.tokens_per_microbatch * less
     verify(policies.build("streamed", model, cheap, room))
+
+
+@pytest.mark.parametrize("output", [True, False])
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("mode", RECOMPUTED)
+def test_what_is_counted_is_what_is_multiplied(mode: str, rank: int | None, output: bool) -> None:
+    work = workload(recompute=mode, lora_rank=rank)
+    shapes = MODEL.parameter_shapes(0) | ({} if rank is None else MODEL.adapter_shapes(0, rank))
+    names = shapes.keys() - (MODEL.parameter_shapes(0).keys() if rank else set())
+    layers = templates(
+        MODEL, seq_len=16, device=CPU, dtype=torch.float32, pointwise_again=mode != "none",
+        mlp_chunk=8 if mode == "mlp" else None,
+    )  # fmt: skip
+    params = {name: torch.randn(shape) for name, shape in shapes.items()}
+    x = torch.randn(2, 16, MODEL.hidden_size)
+    with FlopCounterMode(display=False) as ran:
+        _, saved = autograd.forward(layers.blocks[MODEL.layer_kind(0)], params, x, trained=names, output=output)
+    attention = MODEL.attention_flops(0, work)  # which the counter does not know on the CPU
+    assert ran.get_total_flops() == op_flops(MODEL, 0, Phase.RECOMPUTE, work, output=output) - attention
+    assert saved.nbytes == MODEL.saved_bytes(0, work)
+    grads = {name: torch.empty(shapes[name]) for name in names}
+    with FlopCounterMode(display=False) as ran:
+        autograd.backward(saved, params, x, x, {name: Sink(grad, False) for name, grad in grads.items()})
+    assert ran.get_total_flops() == op_flops(MODEL, 0, Phase.BACKWARD, work) - 2 * attention
+
+
+@pytest.mark.parametrize("mode", RECOMPUTED)
+def test_a_block_run_for_its_activations_alone_has_the_gradients_of_one_run_for_all(mode: str) -> None:
+    layers = templates(
+        MODEL, seq_len=16, device=CPU, dtype=torch.bfloat16, pointwise_again=mode != "none",
+        mlp_chunk=8 if mode == "mlp" else None,
+    )  # fmt: skip
+    shapes = MODEL.parameter_shapes(0)
+    flat = torch.randn(MODEL.params(0)).mul(0.2).bfloat16()
+    x, dy = (torch.randn(2, 16, MODEL.hidden_size).bfloat16() for _ in range(2))
+    found = []
+    for output in (True, False):
+        y, saved = autograd.forward(layers.blocks[MODEL.layer_kind(0)], views(flat, shapes), x, output=output)
+        assert y.shape == x.shape and y.untyped_storage().nbytes() == (x.nbytes if output else x.itemsize)
+        grad = torch.empty_like(flat)
+        dx = autograd.backward(saved, views(flat, shapes), x, dy, sinks(grad, shapes, accumulate=False))
+        found.append((dx, grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -44,7 +44,7 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-OURS = {"tiny", "demo", "demo-tied"}
+OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
