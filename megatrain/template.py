@@ -27,7 +27,7 @@ from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.traffic import LOSS_CHUNK_TOKENS
+from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS
 
 CAUSAL = Attention()
 
@@ -65,10 +65,23 @@ class Embed:
         return F.embedding(tokens, table)
 
     def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
-        """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, also on a GPU."""
-        sink.put_zero()
-        rows = dy.flatten(0, -2).to(sink.view.dtype)
-        sink.view.index_put_((tokens.flatten(),), rows, accumulate=True)
+        """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, also on a GPU.
+
+        Summed in at least fp32: of a token's thousands of terms in bf16 the later ones would be lost. For that a part
+        of the columns at a time is widened, of no more than EMBED_CHUNK elements.
+        """
+        table, at, rows = sink.view, (tokens.flatten(),), dy.flatten(0, -2)
+        wide = torch.promote_types(table.dtype, torch.float32)
+        if wide == table.dtype:
+            sink.put_zero()
+            table.index_put_(at, rows.to(wide), accumulate=True)
+            return
+        columns = max(1, EMBED_CHUNK // len(table))
+        for start in range(0, table.shape[1], columns):
+            part = slice(start, start + columns)
+            total = torch.zeros(table[:, part].shape, dtype=wide, device=table.device)
+            total.index_put_(at, rows[:, part].to(wide), accumulate=True)
+            Sink(table[:, part], sink.accumulate).put(total)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,6 +11,8 @@ from schedules.workload import Workload
 
 # The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
 LOSS_CHUNK_TOKENS = 1024
+# Nor are more elements of the embedding's gradient summed in fp32 at a time, where they are kept in 16 bits.
+EMBED_CHUNK = 1 << 26
 # Nor does an MLP that is computed again in backward hold what is as wide as it for more tokens than this.
 MLP_CHUNK_TOKENS = 8192
 
@@ -37,7 +39,8 @@ def elementwise_bytes(
     left out. Forward per token, in activation elements, for a block: `_block_traffic`; plus all weights,
     read once. Backward: twice the forward's activations (each product has two in its backward, each
     pointwise kernel reads what it saved and a gradient), the weights read and their gradients written.
-    Embedding: one row read and one written per token; its backward reads d and updates gradient rows.
+    Embedding: one row read and one written per token; its backward reads d and updates gradient rows, in fp32; where
+    gradients have 16 bits the sums are zeroed and read, and the gradient is written.
     Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
     token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
     and norm input, output and both gradients.
@@ -64,7 +67,9 @@ def elementwise_bytes(
     if i == model.embed and phase == Phase.EMBED:
         return tokens * model.hidden_size * (b.weight + b.activation)
     if i == model.embed and phase == Phase.BACKWARD:
-        return tokens * model.hidden_size * (b.activation + 2 * b.grad)
+        table = model.vocab_size * model.hidden_size
+        widened = table * (2 * FP32 + b.grad) if b.grad < FP32 else 0
+        return tokens * model.hidden_size * (b.activation + 2 * FP32) + widened
     if i == model.head and phase == Phase.LOSS:
         chunks = -(-tokens // LOSS_CHUNK_TOKENS)
         matrix = model.vocab_size * model.hidden_size
@@ -164,7 +169,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Experts add their copies of the hidden state. Embedding: none forward; an fp32 index sort of the tokens is
-    ignored.
+    ignored; backward, where gradients have 16 bits, the fp32 sums of some columns, and their terms.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it.
@@ -172,6 +177,9 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     if i == model.head:
         chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
         return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size)
+    if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
+        columns = min(model.hidden_size, max(1, EMBED_CHUNK // model.vocab_size))
+        return columns * (model.vocab_size + workload.tokens_per_microbatch) * FP32
     if not model.is_block(i):
         return 0
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width

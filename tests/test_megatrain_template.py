@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatrain import template
 from megatrain.attention import attention_again
 from megatrain.autograd import Sink
 from megatrain.layer_parts import rms_norm, rotate, swiglu
@@ -370,3 +371,15 @@ def test_attention_computed_again_has_the_gradients_of_attention(groups: int) ->
     right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(y, right)
     torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), dy))
+
+
+def test_a_frequent_token_has_all_its_terms_in_bf16(monkeypatch):
+    monkeypatch.setattr(template, "EMBED_CHUNK", 37 * 5)  # three parts of the columns
+    tokens = torch.zeros(1, 4000, dtype=torch.long)
+    dy = (1 + 0.1 * randn(1, 4000, 12, dtype=torch.float32)).bfloat16()
+    exact = dy.double().sum(1)[0]
+    for accumulate in (False, True):
+        grad = torch.full((37, 12), 1.0 if accumulate else math.nan, dtype=torch.bfloat16)
+        Embed().backward(tokens, dy, Sink(grad, accumulate))
+        torch.testing.assert_close(grad[0].double(), exact + accumulate, rtol=2**-8, atol=0)
+        assert (grad[1:] == (1.0 if accumulate else 0.0)).all()
