@@ -326,7 +326,7 @@ def _norm(a: Actions, op: Op) -> Work:
         squares = torch.zeros(total.shape, dtype=torch.float64, device=device)
         for grad in grads:
             for part in torch.split(grad, NORM_CHUNK[device.type]):
-                squares += part.double().square_().sum()
+                squares += torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()  # read once
         if add:
             squares += total.to(device, non_blocking=True)
         total.copy_(squares, non_blocking=True)  # in the stream's order, and its readers wait for the op

@@ -271,6 +271,10 @@ def _step_in_torch(
     length = part.stop - part.start
     w, low = weights[part], None if parts.low is None else parts.low[part]
     g = grad[part]
+    alone = low is None and parts.master is None and grad_scale is None
+    if alone and w.dtype == g.dtype == parts.m.dtype:  # the kernel computes in fp32 and rounds once: no copies needed
+        _fused(w, g, parts.m[part], parts.v[part], count, hyper, weight_decay)
+        return
     if g.dtype != torch.float32 or grad_scale is not None:
         g = scratch[0, :length].copy_(g)
         if grad_scale is not None:
@@ -286,16 +290,20 @@ def _step_in_torch(
     m, v = moments
     if m.dtype != torch.float32:
         m, v = (row[:length].copy_(values) for row, values in zip(scratch[2:], moments, strict=True))
-    torch._fused_adamw_(
-        [p], [g], [m], [v], [], [count],
-        lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
-        weight_decay=weight_decay, amsgrad=False, maximize=False,
-    )  # fmt: skip
+    _fused(p, g, m, v, count, hyper, weight_decay)
     if p is not w:
         _store(p, w, low, None)
     if m is not moments[0]:
         moments[0].copy_(m)
         moments[1].copy_(v)
+
+
+def _fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: Tensor, hyper: Adam, weight_decay: float) -> None:
+    torch._fused_adamw_(
+        [p], [g], [m], [v], [], [count],
+        lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
+        weight_decay=weight_decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def _ranges(n: int, weight_decay: float, decay: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, float]]:

@@ -122,7 +122,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor, interleaved: bool, pointwise: Pointwise) -> Tensor:
         ctx.save_for_backward(both)
         ctx.backward = pointwise.clamped_backward if interleaved else pointwise.halves_backward
-        return (pointwise.clamped_forward if interleaved else pointwise.halves_forward)(both)
+        return (pointwise.clamped_forward if interleaved else pointwise.halves_forward)(both.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,7 +140,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx.pointwise = pointwise
         if not output:
             return unread(weights.shape[:1] + outputs.shape[1:], outputs)
-        return pointwise.weighted_sum(outputs, _places(order).view_as(weights), weights)
+        return pointwise.weighted_sum(outputs.detach(), _places(order).view_as(weights), weights.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Blocks replayed as CUDA graphs: after two steps, one launch stands for all kernels of a forward or a backward.
+"""Blocks replayed as CUDA graphs: from the second step on one launch stands for all kernels of a forward or backward.
 
 A schedule names the same buffers for the same op in every step, so all addresses are fixed: the kernels that an op
 launched once can be launched again without Python. The graphs share one pool of memory, which is right because they
@@ -64,7 +64,7 @@ class _Replayed:
 
 
 def replayed(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
-    """The works of a run, those of blocks replayed from the third step on. For one run, on a CUDA backend."""
+    """The works of a run, those of blocks replayed from the second step on. For one run, on a CUDA backend."""
     copied = {
         access.tensor
         for op in schedule.ops

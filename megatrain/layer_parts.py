@@ -20,7 +20,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
-        y, rstd = pointwise.rms_forward(x, weight, eps)
+        # detached: a compiler makes another kernel for inputs that want gradients
+        y, rstd = pointwise.rms_forward(x.detach(), weight.detach(), eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.pointwise = pointwise
         return y
@@ -44,7 +45,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, pointwise: Pointwise) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.pointwise = pointwise
-        return pointwise.swiglu_forward(gate, up)
+        return pointwise.swiglu_forward(gate.detach(), up.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,7 +132,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.pointwise = pointwise
-        return pointwise.rotation(x, cos, sin)
+        return pointwise.rotation(x.detach(), cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +139,18 @@ def compiled(backend: str = "inductor") -> Pointwise:
 
     Where a rounding between two steps falls away the result is closer to exact, so bits differ from PLAIN's.
     """
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # beyond which nothing would be compiled
-        setattr(torch._dynamo.config, limit, SHAPES)
-    make = functools.partial(torch.compile, backend=backend, dynamic=False)
-    return Pointwise(**{function.name: make(getattr(PLAIN, function.name)) for function in fields(Pointwise)})
+    names = [function.name for function in fields(Pointwise)]
+    return Pointwise(**{name: _compiled(getattr(PLAIN, name), backend) for name in names})
+
+
+def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    kernel = torch.compile(function, backend=backend, dynamic=False)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        config = torch._dynamo.config
+        if config.recompile_limit < SHAPES:  # since torch 2.12 every thread has its own, and streams have threads
+            config.recompile_limit = config.accumulated_recompile_limit = SHAPES
+        return kernel(*args)
+
+    return call

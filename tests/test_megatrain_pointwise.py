@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from megatrain.autograd import backward, forward
-from megatrain.pointwise import PLAIN, Pointwise, compiled, rotation
+from megatrain.pointwise import PLAIN, Pointwise, _compiled, compiled, rotation
 from megatrain.template import sinks, templates, views
 from schedules.model import ModelSpec
 from schedules.workload import Workload
@@ -64,3 +68,17 @@ def test_gradient_of_a_turn_is_the_turn_back_to_the_bit(dtype: torch.dtype) -> N
     cos, sin, dy = (torch.randn(shape).to(dtype) for shape in ((5, 1, 4), (5, 1, 4), (2, 5, 3, 8)))
     (by_autograd,) = torch.autograd.grad(rotation(x, cos, sin), x, dy)
     assert torch.equal(by_autograd, rotation(dy, cos, -sin))
+
+
+def test_a_stream_of_its_own_thread_compiles_for_every_shape() -> None:
+    made: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        made.append(len(inputs))
+        return graph.forward
+
+    function = _compiled(lambda x: x * 2, counting)
+    thread = threading.Thread(target=lambda: [function(torch.ones(n)) for n in range(2, 22)])
+    thread.start()
+    thread.join()
+    assert len(made) == 20
