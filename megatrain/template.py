@@ -67,21 +67,26 @@ class Embed:
     def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
         """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, also on a GPU.
 
-        Summed in at least fp32: of a token's thousands of terms in bf16 the later ones would be lost. For that a part
-        of the columns at a time is widened, of no more than EMBED_CHUNK elements.
+        Summed in at least fp32: of a token's thousands of terms in bf16 the later ones would be lost. Each different
+        token has a row for its sum, and rows that are left over are added, as zeros, to token 0; EMBED_CHUNK elements
+        at a time.
         """
-        table, at, rows = sink.view, (tokens.flatten(),), dy.flatten(0, -2)
+        table, flat, rows = sink.view, tokens.flatten(), dy.flatten(0, -2)
+        sink.put_zero()
         wide = torch.promote_types(table.dtype, torch.float32)
         if wide == table.dtype:
-            sink.put_zero()
-            table.index_put_(at, rows.to(wide), accumulate=True)
+            table.index_put_((flat,), rows.to(wide), accumulate=True)
             return
-        columns = max(1, EMBED_CHUNK // len(table))
+        ordered, order = flat.sort(stable=True)
+        place = torch.zeros_like(flat)
+        place[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+        owner = torch.zeros_like(flat).scatter_(0, place, ordered)
+        columns = max(1, EMBED_CHUNK // len(flat))
         for start in range(0, table.shape[1], columns):
             part = slice(start, start + columns)
-            total = torch.zeros(table[:, part].shape, dtype=wide, device=table.device)
-            total.index_put_(at, rows[:, part].to(wide), accumulate=True)
-            Sink(table[:, part], sink.accumulate).put(total)
+            terms = rows[:, part].to(wide)[order]
+            sums = torch.zeros_like(terms).index_put_((place,), terms, accumulate=True)
+            table[:, part].index_put_((owner,), sums.to(table.dtype), accumulate=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -39,8 +39,8 @@ def elementwise_bytes(
     left out. Forward per token, in activation elements, for a block: `_block_traffic`; plus all weights,
     read once. Backward: twice the forward's activations (each product has two in its backward, each
     pointwise kernel reads what it saved and a gradient), the weights read and their gradients written.
-    Embedding: one row read and one written per token; its backward reads d and updates gradient rows, in fp32; where
-    gradients have 16 bits the sums are zeroed and read, and the gradient is written.
+    Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
+    16 bits its terms are sorted and added up in fp32 first: eight passes.
     Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
     token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
     and norm input, output and both gradients.
@@ -67,9 +67,8 @@ def elementwise_bytes(
     if i == model.embed and phase == Phase.EMBED:
         return tokens * model.hidden_size * (b.weight + b.activation)
     if i == model.embed and phase == Phase.BACKWARD:
-        table = model.vocab_size * model.hidden_size
-        widened = table * (2 * FP32 + b.grad) if b.grad < FP32 else 0
-        return tokens * model.hidden_size * (b.activation + 2 * FP32) + widened
+        widened = 8 * FP32 if b.grad < FP32 else 0
+        return tokens * model.hidden_size * (b.activation + 2 * b.grad + widened)
     if i == model.head and phase == Phase.LOSS:
         chunks = -(-tokens // LOSS_CHUNK_TOKENS)
         matrix = model.vocab_size * model.hidden_size
@@ -169,7 +168,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Experts add their copies of the hidden state. Embedding: none forward; an fp32 index sort of the tokens is
-    ignored; backward, where gradients have 16 bits, the fp32 sums of some columns, and their terms.
+    ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it.
@@ -178,8 +177,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
         return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size)
     if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
-        columns = min(model.hidden_size, max(1, EMBED_CHUNK // model.vocab_size))
-        return columns * (model.vocab_size + workload.tokens_per_microbatch) * FP32
+        return min(model.hidden_size * workload.tokens_per_microbatch, EMBED_CHUNK) * 3 * FP32
     if not model.is_block(i):
         return 0
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
