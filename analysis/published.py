@@ -132,6 +132,7 @@ def _row(point: Point) -> dict[str, object]:
         "binding": "",
         "lacking": point.lacking,
         "assumed": point.assumed,
+        "same_run_as": point.same_run_as,
         "why": point.why,
         "note": point.note,
         "source": point.source,
@@ -162,12 +163,14 @@ def standing(point: Point) -> str:
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """Median and worst error of the points that are compared, in sentences, and how many of them fit."""
-    compared = frame[frame["standing"] == "compared"]
+    """Median and worst error of the runs that are compared, in sentences, and how many of them fit."""
+    points = frame[frame["standing"] == "compared"]
+    compared = points[points["same_run_as"] == ""]
     worst = compared.loc[compared["error"].abs().idxmax()]
     counts = frame["standing"].value_counts()
     return (
-        f"{len(compared)} points whose run is known, predicted speed over published: {_medians(compared['error'])}, "
+        f"{len(compared)} runs that are known ({len(points)} points), predicted speed over published: "
+        f"{_medians(compared['error'])}, "
         f"worst {worst['error']:+.0%} ({worst['system']}, {worst['model']} on {worst['machine']}). "
         f"{_of_fit(compared)}Apart from these, {counts.get('assumed', 0)} whose batch or other facts had to be "
         f"assumed, and {counts.get('not predicted', 0)} that are not predicted."

@@ -26,6 +26,17 @@ def number(key: str, digits: str, factor: float = 1.0, unit: str = "") -> Callab
     return cell
 
 
+def _four_digits(key: str, factor: float = 1.0, unit: str = "", sign: str = "") -> Callable[[Record], str]:
+    """As `number`, with four digits, or all before the point: never a power of ten."""
+
+    def cell(record: Record) -> str:
+        value = record[key]
+        large = value is not None and abs(value * factor) >= 1000
+        return number(key, f"{sign},.0f" if large else f"{sign}.4g", factor, unit)(record)
+
+    return cell
+
+
 def _text(key: str) -> Callable[[Record], str]:
     return lambda record: str(record[key] or "")
 
@@ -34,7 +45,19 @@ def seconds(value: float | None) -> str:
     """A time with its unit: s from one second on, else ms."""
     if value is None or not math.isfinite(value):
         return "-"
+    if value >= 1000:
+        return f"{value:,.0f} s"
     return f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
+
+
+def _memory(key: str) -> Callable[[Record], str]:
+    """GB with its unit, or MB below one."""
+
+    def cell(record: Record) -> str:
+        gb = record[key]
+        return "0" if not gb else f"{gb:,.1f} GB" if gb >= 1 else f"{gb * 1e3:.1f} MB"
+
+    return cell
 
 
 def _seconds(key: str) -> Callable[[Record], str]:
@@ -54,15 +77,15 @@ COMPARISON = (
     Column(heading="step", cell=_seconds("step_s")),
     Column(heading="bound", cell=_seconds("bound_s"), spare=True),
     Column(heading="gap", cell=number("gap", ".1f", 100, " %"), spare=True),
-    Column(heading="device\nGB", cell=number("device_peak_gb", ".1f")),
-    Column(heading="host\nGB", cell=number("host_peak_gb", ".1f")),
+    Column(heading="device", cell=_memory("device_peak_gb")),
+    Column(heading="host", cell=_memory("host_peak_gb")),
     Column(heading="bound by", cell=_binding, number=False, folds=True),
     Column(heading="schedule", cell=lambda record: record["digest"][:8], number=False, spare=True),
 )
 COMPARISON_NOTE = (
     "TFLOP/s and MFU count the model's FLOPs once, recompute not. "
     "bound: no run of that schedule settles at a shorter step. "
-    "GB is 10^9 bytes, at the peak, workspace included; 1 GiB = 1.074 GB."
+    "device, host: memory at the peak, workspace included; GB is 10^9 bytes, MB 10^6; 1 GiB = 1.074 GB."
 )
 
 PREDICTED_MEASURED = (
@@ -82,7 +105,9 @@ PREDICTED_MEASURED_NOTE = (
 
 
 def _remarks(record: Record) -> str:
-    return "; ".join(text for text in (record["why"], record["assumed"], record["note"], record["shortage"]) if text)
+    again = record["same_run_as"] and f"the run of {record['same_run_as']}, counted once"
+    texts = (record["why"], record["assumed"], again, record["note"], record["shortage"])
+    return "; ".join(text for text in texts if text)
 
 
 def _batch(record: Record) -> str:
@@ -95,8 +120,8 @@ PUBLISHED = (
     Column(heading="model", cell=_text("model"), number=False),
     Column(heading="machine", cell=_text("machine"), number=False, spare=True),
     Column(heading="sequences", cell=_batch, spare=True),
-    Column(heading="published", cell=number("published", ".4g")),
-    Column(heading="predicted", cell=number("predicted", ".4g")),
+    Column(heading="published", cell=_four_digits("published")),
+    Column(heading="predicted", cell=_four_digits("predicted")),
     Column(heading="unit", cell=_text("unit"), number=False),
     Column(heading="error", cell=number("error", "+.1f", 100, " %")),
     Column(heading="fits", cell=lambda record: "yes" if record["fits"] else "no", number=False),
@@ -113,7 +138,7 @@ PUBLISHED_ONLY = (
     Column(heading="system", cell=_text("system"), number=False, folds=True),
     Column(heading="model", cell=_text("model"), number=False, folds=True),
     Column(heading="machine", cell=_text("machine"), number=False, spare=True, folds=True),
-    Column(heading="published", cell=number("published", ".4g")),
+    Column(heading="published", cell=_four_digits("published")),
     Column(heading="unit", cell=_text("unit"), number=False),
     Column(heading="why it is not predicted", cell=_text("lacking"), number=False, folds=True),
 )
@@ -131,13 +156,13 @@ TRACE_TOTALS = (
     Column(heading="ops", cell=number("ops", ",.0f")),
     Column(heading="first", cell=_seconds("first_s")),
     Column(heading="second", cell=_seconds("second_s")),
-    Column(heading="difference", cell=number("difference_s", "+,.4g", 1e3, " ms")),
+    Column(heading="difference", cell=_four_digits("difference_s", 1e3, " ms", sign="+")),
 )
 TRACE_MOVES = (
     Column(heading="stream", cell=_text("stream"), number=False),
     Column(heading="class of op", cell=_text("class"), number=False),
     Column(heading="step becomes", cell=_seconds("step_s")),
-    Column(heading="moves the step by", cell=number("moves_s", "+,.4g", 1e3, " ms")),
+    Column(heading="moves the step by", cell=_four_digits("moves_s", 1e3, " ms", sign="+")),
 )
 TRACE_MOVES_NOTE = (
     "none of it: the first run replayed as it was, against which moves are measured; then with the times of one class "
@@ -152,8 +177,8 @@ QUEUES = (
     Column(heading="busy", cell=_seconds("busy_s")),
     Column(heading="idle between", cell=_seconds("idle_s")),
     Column(heading="longest gap", cell=_seconds("longest_gap_s")),
-    Column(heading="GB", cell=number("gb", ".4g")),
-    Column(heading="GB/s", cell=number("gb_per_s", ".4g")),
+    Column(heading="GB", cell=_four_digits("gb")),
+    Column(heading="GB/s", cell=_four_digits("gb_per_s")),
 )
 QUEUES_NOTE = "queue: a CUDA stream, or a thread of the CPU. GB/s: bytes copied over the time the copies took."
 

@@ -121,7 +121,22 @@ def test_markdown_has_a_line_per_row(comparison: pd.DataFrame) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1.5, "1.5 s"), (0.25, "250 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")]
+    ("value", "text"),
+    [(1234.5, "1,234 s"), (1.5, "1.5 s"), (0.25, "250 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")],
 )
 def test_times_have_units(value: float | None, text: str) -> None:
     assert tables.seconds(value) == text
+
+
+def test_memory_of_small_models_is_told_in_mb(comparison: pd.DataFrame) -> None:
+    """The tiny model takes a megabyte or so: 0.0 GB would be no answer."""
+    text = tables.markdown(comparison.assign(host_peak_gb=1234.56), tables.COMPARISON)
+    assert "1,234.6 GB" in text
+    for peak in comparison["device_peak_gb"]:
+        assert f"| {peak * 1e3:.1f} MB |" in text
+
+
+def test_large_numbers_have_all_their_digits_before_the_point() -> None:
+    frame = pd.DataFrame({"stream": ["cpu", "h2d"], "class": "Adam", "ops": 1, "step_s": 1.0, "moves_s": [-25.0, 0.5]})
+    told = tables.markdown(frame, tables.TRACE_MOVES)
+    assert "| -25,000 ms |" in told and "| +500 ms |" in told

@@ -69,14 +69,38 @@ def test_a_point_stands_apart_unless_its_whole_run_is_known(table: pd.DataFrame)
 
 def test_the_summary_is_of_the_compared_points_alone() -> None:
     rows = [("compared", 1.3), ("compared", 0.9), ("compared", 1.1), ("assumed", 9.0), ("not predicted", float("nan"))]
-    frame = pd.DataFrame(rows, columns=["standing", "speed"]).assign(system="a", model="m", machine="x", fits=True)
+    frame = pd.DataFrame(rows, columns=["standing", "speed"])
+    frame = frame.assign(system="a", model="m", machine="x", fits=True, same_run_as="")
     frame["error"] = frame["speed"] - 1
     told = published.summary(frame)
-    assert "3 points" in told and "median error +10%" in told and "of its size 10%" in told and "worst +30%" in told
+    assert (
+        "3 runs that are known (3 points)" in told
+        and "median error +10%" in told
+        and "of its size 10%" in told
+        and "worst +30%" in told
+    )
     assert "1 whose batch" in told and "1 that are not predicted" in told and "fit" not in told
     frame.loc[1, "fits"] = False
     told = published.summary(frame)
     assert "1 of them would not fit" in told and "of the others: median error +20%" in told and "worst +30%" in told
+    frame.loc[0, "same_run_as"] = "the third point's"
+    told = published.summary(frame)
+    assert "2 runs that are known (3 points)" in told and "median error +0%" in told and "worst +10%" in told
+
+
+def test_no_run_is_counted_twice(table: pd.DataFrame) -> None:
+    compared = table[table["standing"] == "compared"]
+    assert not compared[compared["same_run_as"] == ""].duplicated(["machine", "digest"]).any()
+    again = compared[compared["same_run_as"] != ""]
+    assert set(again["digest"]) <= set(compared[compared["same_run_as"] == ""]["digest"]), "one counts"
+
+
+def test_published_numbers_are_not_powers_of_ten(table: pd.DataFrame) -> None:
+    for standing in published_report.TITLES:
+        rows = table[table["standing"] == standing]
+        text = tables.markdown(rows, published_report.columns(standing))
+        assert "e+" not in text
+    assert "| 25,000 | TFLOP/s |" in text
 
 
 def test_what_does_not_fit_is_marked_in_tables_and_picture(table: pd.DataFrame) -> None:
