@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BASELINE = "zero3_offload"
+OUR_STATE: dict[str, Knob] = {"master": "weights"}  # the baseline's knobs with which it keeps the state that ours keep
 
 
 @dataclass(frozen=True, kw_only=True)

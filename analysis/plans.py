@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from analysis.compare import BASELINE, OUR_STATE
 from analysis.figure import axes_for, figure_of
 from analysis.palette import BLUE, GREY, VERMILLION
 from schedules import policies
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-BASELINE = "zero3_offload"
-# Of named policies, where they do not come as they are; of several the fastest counts. The state that plans have; and
-# as much on the drive, and its traffic as much beside each other, as ZeRO-Infinity can.
+# Of named policies, where they do not come as they are; of several the fastest counts. As much on the drive, and its
+# traffic as much beside each other, as ZeRO-Infinity can.
 KNOBS: dict[str, tuple[dict[str, Knob], ...]] = {
-    BASELINE: ({"master": "weights"},),
+    BASELINE: (OUR_STATE,),
     "zero_infinity": (
         {},
         {"params_on_nvme": True, "pipeline_read": True, "pipeline_write": True, "activations": "inputs"},

@@ -29,7 +29,7 @@ _LEGEND_INCHES = 2.1  # a policy's name and its patch
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
 _FAR = (16, 30, 44, 58, 72)  # from a mark to its label, in points of 1/72 inch; the first place that is free is taken
 _WAYS = ((-1.0, 0.6), (-0.6, 1.0), (-1.0, 0.2), (-0.2, 1.0))  # above the line; below it the opposite
-_MARK, _LETTER = 8.0, 0.65 * FONT_PT  # width of a mark and of a digit, in the same points
+_MARK, _LETTER = 8.0, 0.65 * FONT_PT  # width of a mark and of a letter, in the same points
 _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
@@ -183,11 +183,12 @@ def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Ax
     """Step times, predicted over measured, with the line on which they agree and a band of 10 %.
 
     Args:
-        runs: columns `policy`, `model`, `predicted_s`, `measured_s`. At each point stands the signed error:
-            predicted over measured, minus one.
+        runs: columns `policy`, `model`, `predicted_s`, `measured_s`. At each point stand its policy and the signed
+            error: predicted over measured, minus one.
     """
     ax, scale = _agreement(runs, axes_for(ax, width=7.6, height=5.2))
-    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=FONT_PT)
+    line_and_band = ax.get_legend_handles_labels()[0][:2]  # policies are named at their points
+    ax.legend(handles=line_and_band, loc="upper left", frameon=False, fontsize=FONT_PT)
     figure_of(ax).draw_without_rendering()  # labels are placed where points stand, which the layout decides
     _annotate_errors(ax, runs, scale)
     return ax
@@ -212,7 +213,7 @@ def validated(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
         style = policy_style(str(policy))
         below.errorbar(
             of_policy["measured_s"] * scale, of_policy["predict_error"] * 100, yerr=of_policy["noise"] * 50,
-            fmt=style.marker, color=style.colour, markersize=6, linewidth=0.8,
+            fmt=style.marker, color=style.colour, markerfacecolor="none", markersize=6, linewidth=0.8,
         )  # fmt: skip
     ends = runs["predict_error"].abs() + runs["noise"].fillna(0) / 2  # of the error bars
     most = max(1.3 * BAND * 100, 1.1 * float(ends.max()) * 100)
@@ -235,7 +236,10 @@ def _agreement(runs: pd.DataFrame, ax: Axes) -> tuple[Axes, float]:
         style = policy_style(str(policy))
         measured, predicted = of_policy["measured_s"] * scale, of_policy["predicted_s"] * scale
         label = textwrap.fill(str(policy), _LEGEND_LETTERS)
-        ax.scatter(measured, predicted, s=46, color=style.colour, marker=style.marker, label=label, zorder=3)
+        ax.scatter(  # hollow, since points lie on one another
+            measured, predicted, s=46, facecolor="none", edgecolor=style.colour, linewidth=1.5, marker=style.marker,
+            label=label, zorder=3,
+        )  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlim(low, high)
@@ -260,7 +264,7 @@ def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
     leaders: list[Path] = []
     for row, place, centre in zip(rows, places, centres, strict=True):
         error = row["predicted_s"] / row["measured_s"] - 1
-        text, side = f"{error:+.1%}", 1 if error >= 0 else -1
+        text, side = f"{row['policy']} {error:+.1%}", 1 if error >= 0 else -1
         width, height = _LETTER * len(text), 1.2 * FONT_PT
         for away in (side * far * np.array(way) for far, way in itertools.product(_FAR, _WAYS)):
             x, y = centre + away

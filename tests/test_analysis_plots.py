@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,22 +169,37 @@ def test_a_capacity_far_above_the_data_is_written_instead_of_drawn(run: tuple[Sc
 # ---- predicted and measured, loss
 
 
-def test_every_run_has_its_signed_error() -> None:
+def test_every_run_has_its_policy_and_signed_error() -> None:
     runs = pd.DataFrame(
         [("streamed", "tiny", 1.1, 1.0), ("megatrain", "tiny", 1.8, 2.0)],
         columns=["policy", "model", "predicted_s", "measured_s"],
     )
     ax = plots.predicted_against_measured(runs)
-    assert sorted(t.get_text() for t in ax.texts if isinstance(t, Annotation)) == ["+10.0%", "-10.0%"]
+    assert sorted(t.get_text() for t in ax.texts if isinstance(t, Annotation)) == [
+        "megatrain -10.0%", "streamed +10.0%"
+    ]  # fmt: skip
     points = np.concatenate([c.get_offsets() for c in ax.collections if isinstance(c, PathCollection)])
     assert sorted(map(tuple, points)) == [(1.0, 1.1), (2.0, 1.8)]
+    hollow = [c.get_facecolor() for c in ax.collections if isinstance(c, PathCollection)]
+    assert not any(len(colour) for colour in hollow), "a mark would hide the one under it"
 
 
-def test_no_label_is_crossed_by_another_labels_leader() -> None:
+DEMO_NAMES = ("streamed", "resident", "megatrain", "zero3_offload", "megatrain_released")
+
+
+@pytest.mark.parametrize(
+    ("names", "measured", "predicted"),
+    [
+        ("abcdef", [0.2302, 0.2306, 0.2995, 0.303, 0.3084, 0.4037], [0.2327, 0.2303, 0.3043, 0.306, 0.3148, 0.4008]),
+        (DEMO_NAMES, [0.2787, 0.2787, 0.3753, 0.3954, 0.5051], [0.2766, 0.2772, 0.3724, 0.3866, 0.4942]),
+        (DEMO_NAMES, [0.2787, 0.2787, 0.3753, 0.3754, 0.5051], [0.2796, 0.2792, 0.3784, 0.3796, 0.5142]),
+    ],
+)
+def test_no_label_is_crossed_by_another_labels_leader(
+    names: Sequence[str], measured: list[float], predicted: list[float]
+) -> None:
     """Points near one another on either side of the line, as in the demo's picture."""
-    measured = [0.2302, 0.2306, 0.2995, 0.303, 0.3084, 0.4037]
-    predicted = [0.2327, 0.2303, 0.3043, 0.306, 0.3148, 0.4008]
-    runs = pd.DataFrame({"policy": list("abcdef"), "model": "m", "predicted_s": predicted, "measured_s": measured})
+    runs = pd.DataFrame({"policy": list(names), "model": "m", "predicted_s": predicted, "measured_s": measured})
     ax = plots.predicted_against_measured(runs)
     whole = figure.figure_of(ax)
     whole.draw_without_rendering()

@@ -46,6 +46,14 @@ def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"X", "C", "s", "f"} <= {event["ph"] for event in timeline["traceEvents"]}
 
 
+def test_larger_models_are_compared_with_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3's usual master of fp32 would make 20 bytes a parameter on the host; without it there are 16."""
+    monkeypatch.setattr(demo_report, "SIMULATED_MODELS", ("qwen2.5-3b",))
+    table = demo_report.larger_models().set_index("policy")
+    row = table.loc["zero3_offload"]
+    assert row["host_peak_gb"] / row["params_b"] == pytest.approx(16, abs=1)
+
+
 def test_an_interrupt_ends_the_demo_and_leaves_no_half_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatrain.cli", "demo", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
