@@ -13,6 +13,7 @@ from analysis.costs import months_column
 from analysis.figure import FONT_PT, axes_for
 from analysis.files import whole, write_text
 from analysis.palette import BLUE, GREY
+from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
 
 if TYPE_CHECKING:
@@ -20,45 +21,70 @@ if TYPE_CHECKING:
 
     from analysis.prices import Prices
 
-NAMED = 12  # points; of more, only those of the front have their names written
+NAMED = 30  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
+_LINE = 0.19  # inches that a line of the legend takes
+_CLOSE = 10  # points of 1/72 inch between marks that have one label
 
 
 def price_against_throughput(table: pd.DataFrame, currency: str, ax: Axes | None = None) -> Axes:
-    """Of one model: cost of an hour, in `currency`, against tokens/s, and the front that no other point beats."""
-    ax = axes_for(ax, width=9.6, height=4.4)
-    fits = table[table["fits"].astype(bool)]
-    beaten = fits[~fits["pareto"].astype(bool)]
-    front = fits[fits["pareto"]].sort_values("cost_per_hour")
+    """Of one model: cost of an hour, in `currency`, against tokens/s, and the front that no other point beats.
+
+    Points have numbers, in the order of their cost, and the legend their names; those that lie on one another have
+    their numbers in one label.
+    """
+    fits = table[table["fits"].astype(bool)].sort_values(["cost_per_hour", "tokens_per_s"])
+    front, beaten = fits[fits["pareto"].astype(bool)], fits[~fits["pareto"].astype(bool)]
+    named = fits if len(fits) <= NAMED else front
+    ax = axes_for(ax, width=11.0, height=max(4.4, 0.8 + _LINE * (len(named) + 2)))
     ax.step(front["cost_per_hour"], front["tokens_per_s"], where="post", color=BLUE, linewidth=1.2)
     ax.scatter(front["cost_per_hour"], front["tokens_per_s"], color=BLUE, s=40, zorder=3, label="no other beats it")
     if len(beaten):
         told = "beaten: another is as fast for less, or faster for as little"
         ax.scatter(beaten["cost_per_hour"], beaten["tokens_per_s"], color=GREY, s=26, label=told)
-    named = fits if len(fits) <= NAMED else front
-    for number, point in enumerate(named.sort_values("cost_per_hour").to_dict("records"), start=1):
-        place = (point["cost_per_hour"], point["tokens_per_s"])
-        ax.annotate(str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=FONT_PT)
-        told = " ".join(text for text in (point["machine"], point["changes"]) if text)
-        ax.plot([], [], " ", label=f"{number}  {told}")
+    for number, point in enumerate(named.to_dict("records"), start=1):
+        what = (point["machine"], "" if _planned(table) else _schedule(point), point["changes"])
+        ax.plot([], [], " ", label=" ".join([f"{number} ", *filter(None, what)]))
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, handlelength=0.8, fontsize=FONT_PT)
     ax.set_xlim(left=0, right=1.1 * float(fits["cost_per_hour"].max()))
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(bottom=0, top=1.1 * float(fits["tokens_per_s"].max()))
     ax.set_xlabel(f"cost of an hour of training ({currency})")
     ax.set_ylabel("predicted tokens/s")
     ax.set_title(str(table["model"].iloc[0]), loc="left")
     ax.spines[["top", "right"]].set_visible(False)
+    _write_numbers(ax, named)
     return ax
 
 
+def _write_numbers(ax: Axes, named: pd.DataFrame) -> None:
+    """Above those of the front, below the others."""
+    figure.figure_of(ax).draw_without_rendering()  # what is close is known once the layout is
+    places = named[["cost_per_hour", "tokens_per_s"]].to_numpy(dtype=float)
+    drawn = ax.transData.transform(places) * 72 / figure.figure_of(ax).dpi
+    labels: dict[int, list[str]] = {}  # by the first of those that are close
+    sides = [7 if best else -7 for best in named["pareto"]]
+    for number, (place, side) in enumerate(zip(drawn, sides, strict=True)):
+        close = (i for i in labels if sides[i] == side and max(abs(drawn[i] - place)) < _CLOSE)
+        labels.setdefault(next(close, number), []).append(str(number + 1))
+    for i, numbers in labels.items():
+        ax.annotate(
+            ", ".join(numbers), places[i], xytext=(0, sides[i]), textcoords="offset points", ha="center",
+            va="bottom" if sides[i] > 0 else "top", fontsize=FONT_PT,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
+
+
 def heat_map(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Of one model and machine: tokens/s over host memory and link; what does not fit stays white and says so."""
+    """Of one model, machine and policy: tokens/s over host memory and link; what does not fit stays white and says so.
+
+    Where more varies than these two, the best of it.
+    """
     ax = axes_for(ax, width=7.6, height=4.4)
     grid = table.pivot_table(index=HEAT[0], columns=HEAT[1], values="tokens_per_s", aggfunc="max", dropna=False)
     values = np.ma.masked_invalid(grid.to_numpy(dtype=float))
     image = ax.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0)
-    ax.set_xticks(range(len(grid.columns)), [f"{rate / 1e9:.0f}" for rate in grid.columns])
-    ax.set_yticks(range(len(grid.index)), [f"{size / 1e9:.0f}" for size in grid.index])
+    ax.set_xticks(range(len(grid.columns)), [f"{rate / 1e9:g}" for rate in grid.columns])
+    ax.set_yticks(range(len(grid.index)), [f"{size / 1e9:g}" for size in grid.index])
     highest = float(values.max()) if values.count() else 1.0
     for (i, j), value in np.ndenumerate(grid.to_numpy(dtype=float)):
         told = f"{value:,.0f}" if np.isfinite(value) else "does not fit"
@@ -66,9 +92,23 @@ def heat_map(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax.text(j, i, told, ha="center", va="center", fontsize=FONT_PT, color="white" if dark else "black")
     ax.set_xlabel("link, host to device (GB/s)")
     ax.set_ylabel("host memory (GB)")
-    ax.set_title(f"{table['model'].iloc[0]} on {table['machine'].iloc[0]}, predicted tokens/s", loc="left")
+    first, more = table.iloc[0], table.duplicated(list(HEAT)).any()
+    marked = max(map(_schedule, table.to_dict("records")), key=len)  # what does not fit is not marked
+    by = "the best plan" if _planned(table) else marked
+    title = f"{first['model']} on {first['machine']}, predicted tokens/s of {by}"
+    ax.set_title(title + ("; of several the best" if more else ""), loc="left")
     ax.figure.colorbar(image, ax=ax)
     return ax
+
+
+def _planned(table: pd.DataFrame) -> bool:
+    return set(table["policy"]) == {PLAN}
+
+
+def _schedule(row: Record) -> str:
+    """The policy that was asked for, marked where its training is not exact."""
+    stale = row.get("stale") or 0  # NaN where nothing fits
+    return f"{row['policy']} (stale by {stale:.0f})" if stale > 0 else str(row["policy"])
 
 
 def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float, command: str) -> Path:
@@ -89,11 +129,12 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
             figure.save(figure.figure_of(price_against_throughput(of_model, prices.currency)), picture, of_model)
             parts.append(f"![cost of an hour against throughput]({picture.name}.png)")
         ordered = of_model.sort_values("cost", na_position="last")
-        parts.append(tables.markdown(ordered, columns(prices)))
-        for machine, of_machine in of_model.groupby("machine", sort=False):
-            if all(of_machine[axis].nunique() > 1 for axis in HEAT):
-                picture = folder / f"{model}-{machine}-heat"
-                figure.save(figure.figure_of(heat_map(of_machine)), picture, of_machine)
+        parts.append(tables.markdown(ordered, columns(prices, table)))
+        for (machine, policy), alike in of_model.groupby(["machine", "policy"], sort=False):
+            if all(alike[axis].nunique() > 1 for axis in HEAT):
+                by = "" if of_model["policy"].nunique() == 1 else f"-{Path(str(policy)).stem}"
+                picture = folder / f"{model}-{machine}{by}-heat"
+                figure.save(figure.figure_of(heat_map(alike)), picture, alike)
                 parts.append(f"![tokens/s over host memory and link]({picture.name}.png)")
     for rental in prices.rentals:
         parts.append(
@@ -104,7 +145,7 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
     return folder / "README.md"
 
 
-def columns(prices: Prices) -> tuple[Column, ...]:
+def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
     """Of the table of a sweep: * marks the front of price against throughput."""
 
     def money(key: str) -> Column:
@@ -113,7 +154,7 @@ def columns(prices: Prices) -> tuple[Column, ...]:
     return (
         Column(heading="machine", cell=lambda row: row["machine"] + (" *" if row["pareto"] else ""), number=False),
         Column(heading="changed", cell=lambda row: row["changes"] or "", number=False, folds=True),
-        Column(heading="schedule", cell=lambda row: row["policy"], number=False, spare=True),
+        Column(heading="schedule", cell=_schedule, number=False, spare=_planned(table)),
         Column(heading="tokens/s", cell=tables.number("tokens_per_s", ",.0f")),
         Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
         Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
@@ -130,7 +171,3 @@ def columns(prices: Prices) -> tuple[Column, ...]:
         ),
         Column(heading="why not", cell=lambda row: row["reason"] or "", number=False, folds=True),
     )
-
-
-def _machine(row: Record) -> str:
-    return f"{row['machine']} *" if row["pareto"] else str(row["machine"])

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from analysis.sweep import Row
-from schedules import presets
-from schedules.model import ModelSpec
-from schedules.workload import Workload
 from sim import hardware
 
 if TYPE_CHECKING:
@@ -48,8 +45,7 @@ def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
     hours = train_tokens / row["tokens_per_s"] / 3600
     for rental in prices.rentals:
         peak = hardware.load(rental.machine).gpu.matmul_flops.value
-        flops = _flops_per_token(presets.load(row["model"]), row)
-        rented = rental.gpus * rental.mfu * peak / flops  # tokens/s
+        rented = rental.gpus * rental.mfu * peak / row["flops_per_token"]  # tokens/s
         months[months_column(rental.name)] = prices.break_even_months(
             price, row["tokens_per_s"], rental.rent_per_hour / 3600 / rented, wear
         )
@@ -65,11 +61,6 @@ def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
 def months_column(rental: str) -> str:
     """The column of months after which a machine has cost less than that rental."""
     return f"months until cheaper than {rental}"
-
-
-def _flops_per_token(model: ModelSpec, row: Row) -> float:
-    workload = Workload(micro_batch_size=1, seq_len=row["seq_len"])
-    return model.model_flops_per_step(workload) / workload.tokens_per_step
 
 
 def _pareto(group: pd.DataFrame) -> list[Any]:

@@ -27,7 +27,7 @@ from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
-from schedules.schedule import Knob
+from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
@@ -57,11 +57,12 @@ class Point:
 
     @property
     def key(self) -> str:
-        """A hash of all that decides the point's row: this package's version included."""
+        """A hash of all that decides the point's row: this package's version and what rows tell included."""
         what = {
             "model": self.model.to_dict(),
             "profile": hardware.to_json(self.profile),
             "step": [self.policy, self.seq_len, self.tokens_per_step, self.precision],
+            "told": FOUND,
             "version": version("megatrain") if _installed() else "source",
         }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
@@ -150,6 +151,7 @@ FOUND = (
     "recompute",
     "micro_batch_size",
     "accumulation",
+    "flops_per_token",
     "tokens_per_s",
     "step_s",
     "mfu",
@@ -171,6 +173,7 @@ def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> R
         "recompute": workload.recompute,
         "micro_batch_size": workload.micro_batch_size,
         "accumulation": workload.accumulation,
+        "flops_per_token": schedule.model.model_flops_per_step(workload) / workload.tokens_per_step,
         "tokens_per_s": prediction.tokens_per_s,
         "step_s": prediction.period_ns / 1e9,
         "mfu": prediction.mfu,
@@ -205,13 +208,21 @@ def _named(point: Point) -> Found:
         verify(schedule)
         prediction = predict(schedule, point.profile)
         if prediction.does_not_fit is None:
-            try:
-                return prediction, {}, placement_bound(point.model, schedule.workload, point.profile).period_ns
-            except NoPlacement:
-                return prediction, {}, 0.0
+            return prediction, {}, _bound_ns(schedule, point.profile)
         refused = prediction.does_not_fit
     assert refused is not None, "a step has at least one micro-batch"
     raise refused
+
+
+def _bound_ns(schedule: Schedule, profile: HardwareProfile) -> float:
+    """Of any exact schedule that trains all of the model; 0 where this one is none, or the bound knows of none."""
+    workload = schedule.workload
+    if schedule.staleness or workload.task != "train" or workload.lora_rank is not None:
+        return 0.0
+    try:
+        return placement_bound(schedule.model, workload, profile).period_ns
+    except NoPlacement:
+        return 0.0
 
 
 # ---- what neighbours found

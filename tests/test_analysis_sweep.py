@@ -84,8 +84,10 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
         return {
             "model": "qwen2.5-7b", "machine": machine, "tokens_per_s": rate, "fits": rate is not None,
             "reason": "" if rate else "too large", "seq_len": 1024, "host_memory": memory,
-            "drive_days": 10.0 if machine == "rtx4090" else None,
+            "drive_days": 10.0 if machine == "rtx4090" else None, "flops_per_token": flops,
         }  # fmt: skip
+
+    flops = presets.load("qwen2.5-7b").model_flops_per_step(Workload(micro_batch_size=1, seq_len=1024)) / 1024
 
     rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
     with_rent = some_prices(rentals=(rental,), host_memory_per_gb=1.0)
@@ -98,7 +100,6 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
     whole = costs.priced([{**row("rtx4090", 100.0), "drive_days": None}], with_rent, 3.6e9).to_dict("records")[0]
     assert slow["cost"] - whole["cost"] == pytest.approx(10000 / 240 * 120)  # what is worn out is bought again
     assert fast["pareto"] and slow["pareto"] and not nothing["pareto"]  # dearer and faster; cheaper; nothing
-    flops = presets.load("qwen2.5-7b").model_flops_per_step(Workload(micro_batch_size=1, seq_len=1024)) / 1024
     per_token = 20 / 3600 / (8 * 0.4 * 989e12 / flops)
     expected = with_rent.break_even_months(with_rent.of("h200"), 1000.0, per_token)
     assert fast[costs.months_column("node")] == pytest.approx(expected, rel=0.01)
@@ -199,6 +200,13 @@ def test_the_key_of_a_point_changes_with_whatever_decides_its_row() -> None:
     assert len({point.key for point in [base, *others]}) == 6
 
 
+def test_a_row_that_tells_less_than_rows_do_now_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = some(["h200"])[0]
+    now = base.key
+    monkeypatch.setattr(sweep, "FOUND", sweep.FOUND[1:])
+    assert base.key != now
+
+
 def planned(machine: str, vary: list[str]) -> list[sweep.Point]:
     return some([machine], vary=vary, names=[sweep.PLAN])
 
@@ -277,7 +285,7 @@ def test_where_nothing_fits_the_table_and_the_page_say_why(tmp_path: Path, capsy
     assert not any(row["fits"] for row in rows)
     found = some_prices(host_memory_per_gb=1.0)
     table = costs.priced(rows, found, 1e9)
-    tables.show(table, buying.columns(found))
+    tables.show(table, buying.columns(found, table))
     assert "device memory is" in capsys.readouterr().out
     assert "device memory is" in buying.write(tmp_path, table, found, 1e9, "megatrain sweep").read_text()
 
@@ -314,7 +322,7 @@ def test_the_picture_of_prices_says_their_currency_and_what_every_colour_means()
         {
             "model": "tiny", "machine": [f"m{i}" for i in range(count)], "changes": "", "fits": True,
             "cost_per_hour": [1.0 + i for i in range(count)], "tokens_per_s": [100.0 - i for i in range(count)],
-            "pareto": [i == 0 for i in range(count)],
+            "pareto": [i == 0 for i in range(count)], "policy": sweep.PLAN,
         }
     )  # fmt: skip
     ax = buying.price_against_throughput(table, "EUR")
@@ -325,6 +333,67 @@ def test_the_picture_of_prices_says_their_currency_and_what_every_colour_means()
     assert told[0] == "no other beats it" and told[1].startswith("beaten") and told[2:] == ["1  m0"]
     alone = buying.price_against_throughput(table[:1], "EUR").get_legend()
     assert alone is not None and not any("beaten" in text.get_text() for text in alone.get_texts())
+
+
+def test_a_model_that_is_no_preset_is_priced(tmp_path: Path) -> None:
+    """One given as a config.json has a name of its own, under which nothing can be loaded."""
+    model = replace(MODEL, name="my-own")
+    points = sweep.points([model], ["h200"], [], ["streamed"], seq_len=16, tokens_per_step=64)
+    rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
+    rows = sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)
+    assert rows[0]["flops_per_token"] == model.model_flops_per_step(Workload(micro_batch_size=4, seq_len=16)) / 64
+    table = costs.priced(rows, some_prices(rentals=(rental,)), 1e9)
+    assert table["model"].tolist() == ["my-own"] and table[costs.months_column("node")].notna().all()
+
+
+def test_points_are_numbered_where_they_are_within_the_axes_and_once_where_they_meet() -> None:
+    table = pd.DataFrame(
+        {
+            "model": "tiny", "machine": ["a", "b", "c", "d"], "changes": "", "fits": True, "policy": sweep.PLAN,
+            "cost_per_hour": [1.0, 1.0, 2.0, 3.0], "tokens_per_s": [50.0, 50.01, 100.0, 60.0],
+            "pareto": [False, False, True, False],
+        }
+    )  # fmt: skip
+    ax = buying.price_against_throughput(table, "EUR")
+    assert [text.get_text() for text in ax.texts] == ["1, 2", "3", "4"]
+    inside = ax.get_window_extent()
+    assert all(
+        inside.y0 <= text.get_window_extent().y0 <= text.get_window_extent().y1 <= inside.y1 for text in ax.texts
+    )
+
+
+def test_of_several_policies_every_picture_and_table_names_which(tmp_path: Path) -> None:
+    vary = ["host.memory=1GB,2TB", "links.h2d.bandwidth=10GB/s,50GB/s"]
+    rows = sweep.run(some(["h200"], vary=vary), tmp_path / "rows.jsonl", workers=1, progress=quiet)
+    found = some_prices(host_memory_per_gb=1.0)
+    table = costs.priced(rows, found, 1e9)
+    text = buying.write(tmp_path, table, found, 1e9, "megatrain sweep").read_text()
+    for name in ("resident", "streamed"):
+        assert f"tiny-h200-{name}-heat.png" in text
+        of_policy = table[table["policy"] == name]
+        ax = buying.heat_map(of_policy)
+        assert name in ax.get_title(loc="left")
+        assert {t.get_text() for t in ax.texts} == {f"{rate:,.0f}" for rate in of_policy["tokens_per_s"]}
+    assert "of several the best" in buying.heat_map(table).get_title(loc="left")
+    legend = buying.price_against_throughput(table, "USD").get_legend()
+    assert legend is not None
+    named = [t.get_text() for t in legend.get_texts() if "h200" in t.get_text()]
+    assert len(named) == 8 and all("resident" in told or "streamed" in told for told in named)
+    (schedule,) = [column for column in buying.columns(found, table) if column.heading == "schedule"]
+    assert not schedule.spare
+
+
+def test_what_is_not_exact_training_is_marked_and_has_no_bound_over_exact_schedules() -> None:
+    """LoRA and evaluation do less than the bound takes for granted; a stale policy may be faster than it."""
+    names = ["zenflow", "lora_streamed", "flexgen_block", "streamed"]
+    rows = [sweep.evaluate(point) for point in some(["h200"], names=names)]
+    assert all(row["fits"] for row in rows)
+    assert [row["gap"] is None for row in rows] == [True, True, True, False]
+    found = some_prices()
+    table = costs.priced(rows, found, 1e9)
+    assert "| zenflow (stale by 1) |" in tables.markdown(table, buying.columns(found, table))
+    legend = buying.price_against_throughput(table, "USD").get_legend()
+    assert legend is not None and any("zenflow (stale by 1)" in text.get_text() for text in legend.get_texts())
 
 
 def test_the_page_has_a_heat_map_where_memory_and_link_vary(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def sweep(
         print_json(tables.records(table))
     else:
         note = "* no other point trains faster for as little an hour. Predicted; prices are those of your file."
-        columns = buying.columns(paid)
+        columns = buying.columns(paid, table)
         for model, of_model in table.groupby("model", sort=False):
             tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
     page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
