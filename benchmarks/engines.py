@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatrain.session import machine_name
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
@@ -37,16 +38,6 @@ def best_s(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            found = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        found = []
-    return found[0] if found else platform.processor() or platform.machine()
-
-
 def main() -> None:
     profile = hardware.load(PROFILE)
     workload = Workload(micro_batch_size=4, accumulation=4, seq_len=4096)
@@ -59,7 +50,7 @@ def main() -> None:
     many = np.rint(durations * factors).astype(np.int64)
     many_issue = np.repeat(issue, POINTS, axis=0)
 
-    print(f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, numpy {np.__version__}")
+    print(f"{machine_name()}, {os.cpu_count()} cores; Python {platform.python_version()}, numpy {np.__version__}")
     print(f"{datetime.date.today()}; {MODEL}, {schedule.policy}, {len(schedule.ops)} ops a step, {STEPS} steps")
     for name, work, points in (
         ("SimPy, shared", lambda: simulate(schedule, profile, steps=STEPS), 1),
