@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import statistics
 import threading
 import time
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain import adam
-from megatrain.cuda import pci_address
+from megatrain.cuda import RESERVED_CORES, pci_address
 from megatrain.native import adam as native
 from megatrain.pinned import cpus_beside, pinned
 from schedules import presets
@@ -31,7 +32,9 @@ from sim import hardware
 
 Row = dict[str, Any]
 
-WINDOWS = 7  # readings of which the median is told; two windows before them are warm-up
+WINDOWS = 7  # readings of which the median is told
+# Windows before them, and one after them in which what runs beside the others may have ended.
+WARM_UP, LAST = 2, 1
 WINDOW_S = {"link": 0.05, "product": 0.2}
 SIZES = [1 << n for n in range(16, 31, 2)]  # of copies: 64 KiB to 1 GiB
 PRODUCTS = {"8192x8192x8192": (8192, 8192, 8192)}
@@ -52,7 +55,12 @@ def host_slab(nbytes: int) -> Tensor:
 
 
 def clear() -> None:
-    """Give back what a case has left: cycles of objects, torch's cache, and cuBLAS's workspaces, 32 MiB a stream."""
+    """As every row begins: torch may use the whole GPU, and all cores but those that issue.
+
+    Gives back what a case has left: cycles of objects, torch's cache, and cuBLAS's workspaces, 32 MiB a stream.
+    """
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES))
+    torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -95,7 +103,7 @@ def rates(
     for (stream, _, _), ends in zip(works, ends_of, strict=True):
         with torch.cuda.stream(stream):
             ends.append(mark())
-    for turn in range((WINDOWS + 2) * turns):
+    for turn in range((WARM_UP + WINDOWS + LAST) * turns):
         part = turn % turns
         for (stream, work, _), count, ends in zip(works, counts, ends_of, strict=True):
             with torch.cuda.stream(stream):
@@ -106,7 +114,7 @@ def rates(
     torch.cuda.synchronize()
     found = []
     for (_, _, amount), count, ends in zip(works, counts, ends_of, strict=True):
-        each = [amount * count / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(ends[2:-1])]
+        each = [amount * count / (a.elapsed_time(b) / 1e3) for a, b in itertools.pairwise(ends[WARM_UP:-LAST])]
         found.append({"median": statistics.median(each), "least": min(each), "most": max(each)})
     return found
 

@@ -19,7 +19,6 @@ import torch
 from gpu_steps import STEPS, WARM_UP, Case, Row
 from torch import Tensor, nn
 
-from megatrain.cuda import RESERVED_CORES
 from schedules import presets
 from schedules.model import ModelSpec
 
@@ -88,13 +87,13 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
         "tokens_per_s": workload.tokens_per_step / median,
         "model_TFLOP_s": spec.model_flops_per_step(workload) / median / 1e12,
         "gpu_peak_GB": torch.cuda.max_memory_allocated() / 1e9,
+        "host_threads": torch.get_num_threads(),
     }
 
 
 def plain(case: Case) -> Row:
     """Everything on the GPU in bf16, moments too: precision bf16_16bit."""
     spec = presets.load(case.model)
-    torch.cuda.set_per_process_memory_fraction(1.0)
     gpu_machine.clear()
     build = builder(spec)
     with gpu_machine.DEVICE:
@@ -118,6 +117,11 @@ class Zero3:
     """DeepSpeed's engine for a model and a precision: kept for the batches after the first, as it begins slowly."""
 
     _kept: ClassVar[tuple[tuple[str, str], Any] | None] = None
+
+    @classmethod
+    def kept(cls) -> tuple[str, str] | None:
+        """Of which model and precision there is an engine."""
+        return None if cls._kept is None else cls._kept[0]
 
     @classmethod
     def engine(cls, case: Case) -> Any:
@@ -152,9 +156,7 @@ def _begun(case: Case) -> Any:
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     adam_benchmark.load_deepspeed_kernel()
-    torch.set_num_threads(_threads())  # its optimizer uses torch's number
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    gpu_machine.clear()
+    gpu_machine.clear()  # its optimizer uses torch's number of threads
     spec = presets.load(case.model)
     config, build = settings(case, spec), builder(spec)
     with deepspeed.zero.Init(config_dict_or_path=config):
@@ -162,10 +164,6 @@ def _begun(case: Case) -> Any:
     model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
-
-
-def _threads() -> int:
-    return max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
 
 
 def zero3(case: Case, host_bytes: int) -> Row:
@@ -213,7 +211,7 @@ def zero3(case: Case, host_bytes: int) -> Row:
         raise
     return {
         **row,
-        "by": f"deepspeed {deepspeed.__version__}, {_threads()} threads",
+        "by": f"deepspeed {deepspeed.__version__}",
         "settings": settings(case, spec),
         "phases_s": {name: sum(times) / PHASED_STEPS for name, times in phases.items()},
     }
