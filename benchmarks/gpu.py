@@ -3,12 +3,12 @@
     python benchmarks/gpu.py --out results/gpu [--parts links gemm ...] [--models llama-3.2-1b ...] [--budget-s 480]
     python benchmarks/gpu.py --rehearse --out results/rehearsal
 
-Each row is written to gpu.json in the folder as soon as it is there; a row that is there is not measured again, so
-the same command goes on where it was stopped, here or in a later run (`--again` takes those up that ended in an error).
-The rows that tell most come first; none is begun that is expected to end after the budget. What did not fit or is not
-installed is a row too, and says why. All is measured in a process of its own, and in a new one after an error that may
-have left the GPU unusable, a row that hangs, or one for which the system ended the process. The table is printed, and
-written to gpu.md.
+Each row is written to gpu.json in the folder as soon as it is there, and a table of all to gpu.md; a row that is there
+is not measured again, so the same command goes on where it was stopped, here or in a later run on a GPU of that name
+(`--again` takes those up that ended in an error, and checks that failed). The rows that tell most come first; none is
+begun that is expected to end after the budget. What did not fit or is not installed is a row too, and says why. All is
+measured in a process of its own, and in a new one after an error that may have left the GPU unusable, a row that hangs,
+or one for which the system ended the process. Nothing more is measured where the smoke test fails.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -37,13 +38,21 @@ import gpu_rows
 import gpu_steps
 import rehearsal
 import torch
-from gpu_results import Results, Row, table
+from gpu_results import AGAIN, SMOKE, STOP, Results, Row, table
 from gpu_steps import PLANNED, ArenaBackend, Case
+from torch.utils import cpp_extension
 
-MACHINE = ("smoke", "links", "gemm", "dram", "adam", "attention", "checks")
-PARTS = (*MACHINE, "ways", "steps", "rivals")
-WAYS = ((False, False), (True, False), (False, True), (True, True))  # fused, graphs
-WAYS_OF = Case(model="llama-3.2-1b", policy="streamed", seq_len=1024, micro_batch_size=2)
+from schedules.errors import Refused
+
+PARTS = (SMOKE, "links", "gemm", "dram", "ways", "steps", "rivals", "attention", "adam", "checks", "kernels")
+# Each way is judged where the GPU waits for nothing else: kernels where a step is long, launches where it is short.
+WAYS_OF = {
+    "fused": Case(model="llama-3.2-1b", policy="resident", seq_len=1024, micro_batch_size=8, precision="bf16_16bit"),
+    "graphs": Case(model="llama-3.2-1b", policy="resident", seq_len=1024, micro_batch_size=2, precision="bf16_16bit"),
+}
+KERNELS_OF = Case(
+    model="llama-3.1-8b", policy=PLANNED, seq_len=4096, micro_batch_size=4, accumulation=4, precision="bf16_16bit"
+)
 GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
 HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
@@ -52,10 +61,16 @@ HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
 
 def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
-    """Run this file as `--once` until it has measured all that fits into the budget; its last exit status."""
+    """Run this file as `--once` until it has measured all that fits into the budget; its last exit status.
+
+    Whoever ends this process ends that one with it, and what that has begun.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     end, status = time.monotonic() + budget_s, 0
     while (left := end - time.monotonic()) > 0:
-        known = _content(results)
+        known, begun = _content(results), time.time()
         command = [sys.executable, __file__, *arguments, "--once", "--budget-s", f"{left:.0f}"]
         process = subprocess.Popen(command, start_new_session=True)
         try:
@@ -63,7 +78,9 @@ def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
         finally:
             with contextlib.suppress(ProcessLookupError):  # and whatever it has left behind, planners for one
                 os.killpg(process.pid, signal.SIGKILL)
-        if status in (0, 2) or _content(results) == known:  # nothing was begun: it would be so again
+            process.wait()
+            _unlock(begun)
+        if status in (0, STOP) or _content(results) == known:  # nothing was begun: it would be so again
             break
         print(f"the process ended with status {status}: another goes on", file=sys.stderr, flush=True)
         arguments = [argument for argument in arguments if argument != "--again"]
@@ -74,24 +91,38 @@ def _content(file: Path) -> bytes:
     return file.read_bytes() if file.exists() else b""
 
 
+def _unlock(since: float) -> None:
+    """Remove what a process leaves that is ended while torch compiles a kernel of DeepSpeed's: the next would wait."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    for lock in Path(root).glob("**/lock"):
+        if lock.stat().st_mtime >= since:
+            lock.unlink()
+
+
 # ---- what is measured
 
 
-def ways(options: tuple[bool, bool] | None, case: Case) -> Case:
-    """The case, computed in the way (fused, graphs), or as it comes where none was measured."""
-    fused, graphs = options or (False, False)
-    return dataclasses.replace(
-        case,
-        fused=fused,
-        graphs=graphs and case.micro_batch_size * case.seq_len <= GRAPHS_UP_TO and not case.device_gib,
-    )
+def in_way(case: Case, way: dict[str, bool]) -> Case:
+    """The case, computed in the way that was chosen; graphs only where launches may be what the GPU waits for."""
+    launches = case.micro_batch_size * case.seq_len <= GRAPHS_UP_TO and not case.device_gib
+    return dataclasses.replace(case, fused=way.get("fused", False), graphs=way.get("graphs", False) and launches)
 
 
-def fastest_way(results: Results) -> tuple[bool, bool] | None:
-    """Of the measured ones."""
-    rows = results.rows("ways")
-    best = min(rows, key=lambda row: row["step_s"]["median"], default=None)
-    return None if best is None else (best["fused"], best["graphs"])
+def chosen(results: Results, case: Case, name: str) -> bool:
+    """Whether to compute in the way `name`: unless it failed, or all steps without it were shorter than any with it."""
+    known = results.body["rows"].get("ways", {})
+    plain, other = (known.get(dataclasses.replace(case, **{name: on}).key_in_way, {}) for on in (False, True))
+    if "step_s" not in other:
+        return False
+    return "step_s" not in plain or bool(plain["step_s"]["most"] >= other["step_s"]["least"])
+
+
+def alone(work: Callable[[], Row | list[Row]]) -> Row | list[Row]:
+    """What it finds on a machine where nothing of the rows before is left."""
+    gpu_rivals.Zero3.end()
+    ArenaBackend.release()
+    gpu_machine.clear()
+    return work()
 
 
 def rival(case: Case, host_bytes: int) -> Row:
@@ -118,7 +149,10 @@ class Part:
 
 
 def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
-    """All there is, what tells most first; what comes later depends on what was measured before."""
+    """All there is, what tells most first; what comes later depends on what was measured before.
+
+    Each is told when the one before has ended: how long it takes depends on what that has left.
+    """
     cores = len(os.sched_getaffinity(0))
     threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -127,29 +161,35 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     if traces is not None:
         traces.mkdir(exist_ok=True)
 
-    yield Part("smoke", "smoke", lambda: gpu_checks.checked(gpu_checks.smoke()), 30.0)
-    yield Part("links", "links", gpu_machine.links, 25.0)
-    yield Part("gemm", "gemm", gpu_machine.gemm, 40.0)
-    yield Part("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
+    def by_itself(part: str, name: str, work: Callable[[], Row | list[Row]], takes_s: float) -> Part:
+        return Part(part, name, functools.partial(alone, work), takes_s)
+
+    yield by_itself(SMOKE, SMOKE, lambda: gpu_checks.checked(gpu_checks.smoke()), 30.0)
+    yield by_itself("links", "links", gpu_machine.links, 25.0)
+    yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
+    yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
     machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
 
     def step(case: Case) -> Row:
         known = results.body["op_times_ns"].setdefault(f"fused={case.fused}, graphs={case.graphs}", {})
         return gpu_steps.measure(case, host_bytes, machine, known, traces, gpu_rows.spun(case))
 
-    def in_way(case: Case) -> Row:
-        return {**step(case), "fused": case.fused, "graphs": case.graphs}
-
-    for fused, graphs in WAYS:
-        way = dataclasses.replace(WAYS_OF, fused=fused, graphs=graphs)
-        yield Part("ways", way.key, functools.partial(in_way, way), 30.0)
-    fastest, gpu = fastest_way(results), gpu_machine.datasheet()
+    way: dict[str, bool] = {}
+    for name, of in WAYS_OF.items():
+        for on in (False, True):
+            case = dataclasses.replace(of, **way, **{name: on})
+            yield Part("ways", case.key_in_way, functools.partial(ours, case, step), 30.0)
+        way[name] = chosen(results, dataclasses.replace(of, **way), name)
+    gpu = gpu_machine.datasheet()
 
     def measured(case: Case) -> Part:
-        takes_s = gpu_rows.seconds(case, gpu)
+        takes_s = gpu_rows.seconds(case, gpu, pinned_GB=ArenaBackend.pinned() / 1e9, engine=gpu_rivals.Zero3.kept())
         if gpu_rows.is_rival(case):
             return Part("rivals", case.key, lambda: rival(case, host_bytes), takes_s)
-        case = ways(fastest, case)
+        case = in_way(case, way)
+        known = results.body["rows"].get("ways", {}).get(case.key_in_way, {})
+        if "step_s" in known:
+            return Part("steps", case.key, lambda: known, 0.0)
         return Part("steps", case.key, lambda: ours(case, step), takes_s)
 
     cases = [
@@ -159,10 +199,13 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     ]
     first = [case for case in cases if case.key in gpu_rows.FIRST]
     yield from (measured(case) for case in first)
-    yield Part("attention", "attention", gpu_machine.attention, 25.0)
-    yield Part("adam", "adam", lambda: gpu_machine.optimizer(threads), 60.0)
+    yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
+    yield by_itself("adam", "adam", lambda: gpu_machine.optimizer(threads), 60.0)
     for check in gpu_checks.checks():
-        yield Part("checks", check.name, functools.partial(gpu_checks.checked, check), check.takes_s)
+        yield by_itself("checks", check.name, functools.partial(gpu_checks.checked, check), check.takes_s)
+    if KERNELS_OF.model in options.models:
+        kernels = functools.partial(gpu_steps.kernels, in_way(KERNELS_OF, way), host_bytes, machine)
+        yield by_itself("kernels", KERNELS_OF.key, kernels, gpu_rows.seconds(KERNELS_OF, gpu))
     yield from (measured(case) for case in cases if case not in first)
 
 
@@ -175,7 +218,7 @@ def main() -> None:
     parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds in which to end")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
-    parser.add_argument("--again", action="store_true", help="measure again what ended in an error")
+    parser.add_argument("--again", action="store_true", help="measure again what ended in an error or failed")
     parser.add_argument("--once", action="store_true", help="in this process, and in no other after it")
     parser.add_argument(
         "--rehearse",
@@ -191,16 +234,29 @@ def main() -> None:
         options.models = list(gpu_rows.MODELS)
     if not torch.cuda.is_available():
         print("torch finds no GPU here: nothing was measured", file=sys.stderr)
-        sys.exit(2)
-    results = Results(options.out, options.budget_s, again=options.again)
+        sys.exit(STOP)
+    try:
+        results = Results(options.out, options.budget_s, again=options.again)
+    except Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(STOP)
     for part in parts(options, results):
-        if part.part in options.parts:
-            results.measure(part.part, part.name, part.work, takes_s=part.takes_s)
+        begun = part.part in options.parts and results.measure(part.part, part.name, part.work, takes_s=part.takes_s)
+        if results.failed(SMOKE):
+            print("the smoke test failed: nothing else is measured, its row says why", file=sys.stderr)
+            sys.exit(STOP)
+        if begun and part.part == "kernels":  # a profiler stays in the way of what is launched after it
+            leave(AGAIN)
     gpu_rivals.Zero3.end()
-    text = table(results, MACHINE)
-    (results.folder / "gpu.md").write_text(text)
-    print(text, flush=True)
-    os._exit(0)  # a planner at work, or a library's thread, would hold the end
+    print(table(results), flush=True)
+    leave(0)
+
+
+def leave(status: int) -> None:
+    """End this process and the planner's, at work or not; a library's thread may not hold the end."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
 
 
 if __name__ == "__main__":

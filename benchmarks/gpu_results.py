@@ -1,6 +1,7 @@
 """The rows of `gpu.py`, in a file, whatever ends the process that measures them.
 
 Before a row is begun the file says that it did not end; what it finds replaces that. So no row can end two processes.
+Each row tells the number of its run: which machine measured it, when, by which command and versions.
 """
 
 from __future__ import annotations
@@ -20,18 +21,26 @@ from typing import Any
 import gpu_rivals
 import torch
 
+from megatrain.backend import OpFailed
 from megatrain.session import machine_name
 from schedules.errors import Refused
 
 Row = dict[str, Any]
 
+SMOKE = "smoke"  # the part without which nothing is worth measuring
+STEPS = ("ways", "steps", "rivals")  # parts whose rows are steps
 AGAIN = 3  # exit status: measured what could be, the rest wants a new process
+STOP = 2  # exit status: another process would come no further
 HANGS_AFTER_S = 150.0  # a row of which nothing is expected; else three times what is
 DID_NOT_END = "did not end: it ended the process, or was stopped since it took too long"
 
 
 class Results:
-    """Rows by part and name, from `folder`/gpu.json on; none is begun that is expected to end after `budget_s`."""
+    """Rows by part and name, from `folder`/gpu.json on; none is begun that is expected to end after `budget_s`.
+
+    A smoke test that failed is forgotten; with `again`, so is every other check that did, and what ended in an error.
+    Raises Refused where the rows that are there are another GPU's.
+    """
 
     def __init__(self, folder: Path, budget_s: float, *, again: bool) -> None:
         self.folder, self._end = folder, time.monotonic() + budget_s
@@ -39,84 +48,112 @@ class Results:
         self._file = folder / "gpu.json"
         empty: dict[str, Any] = {"runs": [], "rows": {}, "op_times_ns": {}}
         self.body = json.loads(self._file.read_text()) if self._file.exists() else empty
-        if again:
-            for part, rows in self.body["rows"].items():
-                self.body["rows"][part] = {key: row for key, row in rows.items() if "error" not in row}
-        self.body["runs"].append(
-            {
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "command": " ".join(["python", *sys.argv]),
-                "gpu": torch.cuda.get_device_name(),
-                "host": f"{machine_name()}, {len(os.sched_getaffinity(0))} cores",
-                "versions": {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    "cuda": torch.version.cuda,
-                    "cudnn": torch.backends.cudnn.version(),
-                },
-            }
-        )
+        self._run = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]),
+            "gpu": torch.cuda.get_device_name(),
+            "host": f"{machine_name()}, {len(os.sched_getaffinity(0))} cores",
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+            },
+        }
+        others = {run["gpu"] for run in self.body["runs"]} - {self._run["gpu"]}
+        if others:
+            raise Refused(f"{folder} holds rows of {', '.join(others)}, this is {self._run['gpu']}: give another --out")
+        for part, rows in self.body["rows"].items():
+            forgotten = [key for key, row in rows.items() if _wanted_again(part, row, again)]
+            for key in forgotten:
+                del rows[key]
 
     def rows(self, part: str) -> list[Row]:
         """The rows of a part that hold figures."""
         return [row for row in self.body["rows"].get(part, {}).values() if "error" not in row]
 
-    def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]], *, takes_s: float = 0.0) -> None:
-        """Add the rows of `work` unless they are there, or too little time is left. Its error becomes the row.
+    def failed(self, part: str) -> list[Row]:
+        """The rows of a part that tell of a check that failed."""
+        return [row for row in self.rows(part) if not row.get("passed", True)]
 
-        After an error that nobody expected, other than too little memory, what CUDA and torch are left with is unknown:
-        the process ends, with status AGAIN.
+    def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]], *, takes_s: float = 0.0) -> bool:
+        """Add the rows of `work` unless they are there, or too little time is left: whether it was done.
+
+        Its error becomes the row. After one that nobody expected, other than too little memory, what CUDA and torch are
+        left with is unknown: the process ends, with status AGAIN.
         """
         known = self.body["rows"].setdefault(part, {})
         if any(name == key or name.startswith(f"{key}: ") for name in known):
-            return
+            return False
         if time.monotonic() + takes_s > self._end:
-            return
+            return False
         print(f"{part}: {key} ...", file=sys.stderr, flush=True)
+        if self._run not in self.body["runs"]:
+            self.body["runs"].append(self._run)
         begun, sound = time.monotonic(), True
-        known[key] = {"case": key, "error": DID_NOT_END}
+        told: Row = {"run": len(self.body["runs"]) - 1}
+        known[key] = {"case": key, "error": DID_NOT_END, **told}
         self.save()
         faulthandler.dump_traceback_later(max(HANGS_AFTER_S, 3 * takes_s), exit=True)
         try:
             found = work()
-        except (Refused, gpu_rivals.LeftOut) as error:
-            found = {"case": key, "error": str(error)}
         except Exception as error:  # out of memory, or a fault of ours: the other rows are still wanted
-            traceback.print_exc()
-            found = {"case": key, "error": f"{type(error).__name__}: {error}"[:2000]}
-            sound = isinstance(error, torch.cuda.OutOfMemoryError)
+            sound = _sound(error)
+            if not sound:
+                traceback.print_exc()
+            plain = isinstance(error, (Refused, gpu_rivals.LeftOut))
+            found = {"case": key, "error": (str(error) if plain else f"{type(error).__name__}: {error}")[:2000]}
         faulthandler.cancel_dump_traceback_later()
-        took = {"took_s": round(time.monotonic() - begun, 1)}
+        told["took_s"] = round(time.monotonic() - begun, 1)
         del known[key]
         if isinstance(found, list):
-            known.update({f"{key}: {row['case']}": {**row, **took} for row in found})
+            known.update({f"{key}: {row['case']}": {**told, **row} for row in found})
         else:
-            known[key] = {**found, **took}
+            known[key] = {**told, **found}
         self.save()
         if not sound:
             sys.stderr.flush()
             os._exit(AGAIN)
+        return True
 
     def save(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all, and the table of what is in it."""
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(self.body, indent=1, default=str))
         partial.replace(self._file)
+        self._file.with_suffix(".md").write_text(table(self))
 
 
-def table(results: Results, others: tuple[str, ...]) -> str:
-    """What a reader wants to see, as Markdown: steps, then the rows of the parts `others` as they are."""
+def _wanted_again(part: str, row: Row, again: bool) -> bool:
+    return (again and "error" in row) or ((again or part == SMOKE) and not row.get("passed", True))
+
+
+def _sound(error: Exception) -> bool:
+    """Whether CUDA and torch are as they were before it. Of an op that failed its cause tells: CUDA may be that."""
+    cause = error.__cause__ if isinstance(error, OpFailed) else error
+    return isinstance(cause, (Refused, gpu_rivals.LeftOut, torch.cuda.OutOfMemoryError))
+
+
+def table(results: Results) -> str:
+    """What a reader wants to see, as Markdown: who measured, steps, then the rows of all other parts as they are."""
     peak = max((row["TFLOP_s"]["median"] for row in results.rows("gemm") if "TFLOP_s" in row), default=None)
-    lines = [
-        "| case | step (s) | spread | tokens/s | MFU | HFU | predicted | above bound | GPU peak (GB) | host (GB) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    lines = ["# One GPU, measured", ""]
+    for number, run in enumerate(results.body["runs"]):
+        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        lines.append(f"- run {number}: {run['gpu']}; {run['host']}; {run['date']}; {versions}; `{run['command']}`")
+    lines += [
+        "",
+        "| case | step (s) | spread | tokens/s | MFU | HFU | predicted | above bound "
+        "| GPU peak (GB) | host (GB) | run |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for part in ("ways", "steps", "rivals"):
+    for part in STEPS:
         for row in results.body["rows"].get(part, {}).values():
             if "error" in row:
-                lines.append(f"| {row['case']} | {row['error'][:120].splitlines()[0]} | | | | | | | | |")
+                said = row["error"].partition("\n")[0][:120]
+                lines.append(f"| {row['case']} | {said} | | | | | | | | | {row['run']} |")
                 continue
-            step = row["step_s"]
+            step, way = row["step_s"], "".join(f", {name}" for name in ("fused", "graphs") if row.get(name))
 
             def share(name: str, row: Row = row) -> str:
                 return f"{row[name] / peak:.1%}" if peak and name in row else ""
@@ -125,15 +162,16 @@ def table(results: Results, others: tuple[str, ...]) -> str:
                 return f"{row[name]:+.1%}" if name in row else ""
 
             lines.append(
-                f"| {row['case']} | {step['median']:.4f} | {step['least']:.4f}-{step['most']:.4f} "
+                f"| {row['case']}{way} | {step['median']:.4f} | {step['least']:.4f}-{step['most']:.4f} "
                 f"| {row['tokens_per_s']:,.0f} | {share('model_TFLOP_s')} | {share('executed_TFLOP_s')} "
                 f"| {signed('prediction_error')} | {signed('above_bound')} "
-                f"| {row['gpu_peak_GB']:.1f} | {row.get('host_buffers_GB', 0):.1f} |"
+                f"| {row['gpu_peak_GB']:.1f} | {row.get('host_buffers_GB', 0):.1f} | {row['run']} |"
             )
     told = [
         f"{part}: {json.dumps({k: v for k, v in row.items() if k not in ('said', 'settings')}, default=str)}"
-        for part in others
-        for row in results.body["rows"].get(part, {}).values()
+        for part, rows in results.body["rows"].items()
+        if part not in STEPS
+        for row in rows.values()
     ]
     note = f"MFU and HFU are of {peak:,.0f} TFLOP/s, the fastest product measured here." if peak else ""
     return "\n".join([*lines, "", note, "", *told, ""])

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import gpu_machine
-import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 
 from megatrain.adam import Adam
 from megatrain.backend import Work
@@ -29,6 +30,7 @@ from megatrain.data import RandomTokens
 from megatrain.executor import Executor
 from megatrain.graphs import replayed
 from megatrain.pointwise import PLAIN, compiled
+from megatrain.profile import kind_of
 from megatrain.train import Trainer, as_they_are
 from schedules import policies, presets
 from schedules.errors import Refused
@@ -60,6 +62,8 @@ DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made
 PAGE = 4096  # bytes: where buffers begin
 PIECE = 1 << 26  # random numbers made at a time
+LONGEST = 10  # kernels that are told
+PROFILED = torch.profiler.ProfilerActivity.CUDA
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,8 @@ class Case:
     """One row: a model, a policy and a batch. `device_gib` limits the GPU's memory, all of it if None.
 
     The policy PLANNED is the planner's schedule, for this machine, of a step of as many tokens, however split.
-    `recompute` as in Workload. `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs.
+    `recompute` as in Workload. `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs:
+    in which way a case is computed, of which its key says nothing.
     """
 
     model: str
@@ -86,12 +91,16 @@ class Case:
     def key(self) -> str:
         knobs = "".join(f" {name}={value}" for name, value in self.knobs.items())
         limit = f" in {self.device_gib:g} GiB" if self.device_gib else ""
-        ways = "" if self.recompute == "none" else f" {self.recompute} again"
-        ways += "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
+        again = "" if self.recompute == "none" else f" {self.recompute} again"
         return (
             f"{self.model} {self.policy}{knobs} {self.accumulation}x{self.micro_batch_size}x{self.seq_len} "
-            f"{self.precision}{limit}{ways}"
+            f"{self.precision}{limit}{again}"
         )
+
+    @property
+    def key_in_way(self) -> str:
+        """The key, and the way."""
+        return self.key + "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
 
     @property
     def workload(self) -> Workload:
@@ -167,6 +176,16 @@ class ArenaBackend(CudaBackend):
         begin, self._used = self._used, self._used + _whole_pages(buffer.nbytes)
         return self.arena[begin : begin + buffer.nbytes]
 
+    @property
+    def unused(self) -> int:
+        """Bytes of the arena that are there for other cases only."""
+        return 0 if self.arena is None else self.arena.nbytes - self._used
+
+    @classmethod
+    def pinned(cls) -> int:
+        """Bytes that are pinned already."""
+        return 0 if cls.arena is None else cls.arena.nbytes
+
     @classmethod
     def release(cls) -> None:
         """Unpin it."""
@@ -216,56 +235,101 @@ def measure(
 
     `known_ns` is what ops were found to take alone, by signature; what this schedule's take is added where any lacks.
     """
-    total = torch.cuda.get_device_properties(0).total_memory
-    schedule = schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes)
-    verified = verify(schedule)
-    gpu_machine.clear()
-    with contextlib.suppress(OSError):  # then the most memory is that of the whole process
-        Path("/proc/self/clear_refs").write_text("5")
-    torch.cuda.set_per_process_memory_fraction(case.device_gib * 2**30 / total if case.device_gib else 1.0)
+    verified = _verified(case, host_bytes, machine)
+    schedule = verified.schedule
     begun = time.perf_counter()
-    data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
-    backend = ArenaBackend(schedule)
+    backend, trainer = _trainer(case, verified)
     backend.events = []
-    prepare = replayed if case.graphs else as_they_are
-    with Trainer(
-        verified,
-        backend,
-        data,
-        Adam(lr=1e-5),
-        initial=random_layers(schedule.model),
-        record=True,
-        pointwise=compiled() if case.fused else PLAIN,
-        prepare=prepare,
-    ) as trainer:
+    retries: list[int] = []  # of torch's allocator: each is a wait for the GPU that no schedule knows of
+
+    def on_loss(step: int, loss: float) -> None:
+        if step == WARM_UP - 1:
+            retries.append(_retries())
+
+    with trainer:
         startup_s = time.perf_counter() - begun
-        torch.cuda.empty_cache()  # what made the weights
-        torch.cuda.reset_peak_memory_stats()
-        losses = trainer.run(WARM_UP + STEPS)
+        losses = trainer.run(WARM_UP + STEPS, on_loss=on_loss)
+        retries.append(_retries())
         trace = trainer.trace()
         handing_ns = _handing_over(backend)
-        peak = torch.cuda.max_memory_allocated()
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if traces is not None:
-            trace.save(traces / f"{case.key.replace(' ', '_')}.json")
-        serial = None
+            trace.save(traces / f"{re.sub('[^A-Za-z0-9._-]+', '_', case.key_in_way)}.json")
         if not all(key in known_ns for key in _timed(schedule).values()):
-            durations_ns, serial = _alone(trainer, backend, schedule, prepare, ALONE_STEPS[case.graphs])
+            durations_ns = _alone(trainer, backend, schedule, case)
             known_ns.update(_op_times(schedule, durations_ns))
         profile = profile_of(schedule, machine, known_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
         row |= {
             "startup_s": startup_s,
             "gpu_peak_GB": peak / 1e9,
+            "gpu_reserved_GB": reserved / 1e9,
+            "alloc_retries": retries[-1] - retries[0],
             "gpu_buffers_GB": schedule.allocated_bytes(Tier.DEVICE) / 1e9,
             "host_buffers_GB": schedule.allocated_bytes(Tier.HOST) / 1e9,
-            "host_peak_GB": _high_water() / 1e9,
-            "serial_step_s": serial,
+            "host_peak_GB": (_high_water() - backend.unused) / 1e9,
+            "host_threads": torch.get_num_threads(),
             "handing_over_us": {name: ns / 1e3 for name, ns in handing_ns.items()},
         }
         row |= _predicted(schedule, profile, row["step_s"]["median"])
         if spin:
             row["spin_step_s"] = _spin(trainer, backend, verified, known_ns)
     return row
+
+
+def kernels(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
+    """What lasts longest on the GPU in one step of the case: name, calls and total ms of a few. Raises Refused."""
+    _, trainer = _trainer(case, _verified(case, host_bytes, machine))
+    with trainer:
+        trainer.run(WARM_UP)
+        with torch.profiler.profile(activities=[PROFILED]) as profiler:
+            trainer.run(1)
+    longest = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    told = [
+        {"name": event.key[:200], "calls": event.count, "ms": event.self_device_time_total / 1e3}
+        for event in longest
+        if event.device_type != DeviceType.CPU
+    ]
+    return {"case": case.key, "fused": case.fused, "graphs": case.graphs, "longest": told[:LONGEST]}
+
+
+def _verified(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Verified:
+    total = torch.cuda.get_device_properties(0).total_memory
+    return verify(schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes))
+
+
+def _trainer(case: Case, verified: Verified) -> tuple[ArenaBackend, Trainer[Any]]:
+    """Who trains by the schedule from here on, the most memory that anything took forgotten."""
+    schedule = verified.schedule
+    gpu_machine.clear()
+    with contextlib.suppress(OSError):  # then the most memory is that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")
+    if case.device_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case.device_gib * 2**30 / total)
+    backend = ArenaBackend(schedule)
+    trainer = Trainer(
+        verified,
+        backend,
+        RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload),
+        Adam(lr=1e-5),
+        initial=random_layers(schedule.model),
+        record=True,
+        pointwise=compiled() if case.fused else PLAIN,
+        prepare=_prepare(case),
+    )
+    torch.cuda.empty_cache()  # what made the weights
+    torch.cuda.reset_peak_memory_stats()
+    return backend, trainer
+
+
+def _prepare(case: Case) -> Prepare:
+    return replayed if case.graphs else as_they_are
+
+
+def _retries() -> int:
+    """How often torch's allocator found too little and had to wait for the GPU to give memory back."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> Row:
@@ -276,6 +340,8 @@ def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> R
     span = window[1] - window[0]
     return {
         "case": case.key,
+        "fused": case.fused,
+        "graphs": case.graphs,
         **schedule.describe(),
         "tokens_per_step": workload.tokens_per_step,
         "step_s": {"median": step_s, "least": min(steps_s), "most": max(steps_s)},
@@ -289,27 +355,26 @@ def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> R
 
 
 def _handing_over(backend: CudaBackend) -> dict[str, float]:
-    """Median host time, ns, to hand over an op, by what it is; of the steps after the warm-up."""
+    """Median host time, ns, to hand over an op, by its kind; of the steps after the warm-up."""
     found: dict[str, list[int]] = defaultdict(list)
     events, backend.events = backend.events or [], None
     for op, event in events[len(events) * WARM_UP // (WARM_UP + STEPS) :]:
-        found["copy" if op.phase == Phase.COPY else f"{op.kind}"].append(event.host_ns)
+        found[kind_of(op)].append(event.host_ns)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def _alone(
-    trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, prepare: Prepare, steps: int
-) -> tuple[list[int], float]:
-    """Each op's time, ns, with nothing beside it, and the time of such a step, s."""
+def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case) -> list[int]:
+    """Each op's time, ns, with nothing beside it."""
+    steps = ALONE_STEPS[case.graphs]
     serial = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, blocking=True) for op in schedule.ops))
     # a GPU with nothing to do would wait for each launch of an op, which the issue costs are for
     ahead = (lambda: AHEAD_S) if schedule.workload.tokens_per_step <= AHEAD_UP_TO else None
-    works = prepare(schedule, trainer._actions.works())
+    works = _prepare(case)(schedule, trainer._actions.works())
     trainer._executor = Executor(verify(serial), backend, works, delay_s=ahead, record=True)
     trainer.run(steps)
     trace = trainer.trace()
     spans = (trace.end_ns - trace.start_ns).reshape(steps, -1)[-1]
-    return spans.astype(int).tolist(), float(np.diff(trace.step_end_ns)[-1]) / 1e9
+    return [int(span) for span in spans]
 
 
 def _value(number: float, unit: str) -> Value:
@@ -368,7 +433,7 @@ def profile_of(
         host = dataclasses.replace(host, adam_params_per_s=_value(statistics.median(rates), "params/s"))
     issue = dataclasses.replace(
         issue,
-        compute=_value(handing_ns.get(str(Kind.COMPUTE), issue.compute.value), "ns"),
+        compute=_value(handing_ns.get("compute", issue.compute.value), "ns"),
         copy=_value(handing_ns.get("copy", issue.copy.value), "ns"),
     )
     op_times = {key: known_ns[key] for key in keys.values()}
@@ -400,7 +465,7 @@ def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known
         durations_ns[place] = int(known_ns[key])
     works = spinning(schedule, trainer._actions.works(), durations_ns, backend.spin)
     trace = Executor(verified, backend, works).run(WARM_UP + STEPS)
-    return float(np.median(trace.step_ns(WARM_UP - 1))) / 1e9
+    return float(statistics.median(trace.step_ns(WARM_UP - 1))) / 1e9
 
 
 def _high_water() -> int:

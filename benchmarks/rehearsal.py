@@ -7,6 +7,7 @@ figures of a rehearsal mean nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,8 @@ def install(gpu: Any) -> None:
         "get_device_name": lambda index=0: "no GPU but a rehearsal of an H200",
         "get_device_properties": lambda index: properties,
         "max_memory_allocated": _always(0),
+        "max_memory_reserved": _always(0),
+        "memory_stats": lambda: {"num_alloc_retries": 0},
         **{name: _always(None) for name in NOTHING},
     }
     for name, replacement in replacements.items():
@@ -118,6 +121,9 @@ def install(gpu: Any) -> None:
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
     gpu_steps.DEVICE_RESERVE, gpu_steps.FRAGMENTS, gpu_steps.HOST_RESERVE = 0, 0.0, 0
     gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
+    gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
-    gpu.WAYS_OF = gpu_steps.Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2)
+    tiny = gpu_steps.Case(model="tiny", policy="resident", seq_len=16, micro_batch_size=2, precision="bf16_16bit")
+    gpu.WAYS_OF = {"fused": dataclasses.replace(tiny, micro_batch_size=4), "graphs": tiny}
+    gpu.KERNELS_OF = tiny
     gpu_checks.BACKEND = "cpu"
