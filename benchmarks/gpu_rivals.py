@@ -137,7 +137,7 @@ class Zero3:
 
     @classmethod
     def end(cls) -> None:
-        """Let go of the engine, if there is one."""
+        """Let go of the engine, if there is one. Its process group stays: DeepSpeed takes it for the next one, too."""
         if cls._kept is not None:
             _, engine = cls._kept
             cls._kept = None
@@ -145,7 +145,6 @@ class Zero3:
             del engine
             gpu_machine.clear()
             torch._C._host_emptyCache()  # torch keeps pinned memory that is freed, in powers of two
-            torch.distributed.destroy_process_group()
 
 
 def _begun(case: Case) -> Any:

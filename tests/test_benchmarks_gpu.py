@@ -294,7 +294,6 @@ for part in gpu.parts(options, rows):
     assert (getattr(part.work, "func", None) is gpu.alone) == (part.part not in gpu_results.STEPS), part
 ended, whole = [], []
 gpu.gpu_rivals.Zero3._kept = ("tiny", "bf16"), SimpleNamespace(destroy=lambda: ended.append("engine"))
-torch.distributed.destroy_process_group = lambda: None
 torch.cuda.set_per_process_memory_fraction = whole.append
 large = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 20)])
 small = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 14)])
