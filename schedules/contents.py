@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.op import Access, Op, Phase
+from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
-from schedules.tensor import Tensor, parse
+from schedules.tensor import parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,13 @@ class Contents:
             op.phase in (Phase.ADAM, Phase.BACKWARD, Phase.LOSS) for op in schedule.ops
         )
 
-    def check(self, steps: int = 3) -> Iterator[Violation]:
-        """Violations in program order; each op's first of a kind only, since later steps repeat it."""
+    def check(self) -> Iterator[Violation]:
+        """Violations in program order; each op's first of a kind only, since later steps repeat it.
+
+        Two steps show what repeats, one more what crosses from step to step, and as many more what is as stale.
+        """
         seen: set[tuple[str, str, str]] = set()
+        steps = 3 + self._schedule.staleness
         for self._step in range(steps):
             self._updated.clear()
             self._begun.clear()
@@ -117,7 +122,7 @@ class Contents:
         """Weights must be of the version this step trains (or as stale as declared); the rest of this step."""
         cls = parse(held.tensor).cls
         stale = self._schedule.staleness
-        if cls == tensors.STATE or (cls in tensors.PARAMETERS and op.phase not in _COMPUTE):
+        if cls == tensors.STATE or (cls in tensors.PARAMETERS and op.phase not in COMPUTE):
             return None  # carried along; checked where it is computed with or updated
         if cls in tensors.PARAMETERS and (cls != self._trained or not self._layers):
             return None  # frozen: there is one version
@@ -264,12 +269,16 @@ class Contents:
                 continue
             parts.append(name.layer)
             yield from self._whole_gradient(op, access, content)
+            if content.scaled:
+                yield self._clipped_before(op, access, content)
         self._write(op, target, Content(tensors.NORM, self._step, tuple(sorted(parts))))
 
     def _scale(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
         yield from self._whole_norm(op, found)
-        gradient = next((c for a, c in found.items() if a == target), self._expected(target.tensor))
+        gradient = found[target]
+        if gradient.scaled:
+            yield self._clipped_before(op, target, gradient)
         self._write(op, target, replace(gradient, scaled=True))
 
     def _zero(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
@@ -317,7 +326,9 @@ class Contents:
         if whole:
             self._updated[layer] = op.name
         yield from self._whole_gradient(op, gradient, found[gradient])
-        if self._schedule.workload.grad_clip is not None and not found[gradient].scaled:
+        if found[gradient].scaled and any(access.tensor == tensors.NORM for access in op.reads):
+            yield self._clipped_before(op, gradient, found[gradient])
+        elif self._schedule.workload.grad_clip is not None and not found[gradient].scaled:
             yield from self._whole_norm(op, found)
         if found[weights].version != found[state].version:
             yield Violation(
@@ -365,11 +376,21 @@ class Contents:
                 fix="read the norm after every layer's gradient has been added to it once",
             )
 
+    def _clipped_before(self, op: Op, access: Access, content: Content) -> Violation:
+        return Violation(
+            rule="gradient clipping",
+            op=op.name,
+            on=content.writer,
+            buffer=access.buffer,
+            message=f"{op.name} reads the norm for {describe(access.tensor)}, which {content.writer} has clipped"
+            if op.phase != Phase.NORM
+            else f"{op.name} takes the norm of {describe(access.tensor)}, which {content.writer} has clipped",
+            fix="clip every gradient once, after the norm of all",
+        )
+
     def _sync(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         yield from ()
 
-
-_COMPUTE = frozenset({Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD})
 
 _RULES = {
     Phase.COPY: Contents._copy,
@@ -386,42 +407,6 @@ _RULES = {
     Phase.ADAM: Contents._adam,
     Phase.SYNC: Contents._sync,
 }
-
-
-def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
-    """Tensors that a compute op must read and write, whatever else it touches."""
-    model, i, m = schedule.model, op.layer, op.microbatch
-    assert i is not None and m is not None
-    name = model.layer_name
-
-    def at(cls: str, layer: int, microbatch: int | None = None) -> str:
-        return str(Tensor(cls, name(layer), microbatch))
-
-    workload = schedule.workload
-    updated = trained.layers(model, workload)
-    weights = [at(tensors.WEIGHT, i)]
-    if workload.lora_rank is not None and model.is_block(i):
-        weights.append(at(tensors.ADAPTER, i))
-    if op.phase == Phase.EMBED:
-        return weights, [at(tensors.OUTPUT, i, m)]
-    if op.phase == Phase.BACKWARD and i == model.embed:
-        return [at(tensors.OUTPUT_GRAD, i, m)], [at(tensors.GRAD, i)]
-    source = at(tensors.OUTPUT, i - 1, m)
-    if op.phase == Phase.FORWARD:
-        return [*weights, source], [at(tensors.OUTPUT, i, m)]
-    if op.phase == Phase.RECOMPUTE:
-        return [*weights, source], []
-    if op.phase == Phase.LOSS:
-        tables = [model.embed] if model.tie_word_embeddings else []
-        back = [at(tensors.OUTPUT_GRAD, i - 1, m)] if workload.task == "train" else []
-        return (
-            [*weights, source, *(at(tensors.WEIGHT, t) for t in tables)],
-            [*back, *(at(tensors.GRAD, layer) for layer in (i, *tables) if layer in updated)],
-        )
-    return (
-        [*weights, source, at(tensors.SAVED, i, m), at(tensors.OUTPUT_GRAD, i, m)],
-        [at(tensors.OUTPUT_GRAD, i - 1, m), at(tensors.GRAD, i)],
-    )
 
 
 _WORDS = {

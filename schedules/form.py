@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from schedules.contents import Violation, describe
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
+from schedules.phases import COMPUTE, misused
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import NORM, TensorError, makes_output, parse
@@ -100,10 +101,14 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         yield _wrong(op, f"{op.name} ({op.phase}) is queued on {op.stream}", "compute ops run on the compute stream")
     if op.phase == Phase.SYNC and op.stream != Stream.HOST:
         yield _wrong(op, f"{op.name} synchronises on stream {op.stream}", "only the host synchronises")
+    computes = op.kind == Kind.COMPUTE and op.phase != Phase.SYNC
+    if computes and (op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches):
+        yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
+        return
+    wrong = [_wrong(op, message, fix) for message, fix in misused(schedule, op)]
+    yield from wrong
     if op.kind == Kind.COMPUTE:
-        if op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches:
-            yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
-        elif op.phase != Phase.SYNC and op.flops != (flops := _flops(schedule, op)):
+        if computes and not wrong and op.flops != (flops := _flops(schedule, op)):
             yield _wrong(
                 op, f"{op.name} has {op.flops} FLOPs, of this model and step {flops}", "give it those of the workload"
             )
@@ -160,11 +165,10 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
         )
 
 
-_COMPUTE_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)
 _PHASES_OF = {
     Kind.PREFETCH: (Phase.COPY, Phase.SYNC),
     Kind.OFFLOAD: (Phase.COPY, Phase.SYNC),
-    Kind.COMPUTE: (*_COMPUTE_PHASES, Phase.SYNC),
+    Kind.COMPUTE: (*COMPUTE, Phase.SYNC),
     Kind.UPDATE: (
         Phase.ACCUMULATE,
         Phase.CAST,

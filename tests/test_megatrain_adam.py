@@ -284,7 +284,12 @@ def test_sizes_and_types_that_disagree_are_refused():
         step(weights, grad, torch.zeros(32, dtype=torch.uint8), HYPER, 0, precision="fp32")
     with pytest.raises(ValueError, match="contiguous"):
         step(weights, torch.zeros(4, 2)[:, 0], torch.zeros(32, dtype=torch.uint8), HYPER, 1, precision="fp32")
+    with pytest.raises(ValueError, match="contiguous"):
+        gaps = torch.zeros(32, 2, dtype=torch.uint8)[:, 0]
+        step(weights, grad, gaps, HYPER, 1, precision="fp32")
     with pytest.raises(ValueError, match="betas"):
         Adam(lr=1e-3, betas=(0.9, 1.0))
-    with pytest.raises(ValueError, match="negative"):
-        Adam(lr=-1e-3)
+    for name in ("lr", "eps", "weight_decay"):
+        Adam(**{"lr": 1e-3, name: 0.0})
+        with pytest.raises(ValueError, match="negative"):
+            Adam(**{"lr": 1e-3, name: -1e-3})

@@ -131,6 +131,28 @@ def test_activations_survive_a_trip_to_the_host(name, dtype):
     assert torch.equal(slab, grads)
 
 
+class Uneven:
+    """Keeps 21 bytes (which inputs are not negative) and, smaller but of a wider type, three numbers."""
+
+    constants = ()
+
+    def forward(self, params, x, *, output=True):
+        return torch.where(x < 0, -x, x) + x[:, :, :1].exp()
+
+
+def test_parts_of_any_size_lie_where_their_types_can():
+    x, dy = torch.randn(1, 3, 7, generator=torch.Generator().manual_seed(0)), torch.ones(1, 3, 7)
+    _, saved = forward(Uneven(), {}, x)
+    assert sorted(t.nbytes for t in saved.tensors) == [12, 21]
+    host = torch.empty(saved.nbytes, dtype=torch.uint8)
+    saved.copy_to(host)
+    saved.drop()
+    saved.bind(host)
+    leaf = x.clone().requires_grad_()
+    Uneven().forward({}, leaf).backward(dy)
+    assert torch.equal(backward(saved, {}, x, dy, {}), leaf.grad)
+
+
 def test_poison_is_seen():
     block, flat, x, dy, *_ = case(TINY, torch.bfloat16)
     params = views(flat, TINY.parameter_shapes(0))

@@ -136,6 +136,25 @@ def test_the_newest_stays_and_older_ones_go(tmp_path: Path) -> None:
 # ---- faults
 
 
+def test_an_older_one_goes_when_the_newer_one_is_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a loss of power could take both; it can also come before the older one is gone, and leave both."""
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    at_sync: list[list[str]] = []
+
+    def sync() -> None:
+        at_sync.append(sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.LAST}")))
+        found = checkpoint.read(folder, of)
+        assert (found.step, found.folder.name) == (2, "step-00000002") and same(
+            {i: found.layer(i) for i in of.model.layers}, right
+        )
+
+    monkeypatch.setattr(checkpoint.os, "sync", sync)
+    checkpoint.save(folder, of, 2, lambda i: right[i])
+    assert at_sync == [["step-00000001", "step-00000002"]]
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+
+
 def on_third_layer(do: Callable[[], None]) -> Callable[..., None]:
     real, calls = checkpoint.save_file, iter(range(1000))
 
@@ -268,7 +287,7 @@ def test_room_is_asked_for_before_the_training(tmp_path: Path, monkeypatch: pyte
 
     def with_free(nbytes: int) -> None:
         monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, nbytes))
-        checkpoint.require_room(tmp_path / "new", of, None)
+        checkpoint.require_room(tmp_path / "a" / "new", of, None)
 
     with_free(needed)
     with pytest.raises(NotSaved, match=r"a checkpoint takes .* GB, and .* GB are free in"):

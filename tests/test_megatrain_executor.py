@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -100,6 +101,49 @@ def test_loop_issues_in_program_order_with_the_waits_of_each_step() -> None:
     backend.log.clear()
     executor.wait(1)
     assert sorted(backend.log) == ["until a1", "until b1", "until c1", "until d1"]
+
+
+class Event:
+    """One that can be seen to be forgotten."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def span(self) -> tuple[int, int]:
+        return 0, 0
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["run", "issue and wait"])
+def test_events_are_held_for_as_long_as_a_wait_can_need_them(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training of thousands of steps holds those of two."""
+    monkeypatch.setattr(executor, "TRACED", 1)
+    held: weakref.WeakSet[Event] = weakref.WeakSet()
+    steps_held: list[list[int]] = []
+
+    class Forgetful(Recorder):
+        def submit(self, task: Task, waits: list[Event]) -> Event:  # type: ignore[override]
+            event = Event(task.step)
+            held.add(event)
+            steps_held.append(sorted({event.step for event in held}))
+            return event
+
+        def host_wait(self, event: Event) -> None:  # type: ignore[override]
+            self.log.append(f"until {event.step}")
+
+    backend = Forgetful()
+    loop = Executor(bare([sync("a", Stream.H2D)], [Wait(op="a", on="a", distance=1)]), backend)  # type: ignore[arg-type]
+    if alone:
+        loop.run(5)
+    else:
+        for step in range(5):
+            loop.issue(step)
+            loop.wait(step - 1)
+    assert steps_held == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+    assert backend.log == [f"until {step}" for step in ([4] if alone else range(4))]
+    backend.log.clear()
+    loop.wait(0)  # it is known to have finished
+    loop.wait(4)
+    assert backend.log == ["until 4"]
 
 
 def test_only_what_was_verified_runs() -> None:
@@ -317,6 +361,7 @@ def test_saved_activations_take_no_memory_of_the_store_and_are_gone_after_each_s
     with trainer(schedule) as run:
         run.run(1)
         assert not run._store._saved
+        assert not run._store._memory  # nor is any held for copies, of which there are none
 
 
 def test_copied_activations_stay_in_their_buffers_memory(monkeypatch: pytest.MonkeyPatch) -> None:

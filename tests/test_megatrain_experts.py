@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,7 +47,6 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 # ---- the router
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(1, 40), experts=st.integers(1, 9), seed=st.integers(0, 99), data=st.data())
 def test_every_token_has_its_likeliest_experts_and_choices_are_sorted(
     tokens: int, experts: int, seed: int, data: st.DataObject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,22 @@ def test_a_part_of_a_slab_can_be_used(drive: Drive) -> None:
     found = torch.empty_like(small)
     held.read(found)
     assert torch.equal(found, small)
+
+
+def test_memory_with_gaps_is_refused(drive: Drive) -> None:
+    """It would be read into a copy that nobody sees."""
+    held, every_second = slab(drive, BLOCK), torch.zeros(BLOCK, 2, dtype=torch.uint8)[:, 0]
+    for move in (held.read, held.write):
+        with pytest.raises(ValueError, match="contiguous memory of the host"):
+            move(every_second)
+
+
+def test_a_closed_drive_has_no_threads(tmp_path: Path) -> None:
+    with Drive(tmp_path, piece=BLOCK, depth=3) as drive:
+        slab(drive, 5 * BLOCK).poison()
+        assert any(thread.name.startswith("drive") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("drive") for thread in threading.enumerate())
+    drive.close()
 
 
 def failing(number: int) -> Any:

@@ -287,7 +287,7 @@ def test_correct_schedule_does_not_notice_delays_and_poison(name: str, precision
         assert_same_bits(run(schedule, 2, Debug(poison=True, delay_s=2e-4, seed=seed)), right)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(name=st.sampled_from(policies.names()), seed=st.integers(0, 10**6), clip=st.sampled_from([None, 0.1]))
 def test_two_ops_that_change_places_are_caught_or_do_no_harm(name: str, seed: int, clip: float | None) -> None:
     """Whatever the verifier lets pass is run, poisoned and delayed, and must change no bit."""

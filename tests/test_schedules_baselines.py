@@ -26,7 +26,7 @@ from schedules.op import Kind, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.program import Program
 from schedules.schedule import Knob, Schedule
-from schedules.sweep import spread
+from schedules.sweep import Kept, spread, sweep, visits
 from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget
 
@@ -59,6 +59,32 @@ def test_spread_picks_as_many_as_there_are_and_leaves_even_gaps(count: int, n: i
     assert len(found) == min(count, n)
     gaps = [b - a for a, b in pairwise(found)]
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    assert not found or 0 <= (n - 1 - found[-1]) - found[0] <= 1  # as far from one end as from the other
+
+
+def test_blocks_are_visited_by_all_micro_batches_and_the_last_ones_by_each_in_turn() -> None:
+    together, pairs = Kept(on_device=range(4)), Kept(every=2)
+    assert visits(together, range(4), turns=3) == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert visits(together, range(4), turns=3, singly=1) == [0, 1, 2, *[3, 3] * 3, 2, 1, 0]
+    assert visits(pairs, range(4), turns=2) == [0, 1, 2, 3, *[2, 3, 2], *[0, 1, 0]]  # the first of a pair again first
+    assert visits(pairs, range(4), turns=2, singly=3) == [0, *[1, 2, 3, 3, *[1, 2, 1]] * 2, 0]
+
+
+def test_the_gradient_of_a_tied_table_adds_up_in_one_buffer_from_the_loss_to_the_embedding() -> None:
+    p = Program(blocks(2, tied=True), workload(accumulation=2))
+    p.keep_on_device(*(tensor for i in p.model.layers for tensor in (p.weight(i), p.state(i))))
+    ring, asked = p.slots("grad", 8), []
+
+    def grad(i: int) -> str:
+        asked.append(i)
+        return ring.next()
+
+    def done(i: int, buffer: str) -> None:
+        p.update(i, grad=(buffer, p.grad(i)), stream=Stream.COMPUTE)
+
+    sweep(p, p.workload.microbatches, weights=lambda i: None, grad=grad, done=done, kept=Kept())
+    verify(p.build(policy="part"))
+    assert asked == [p.model.embed, p.model.head, 1, 0]
 
 
 def test_what_travels_leaves_beside_the_next_forward_and_comes_beside_the_backward_before() -> None:
@@ -333,7 +359,7 @@ def test_roundpipe_uploads_what_the_update_does_not_touch() -> None:
     slack=st.integers(0, 10),
     order=st.sampled_from(["layers", "microbatches"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_streamed_fits_with_activations_on_the_host(
     layers: int, accumulation: int, offload: int, slack: int, order: str
 ) -> None:

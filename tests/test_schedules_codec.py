@@ -44,7 +44,15 @@ def test_digest_covers_what_is_executed_and_nothing_else(schedule: Schedule) -> 
     assert replace(schedule, buffers=schedule.buffers[::-1]).digest != schedule.digest
 
 
-@settings(max_examples=60, deadline=None)
+def test_the_digest_of_a_schedule_stays_what_it_was() -> None:
+    """Traces and results name it: by another one they would belong to no schedule any more."""
+    p = Program(load("tiny"), Workload(micro_batch_size=1, seq_len=8))
+    slot = p.load("w.0", p.slots("weight", 1), blocking=True)
+    p.synchronize((slot, "w.0"))
+    assert p.build(policy="part").digest == "4a8de20780406af563bb003c48fb0d0df7adc8dbc0d1ba898d3cb7f3ae5b31d8"
+
+
+@settings(max_examples=60)
 @given(cut=st.integers(0, 10**6))
 def test_a_truncated_file_is_refused(schedule: Schedule, cut: int) -> None:
     text = dumps(schedule)
@@ -79,6 +87,30 @@ def test_a_broken_field_is_named(schedule: Schedule, path: tuple[str | int, ...]
     with pytest.raises(CodecError) as error:
         loads(json.dumps(data))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "optional"),
+    [
+        ("", set()),
+        ("buffers", set()),
+        ("ops", {"layer", "microbatch", "reads", "writes", "nbytes", "flops", "params", "fresh", "blocking"}),
+        ("waits", {"distance"}),
+    ],
+)
+def test_a_missing_field_is_named(schedule: Schedule, part: str, optional: set[str]) -> None:
+    data = json.loads(dumps(schedule))
+    row, where = (data[part][0], f"{part}[0]: ") if part else (data, "")
+    for key in row.keys() - optional:
+        value = row.pop(key)
+        told = 'no "format"' if key == "format" else f"{where}the field {key!r} is missing"
+        with pytest.raises(CodecError) as error:
+            loads(json.dumps(data))
+        assert str(error.value).startswith(told)
+        row[key] = value
+    for key in row.keys() & optional:
+        del row[key]
+    loads(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": NaN}', "\x00"])

@@ -326,7 +326,7 @@ def test_zero_infinity_overlaps_the_drive_with_the_step_only_on_request(read: bo
     family=st.sampled_from(["zero3_offload", "zero_offload", "zero_offload_pp", "superoffload", "zero_infinity"]),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_family_is_safe_with_any_knobs(
     layers: int,
     accumulation: int,

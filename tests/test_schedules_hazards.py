@@ -83,7 +83,7 @@ def unordered(ops: list[Op], waits: list[Wait]) -> set[object]:
     return {(a, b) for a, b in hazard_pairs(ops) if not closure.has_edge(a, b)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs())
 def test_waits_order_every_hazard_and_none_is_redundant(ops: list[Op]) -> None:
     waits = list(minimal_waits(ops))
@@ -92,7 +92,7 @@ def test_waits_order_every_hazard_and_none_is_redundant(ops: list[Op]) -> None:
         assert unordered(ops, waits[:i] + waits[i + 1 :]), f"{waits[i]} is redundant"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs())
 def test_waits_point_backward_and_cross_streams(ops: list[Op]) -> None:
     index = {op.name: i for i, op in enumerate(ops)}

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hand_written import small, two_slots
 
-from schedules.op import Access, Op, Phase, Stream, Tier, Wait
+from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.presets import load
 from schedules.program import Program
 from schedules.ring import Ring
 from schedules.schedule import Schedule
+from schedules.tensor import SAVED, parse
 from schedules.verify import ScheduleError, Violation, verify
 from schedules.workload import Workload
 
@@ -183,6 +185,66 @@ def test_a_micro_batch_left_out_of_a_gradient() -> None:
     assert "without backward of head.0" in str(found[0])
 
 
+def with_something_before_the_norm(something: Callable[[Program], object]) -> Schedule:
+    p = Program(MODEL, CLIPPED)
+    weights, grads = p.slots("weight", 2), p.slots("grad", 2)
+    for i in MODEL.layers[:-1]:
+        p.forward(i, weights=p.load(p.weight(i), weights))
+    backward(p, weights, grads)
+    something(p)
+    p.norm((p.home(p.grad(i)), p.grad(i)) for i in MODEL.layers)
+    for i in MODEL.layers:
+        p.update(i)
+    return p.build(policy="something")
+
+
+def test_a_micro_batch_counted_twice_is_told() -> None:
+    def add_again(p: Program) -> None:
+        p.accumulate(1, out_of=p.prefetch(p.grad(1), into=p.buffer("slab", Tier.HOST), stream=Stream.CPU))
+
+    found = problems(with_something_before_the_norm(add_again))
+    assert [(v.rule, v.op) for v in found] == [("gradient coverage", "N"), ("gradient coverage", "U.1")]
+    assert all("with 1.0 more than once" in v.message for v in found)
+
+
+def test_a_cast_stays_in_its_layer() -> None:
+    def cast(p: Program) -> None:
+        narrow, wide = p.grad(1), p.grad(2, wide=True)
+        p.cast((p.home(narrow), narrow), (p.home(wide), wide), stream=Stream.CPU)
+
+    found = problems(with_something_before_the_norm(cast))
+    assert [(v.rule, v.op) for v in found] == [("structure", "C.g32.2")]
+    assert "makes g32.2 of g.1" in found[0].message
+
+
+def test_a_gradient_that_was_cleared_is_none() -> None:
+    found = problems(with_something_before_the_norm(lambda p: p.zero(1, grad=(p.home(p.grad(1)), p.grad(1)))))
+    assert [(v.rule, v.op, v.buffer) for v in found] == [
+        ("stale read", "N", "host.g.1"),
+        ("stale read", "U.1", "host.g.1"),
+    ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_access_of_a_compute_op_can_be_left_out(tied: bool) -> None:
+    schedule = two_slots(small(tied=tied), replace(PLAIN, accumulation=2))
+    for op in schedule.ops:
+        if op.kind != Kind.COMPUTE:
+            continue
+        for n in range(len(op.reads)):
+            found = problems(
+                edit(schedule, op.name, lambda op, n=n: replace(op, reads=op.reads[:n] + op.reads[n + 1 :]))
+            )
+            assert ("incomplete op", op.name) in {(v.rule, v.op) for v in found}, op.reads[n]
+        for n, access in enumerate(op.writes):
+            found = problems(
+                edit(schedule, op.name, lambda op, n=n: replace(op, writes=op.writes[:n] + op.writes[n + 1 :]))
+            )
+            # what a layer saves it need not save, but its backward finds nothing then
+            rule = "stale read" if parse(access.tensor).cls == SAVED else "incomplete op"
+            assert rule in {v.rule for v in found}, access
+
+
 def test_clipping_needs_the_norm_of_every_layer() -> None:
     p = Program(MODEL, CLIPPED)
     backward_only = streaming(CLIPPED).build(policy="streaming")
@@ -192,6 +254,35 @@ def test_clipping_needs_the_norm_of_every_layer() -> None:
     found = problems(short)
     assert {v.rule for v in found} == {"gradient clipping"}
     assert p.workload.grad_clip == 1.0
+
+
+def test_an_update_names_gradient_state_and_weights() -> None:
+    """It reads all three, and writes the last two."""
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    update = next(op for op in schedule.ops if op.name == "U.1")
+    assert [a.tensor for a in (*update.reads, *update.writes)] == ["g.1", "o.1", "w.1", "norm", "o.1", "w.1"]
+    for n in range(3):
+        found = problems(edit(schedule, "U.1", lambda op, n=n: replace(op, reads=op.reads[:n] + op.reads[n + 1 :])))
+        assert ("incomplete op", "U.1") in {(v.rule, v.op) for v in found}
+    for n in range(2):
+        found = problems(edit(schedule, "U.1", lambda op, n=n: replace(op, writes=op.writes[n : n + 1])))
+        assert ("incomplete op", "U.1") in {(v.rule, v.op) for v in found}
+
+
+def test_an_update_that_does_not_read_the_norm_is_told() -> None:
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    found = problems(edit(schedule, "U.1", lambda op: replace(op, reads=op.reads[:-1])))
+    assert [(v.rule, v.op) for v in found] == [("gradient clipping", "U.1")]
+    assert "U.1 clips by no global norm" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("name", "readers"), [("N", ["U.embed", "U.0", "U.1", "U.2", "U.head"]), ("O.g.1", ["N", "U.1"])]
+)
+def test_what_is_missing_is_told_where_it_is_read_and_nowhere_else(name: str, readers: list[str]) -> None:
+    """Who reads nothing is taken to have read what was due, or one fault would be told as many."""
+    found = problems(without(streaming(CLIPPED).build(policy="streaming"), name))
+    assert [(v.rule, v.op) for v in found if v.rule != "race"] == [("stale read", reader) for reader in readers]
 
 
 def test_a_norm_of_nothing_is_told() -> None:
@@ -216,6 +307,7 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
         (lambda op: replace(op, nbytes=op.nbytes - 4), "moves"),
         (lambda op: replace(op, phase=Phase.ADAM), "is a prefetch of phase adam"),
         (lambda op: replace(op, reads=()), "is a copy with 0 sources and 1 targets"),
+        (lambda op: replace(op, writes=()), "is a copy with 1 sources and 0 targets"),
         (lambda op: replace(op, writes=(Access("nowhere", "w.1"),)), "touches buffer nowhere, which is not declared"),
         (lambda op: replace(op, writes=(Access("weight0", "q.1"),)), "unknown tensor 'q.1'"),
         (lambda op: replace(op, writes=(Access("weight0", "w.99"),)), "no layer '99'"),
@@ -227,6 +319,36 @@ def test_structure_is_checked(change: Callable[[Op], Op], told: str) -> None:
     schedule = streaming().build(policy="streaming")
     found = problems(edit(schedule, "P.w.1", change))
     assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: replace(s, ops=(), waits=()), "the schedule has no ops"),
+        (lambda s: replace(s, buffers=(*s.buffers, s.buffers[0])), "the name weight0 stands for two buffers"),
+        (
+            lambda s: replace(s, buffers=(*s.buffers, Buffer(name="more", tier=Tier.HOST, nbytes=-1))),
+            "buffer more has -1 bytes",
+        ),
+        (lambda s: replace(s, waits=(Wait(op="F.0.0", on="nobody"),)), "wait F.0.0 on nobody: there is no op nobody"),
+        (
+            lambda s: replace(s, waits=(Wait(op="nobody", on="F.0.0", distance=2),)),
+            "wait nobody on F.0.0: there is no op nobody",
+        ),
+        (lambda s: replace(s, waits=(Wait(op="F.0.0", on="F.1.0", distance=2),)), "has distance 2"),
+        (lambda s: edit(s, "F.0.0", lambda op: replace(op, layer=99)), "F.0.0 computes layer 99, micro-batch 0"),
+        (lambda s: edit(s, "F.0.0", lambda op: replace(op, microbatch=None)), "layer 0, micro-batch None"),
+        (lambda s: edit(s, "N", lambda op: replace(op, writes=op.writes * 2)), "N (norm) writes 2 buffers"),
+    ],
+)
+def test_names_buffers_waits_and_numbers_are_checked(change: Callable[[Schedule], Schedule], told: str) -> None:
+    found = problems(change(streaming(CLIPPED).build(policy="streaming")))
+    assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
+
+
+def test_a_buffer_that_nobody_uses_may_be_empty() -> None:
+    schedule = streaming().build(policy="streaming")
+    verify(replace(schedule, buffers=(*schedule.buffers, Buffer(name="more", tier=Tier.HOST, nbytes=0))))
 
 
 def test_a_buffer_too_small_is_told_with_both_sizes() -> None:
@@ -297,3 +419,13 @@ def test_all_violations_are_told_at_once() -> None:
     assert found and all(v.rule == "structure" for v in found)
     found = problems(replace(schedule, waits=()))
     assert len(found) > 20
+
+
+def test_a_problem_of_every_step_is_told_once_and_a_message_tells_ten() -> None:
+    schedule = streaming().build(policy="streaming")
+    with pytest.raises(ScheduleError) as error:
+        verify(replace(schedule, waits=()))
+    found, told = error.value.violations, str(error.value)
+    assert len({str(v) for v in found}) == len(found)
+    assert told.startswith(f"{len(found)} problems in streaming")
+    assert told.count("race on") == 10 and told.endswith(f"and {len(found) - 10} more")

@@ -88,6 +88,18 @@ def test_a_shared_resource_can_be_what_binds() -> None:
     found = bound_of(schedule, costs)
     assert (found.binding, found.period_ns) == (DRAM, 150.0)
     assert bound_of(schedule, costs, sharing=False).period_ns == 100.0
+    # of several that are over-full the fullest binds; one that is just full does not, for its streams are as busy
+    several = bound_of(schedule, [Demand(duration_ns=100, usage={H2D: 0.6, DRAM: 0.8, GPU: 0.75})] * 2)
+    assert (several.binding, several.period_ns) == (DRAM, 160.0)
+    full = [Demand(duration_ns=100, usage={DRAM: 0.5})] * 2
+    assert bound_of(schedule, full).binding in ("h2d", "cpu")
+
+
+def test_what_takes_no_time_is_not_told_of_a_circle() -> None:
+    ops = [bare("A", Stream.H2D), bare("B", Stream.CPU), bare("C", Stream.COMPUTE)]
+    waits = [Wait(op="B", on="A"), Wait(op="C", on="B"), Wait(op="A", on="C", distance=1)]
+    found = bound_of(schedule_of(ops, waits), [Demand(duration_ns=ns) for ns in (3, 0, 7)])
+    assert (found.cycle_ns, sorted(found.cycle), found.streams_ns) == (10, ["A", "C"], {"compute": 7, "h2d": 3})
 
 
 @given(loaded())

@@ -242,9 +242,16 @@ def test_a_signature_tells_apart_what_takes_different_time() -> None:
         update(Stream.CPU),
         update(Stream.COMPUTE),
     ]
-    workloads = [WORKLOAD, replace(WORKLOAD, micro_batch_size=2), replace(WORKLOAD, precision="fp32")]
+    workloads = [
+        WORKLOAD,
+        replace(WORKLOAD, micro_batch_size=2),
+        replace(WORKLOAD, precision="fp32"),
+        replace(WORKLOAD, recompute="mlp"),
+        replace(WORKLOAD, lora_rank=4),
+        replace(WORKLOAD, lora_rank=8),
+    ]
     computed = {signature(op, MODEL, workload) for op in ops[:6] for workload in workloads}
-    assert len(computed) == 18
+    assert len(computed) == 36
     assert len({signature(op, MODEL, WORKLOAD) for op in ops}) == 8
 
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from strategies import bare, loaded, round_profile, schedule_of, work_done
 
+from schedules import policies, presets
 from schedules.op import Stream, Wait
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
+from schedules.workload import MemoryBudget, Workload
 from sim.cost import D2H, DRAM, DUPLEX, GPU, H2D, Demand, Terms
 from sim.engine import Stuck, play, simulate
 from sim.sharing import speeds
@@ -242,6 +244,16 @@ def test_the_same_seed_gives_the_same_noise() -> None:
     assert (once.end_ns == again.end_ns).all()
     assert (once.end_ns != other.end_ns).any()
     assert (simulate(schedule, profile, seed=1).end_ns == simulate(schedule, profile, seed=2).end_ns).all()
+
+
+@pytest.mark.parametrize("term", ["issue", "size_dependent_bandwidth", "sharing", "compute_slowdown"])
+def test_every_term_counts_unless_it_is_switched_off(term: str) -> None:
+    profile = round_profile("links.duplex=50GB/s", "gpu.copy_slowdown=1fraction")
+    workload = Workload(micro_batch_size=2, seq_len=2048)
+    memory = MemoryBudget(device_bytes=10**11, host_bytes=10**11)
+    schedule = policies.build("zero3_offload", presets.load("demo"), workload, memory)
+    without = simulate(schedule, profile, terms=Terms(**{term: False}))  # type: ignore[arg-type]
+    assert without.makespan_ns < simulate(schedule, profile).makespan_ns
 
 
 def test_planning_never_imports_torch() -> None:

@@ -82,7 +82,7 @@ def test_the_host_stands_still_while_it_waits() -> None:
     assert proof_of(ops, [1000, 2000]).bound_ns == 3000
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(case=loaded(max_ops=5))
 def test_no_order_of_the_same_work_is_faster(case: tuple[Schedule, list[Demand]]) -> None:
     pytest.importorskip("ortools")

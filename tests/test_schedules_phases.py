@@ -1,0 +1,204 @@
+"""What each phase may touch: schedules that would run, and train something else, are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hand_written import on_device, small, two_slots
+
+from schedules import policies
+from schedules.hazards import minimal_waits
+from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.traffic import op_flops
+from schedules.verify import ScheduleError, verify
+from schedules.workload import MemoryBudget, Workload
+
+MODEL = small(blocks=3)
+WORK = Workload(micro_batch_size=2, seq_len=8, precision="fp32", grad_clip=0.1)
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
+
+
+def with_ops(schedule: Schedule, ops: list[Op]) -> Schedule:
+    """With these ops, and the waits that they need."""
+    return replace(schedule, ops=tuple(ops), waits=minimal_waits(ops))
+
+
+def edited(schedule: Schedule, name: str, **changes: Any) -> Schedule:
+    return with_ops(schedule, [replace(op, **changes) if op.name == name else op for op in schedule.ops])
+
+
+def op_of(schedule: Schedule, name: str) -> Op:
+    return next(op for op in schedule.ops if op.name == name)
+
+
+def after(schedule: Schedule, name: str, *new: Op) -> Schedule:
+    ops = list(schedule.ops)
+    at = [op.name for op in ops].index(name) + 1
+    return with_ops(schedule, [*ops[:at], *new, *ops[at:]])
+
+
+def on(tensor: str) -> Access:
+    return Access(f"device.{tensor}", tensor)
+
+
+def swapped(accesses: tuple[Access, ...], old: str, new: Access) -> tuple[Access, ...]:
+    return tuple(new if access.tensor == old else access for access in accesses)
+
+
+def scaling(schedule: Schedule, name: str = "S.g.1") -> Op:
+    norm = Access("norm", "norm")
+    update = op_of(schedule, "U.1")
+    return replace(update, name=name, phase=Phase.SCALE, reads=(on("g.1"), norm), writes=(on("g.1"),))
+
+
+def another_layers_gradient(s: Schedule) -> Schedule:
+    return edited(s, "U.1", reads=swapped(op_of(s, "U.1").reads, "g.1", on("g.2")))
+
+
+def another_layers_state(s: Schedule) -> Schedule:
+    for mine, other in (("1", "2"), ("2", "1")):
+        op = op_of(s, f"U.{mine}")
+        state = on(f"o.{other}")
+        s = edited(
+            s, op.name, reads=swapped(op.reads, f"o.{mine}", state), writes=swapped(op.writes, f"o.{mine}", state)
+        )
+    return s
+
+
+def another_layers_update(s: Schedule) -> Schedule:
+    return edited(s, "U.1", layer=2)
+
+
+def norm_of_a_gradient_twice(s: Schedule) -> Schedule:
+    norm = op_of(s, "N")
+    return edited(s, "N", reads=(*norm.reads, norm.reads[0]))
+
+
+def clipped_and_clipped_in_the_update(s: Schedule) -> Schedule:
+    return after(s, "N", scaling(s))
+
+
+def without_clipping(s: Schedule) -> Schedule:
+    return edited(s, "U.1", reads=tuple(a for a in op_of(s, "U.1").reads if a.tensor != "norm"))
+
+
+def clipped_twice(s: Schedule) -> Schedule:
+    return without_clipping(after(s, "N", scaling(s), scaling(s, "S2.g.1")))
+
+
+def norm_of_a_clipped_gradient(s: Schedule) -> Schedule:
+    return without_clipping(after(s, "N", scaling(s), replace(op_of(s, "N"), name="N2")))
+
+
+def scaled_without_reading(s: Schedule) -> Schedule:
+    return without_clipping(after(s, "N", replace(scaling(s), reads=(Access("norm", "norm"),))))
+
+
+def another_layers_output(s: Schedule) -> Schedule:
+    output = next(access for access in op_of(s, "F.1.0").writes if access.tensor == "x.1.0")
+    return edited(s, "F.0.0", writes=(*op_of(s, "F.0.0").writes, output))
+
+
+def recompute_as_backward(s: Schedule) -> Schedule:
+    return edited(s, "B.1.0", phase=Phase.RECOMPUTE, flops=op_flops(MODEL, 1, Phase.RECOMPUTE, s.workload))
+
+
+def embedding_of_a_block(s: Schedule) -> Schedule:
+    return edited(s, "F.1.0", phase=Phase.EMBED)
+
+
+def forward_of_the_embedding(s: Schedule) -> Schedule:
+    return edited(s, "F.embed.0", phase=Phase.FORWARD)
+
+
+def loss_of_a_block(s: Schedule) -> Schedule:
+    return edited(s, "B.1.0", phase=Phase.LOSS)
+
+
+def a_cast_into_another_kind(s: Schedule) -> Schedule:
+    backward = op_of(s, "B.2.0")
+    source = next(access for access in backward.reads if access.tensor == "x.1.0")
+    target = next(access for access in backward.writes if access.tensor == "d.1.0")
+    stream = Stream.COMPUTE
+    cast = Op(name="C", kind=Kind.UPDATE, phase=Phase.CAST, stream=stream, layer=1, reads=(source,), writes=(target,))
+    return after(s, "B.2.0", cast)
+
+
+def nothing_added(s: Schedule) -> Schedule:
+    gradient = on("g.1")
+    return after(s, "B.1.0", replace(scaling(s, "A"), phase=Phase.ACCUMULATE, reads=(gradient,), writes=(gradient,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (another_layers_gradient, "U.1 updates with tensors of layers 1, 2"),
+        (another_layers_state, "U.1 updates with tensors of layers 1, 2"),
+        (another_layers_update, "U.1 updates with tensors of layers 1, 2"),
+        (norm_of_a_gradient_twice, r"N reads g\.\w+ in device\.g\.\w+ 2 times"),
+        (clipped_and_clipped_in_the_update, "U.1 reads the norm for the gradient of layer 1, which S.g.1 has clipped"),
+        (clipped_twice, "S2.g.1 reads the norm for the gradient of layer 1, which S.g.1 has clipped"),
+        (norm_of_a_clipped_gradient, "N2 takes the norm of the gradient of layer 1, which S.g.1 has clipped"),
+        (scaled_without_reading, "S.g.1 scales g.1 without reading it"),
+        (another_layers_output, r"F.0.0 \(forward of layer 0\) writes x.1.0"),
+        (recompute_as_backward, r"B.1.0 \(recompute of layer 1\) writes d.0.0, g.1"),
+        (embedding_of_a_block, "F.1.0 computes embed of layer 1"),
+        (forward_of_the_embedding, "F.embed.0 computes forward of layer embed"),
+        (loss_of_a_block, "B.1.0 computes loss of layer 1"),
+        (a_cast_into_another_kind, "C makes d.1.0 of x.1.0"),
+        (nothing_added, "A adds 0 gradients to g.1"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
+    right = on_device(MODEL, WORK)
+    verify(right)
+    with pytest.raises(ScheduleError, match=message):
+        verify(change(right))
+
+
+def test_a_gradient_clipped_by_itself_is_clipped_once() -> None:
+    s = on_device(MODEL, WORK)
+    verify(without_clipping(after(s, "N", scaling(s))))
+
+
+def test_two_gradients_are_not_added_at_once() -> None:
+    s = two_slots(MODEL, replace(WORK, accumulation=2))
+    first, last = (op for op in s.ops if op.phase == Phase.ACCUMULATE and op.layer == 1)
+    kept = [Buffer(name=f"kept{m}", tier=Tier.HOST, nbytes=10**6) for m in range(2)]
+    s = replace(with_ops(s, [op for op in s.ops if op is not first]), buffers=(*s.buffers, *kept))
+    for m, op in enumerate([op for op in s.ops if op.name.startswith("O.g.1")]):
+        s = edited(s, op.name, writes=(Access(f"kept{m}", "g.1"),))
+    s = edited(s, last.name, reads=(Access("kept0", "g.1"), Access("kept1", "g.1")))
+    with pytest.raises(ScheduleError, match=r"adds 2 gradients to g\.1"):
+        verify(s)
+
+
+def test_a_gradient_over_weights_that_its_op_reads_is_refused() -> None:
+    s = policies.build("lora_streamed", MODEL, replace(WORK, lora_rank=2, grad_clip=None), ROOM, resident=0, rank=2)
+    backward = op_of(s, "B.1.0")
+    slot = next(access.buffer for access in backward.reads if access.tensor == "w.1")
+    own, over = next(access for access in backward.writes if access.tensor == "g.1"), Access(slot, "g.1")
+
+    def moved(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
+        return tuple(over if access == own else access for access in accesses)
+
+    ops = [replace(op, reads=moved(op.reads), writes=moved(op.writes)) for op in s.ops]
+    with pytest.raises(ScheduleError, match="B.1.0 writes g.1 over w.1, which it reads, in " + slot):
+        verify(with_ops(s, ops))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_weights_that_are_never_updated_are_found_whatever_the_staleness(staleness: int) -> None:
+    s = on_device(MODEL, replace(WORK, grad_clip=None))
+    update = op_of(s, "U.1")
+    elsewhere = Access("device.other", "w.1")
+    s = replace(s, staleness=staleness, buffers=(*s.buffers, replace(s.buffer["device.w.1"], name="device.other")))
+    wrong = edited(
+        s, "U.1", reads=swapped(update.reads, "w.1", elsewhere), writes=swapped(update.writes, "w.1", elsewhere)
+    )
+    with pytest.raises(ScheduleError, match="reads the weights of layer 1 in version 0 where"):
+        verify(wrong)

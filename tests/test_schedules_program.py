@@ -1,0 +1,81 @@
+"""What a program knows of its buffers while it is written: which tensor each holds, and what an update makes void."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedules import presets
+from schedules.program import Program
+from schedules.tensor import parts
+from schedules.workload import Workload
+
+MODEL = replace(presets.load("tiny"), num_hidden_layers=4)
+STEP = Workload(micro_batch_size=1, seq_len=8, precision="fp32")
+
+
+def copies(p: Program) -> list[str]:
+    return [op.name for op in p.build(policy="part").ops if op.name.startswith("P.")]
+
+
+def test_a_ring_hands_out_the_slot_used_longest_ago_and_empties_it() -> None:
+    p = Program(MODEL, STEP)
+    ring = p.slots("weight", 3)
+    first, second, third = (p.load(p.weight(i), ring) for i in range(3))
+    assert ring.current == third
+    assert p.load(p.weight(0), ring) == ring.current == first  # it stands there still, and is now the one used last
+    assert copies(p) == ["P.w.0", "P.w.1", "P.w.2"]
+    assert ring.next() == second
+    assert p.holds(second) is None and p.weight(1) not in ring
+    assert p.load(p.weight(3), ring) == third
+    assert [p.weight(i) in ring for i in range(4)] == [True, False, False, True]
+    ring.clear()
+    assert not any(p.weight(i) in ring for i in range(4))
+
+
+def test_an_update_makes_all_copies_void_but_the_one_it_wrote() -> None:
+    p = Program(MODEL, STEP)
+    ring = p.slots("weight", 2)
+    slot = p.load(p.weight(0), ring)
+    p.load(p.weight(1), ring)
+    p.update(0)  # at home
+    assert p.holds(slot) is None and p.weight(1) in ring
+    assert p.load(p.weight(0), ring) == slot
+    assert copies(p) == ["P.w.0", "P.w.1", "P.w.0#2"]
+    p.update(1, weights=ring.holding(p.weight(1)))
+    assert p.weight(1) in ring
+
+
+def test_a_gradient_is_used_up_by_the_update_of_the_last_part() -> None:
+    p = Program(MODEL, STEP)
+    gradient = p.grad(0)
+    p.prefetch(gradient, into=p.buffer("grad"))
+    for part in parts(3):
+        assert p.holds("grad") == gradient
+        p.update(0, grad=("grad", gradient), part=part)
+    assert p.holds("grad") is None
+
+
+def test_whatever_can_block_the_host_does_so_if_asked() -> None:
+    p = Program(replace(MODEL, num_hidden_layers=1), STEP)
+    embed, block, head = p.model.layers
+    p.keep_on_device(*(t for i in p.model.layers for t in (p.weight(i), p.grad(i))))
+    p.prefetch(p.state(block), into=p.buffer("state"), blocking=True)
+    p.load(p.state(head), p.slots("ring", 1), blocking=True)
+    p.offload(p.state(block), out_of="state", blocking=True)
+    p.forward(embed, blocking=True)
+    p.forward(block, keep="input", blocking=True)
+    p.loss(blocking=True)
+    p.recompute(block, blocking=True)
+    p.backward(block, blocking=True)
+    p.backward(embed, blocking=True)
+    ops = p.build(policy="part").ops
+    assert len(ops) == 9 and all(op.blocking for op in ops)
+
+
+def test_a_gradient_is_clipped_once() -> None:
+    p = Program(MODEL, replace(STEP, grad_clip=1.0))
+    p.scale(0, grad=(p.home(p.grad(0)), p.grad(0)))
+    p.update(0, scaled=True)
+    p.update(1)
+    reads_norm = {op.name: op.reads_from("norm") for op in p.build(policy="part").ops}
+    assert reads_norm == {"S.g.0": True, "U.0": False, "U.1": True}
