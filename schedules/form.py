@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from schedules import trained
+from schedules.amounts import Amounts
 from schedules.contents import Violation, describe
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.schedule import Schedule
-from schedules.sizes import tensor_bytes
-from schedules.tensor import NORM, TensorError, makes_output, parse
-from schedules.traffic import op_flops
+from schedules.tensor import NORM, TensorError, parse
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
@@ -57,12 +57,32 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
                 message=f"wait {wait.op} on {wait.on} has distance {wait.distance}",
                 fix="use 0 for this step or 1 for the step before",
             )
+    amounts = Amounts(schedule.model, schedule.workload)
     for op in schedule.ops:
-        yield from list(_op_accesses(schedule, op)) or [*_op_form(schedule, op), *_op_reach(schedule, op)]
+        yield from list(_op_accesses(schedule, op, amounts)) or [*_op_form(schedule, op), *_op_reach(schedule, op)]
 
 
-def _op_accesses(schedule: Schedule, op: Op) -> Iterator[Violation]:
-    for amount in ("nbytes", "flops", "params"):
+def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:
+    """Bytes, FLOPs and parameters that are not those of the model and step: a prediction is made of them.
+
+    They follow from what ops touch: to be asked where that is right.
+    """
+    amounts = Amounts(schedule.model, schedule.workload)
+    for op in schedule.ops:
+        right = _amounts(schedule, op, amounts)
+        for amount, unit in _AMOUNTS.items():
+            found, due = getattr(op, amount), right.get(amount, (0,))
+            if found not in due:
+                of_step = " or ".join(map(str, sorted(due)))
+                yield _wrong(
+                    op,
+                    f"{op.name} has {found} {unit}, of this model and step {of_step}",
+                    "give it those of the workload",
+                )
+
+
+def _op_accesses(schedule: Schedule, op: Op, amounts: Amounts) -> Iterator[Violation]:
+    for amount in _AMOUNTS:
         if getattr(op, amount) < 0:
             yield _wrong(op, f"{op.name} has {amount} {getattr(op, amount)}", "amounts are never negative")
     for access in op.accesses:
@@ -71,7 +91,7 @@ def _op_accesses(schedule: Schedule, op: Op) -> Iterator[Violation]:
             yield _wrong(op, f"{op.name} touches buffer {access.buffer}, which is not declared", "declare it")
             continue
         try:
-            need = tensor_bytes(access.tensor, schedule.model, schedule.workload)
+            need = amounts.tensor(access.tensor)
         except (TensorError, ValueError) as error:
             yield _wrong(op, f"{op.name}: {error}", "name a tensor of this model", access.buffer)
             continue
@@ -105,13 +125,8 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
     if computes and (op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches):
         yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
         return
-    wrong = [_wrong(op, message, fix) for message, fix in misused(schedule, op)]
-    yield from wrong
+    yield from (_wrong(op, message, fix) for message, fix in misused(schedule, op))
     if op.kind == Kind.COMPUTE:
-        if computes and not wrong and op.flops != (flops := _flops(schedule, op)):
-            yield _wrong(
-                op, f"{op.name} has {op.flops} FLOPs, of this model and step {flops}", "give it those of the workload"
-            )
         for access in op.accesses:
             if access.buffer in schedule.buffer and schedule.buffer[access.buffer].tier != Tier.DEVICE:
                 yield _wrong(op, f"{op.name} computes with {access.buffer}, not on the device", "prefetch it first")
@@ -124,21 +139,41 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         source, target = op.reads[0].tensor, op.writes[0].tensor
         if op.phase == Phase.COPY and source != target:
             yield _wrong(op, f"{op.name} copies {source} into {target}", "a copy keeps the tensor's name")
-        size = tensor_bytes(source, schedule.model, schedule.workload)
-        if op.phase == Phase.COPY and source == target and op.nbytes != size:
-            yield _wrong(op, f"{op.name} moves {op.nbytes} bytes of {source}'s {size}", "move all of them")
         if parse(source).layer != parse(target).layer:
             yield _wrong(op, f"{op.name} makes {target} of {source}", "stay in one layer")
     if op.phase in (Phase.ACCUMULATE, Phase.NORM, Phase.SCALE) and len(op.writes) != 1:
         yield _wrong(op, f"{op.name} ({op.phase}) writes {len(op.writes)} buffers", "write one")
+    if op.kind == Kind.UPDATE and op.layer not in (None, *schedule.model.layers):
+        yield _wrong(op, f"{op.name} updates layer {op.layer}", f"number layers from -1 to {schedule.model.head}")
+    elif op.kind == Kind.UPDATE and op.phase != Phase.SYNC:
+        of = "" if op.layer is None else schedule.model.layer_name(op.layer)
+        for access in op.writes:
+            if parse(access.tensor).layer != of:
+                whose = f"layer {of}" if of else "no layer"
+                yield _wrong(op, f"{op.name} is of {whose} and writes {describe(access.tensor)}", "name its layer")
     if op.phase == Phase.NORM and all(access.tensor == NORM for access in op.reads):
         yield _wrong(op, f"{op.name} (norm) reads no gradient", "name those whose squares it adds")
 
 
-def _flops(schedule: Schedule, op: Op) -> int:
+def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collection[int]]:
+    """What each amount of an op may be; 0 where it is left out."""
+    if op.phase == Phase.SYNC:
+        return {}
+    if op.phase == Phase.COPY:
+        return {"nbytes": (amounts.tensor(op.reads[0].tensor),)}
+    if op.kind == Kind.UPDATE:
+        part = trained.part(op) if op.phase == Phase.ADAM else None
+        params, nbytes = amounts.update(op.layer, (access.tensor for access in op.accesses), part)
+        # a plain store of a gradient may go into memory that the process has only now been given
+        stores = op.phase == Phase.ACCUMULATE and len(op.reads) == 1
+        fresh = {0, amounts.tensor(op.writes[0].tensor)} if stores else {0}
+        return {"nbytes": (nbytes,), "params": (params,), "fresh": fresh}
     assert op.layer is not None
-    output = makes_output(access.tensor for access in op.writes)
-    return op_flops(schedule.model, op.layer, op.phase, schedule.workload, output=output)
+    written = [access.tensor for access in op.writes]
+    # whether a system's kernels are fused is its own affair
+    ways = [amounts.compute(op.layer, op.phase, written, fused=fused) for fused in (True, False)]
+    flops, nbytes_of = zip(*ways, strict=True)
+    return {"nbytes": set(nbytes_of), "flops": set(flops), "params": (schedule.model.params(op.layer),)}
 
 
 def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
@@ -165,6 +200,7 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
         )
 
 
+_AMOUNTS = {"nbytes": "bytes", "flops": "FLOPs", "params": "parameters", "fresh": "fresh bytes"}
 _PHASES_OF = {
     Kind.PREFETCH: (Phase.COPY, Phase.SYNC),
     Kind.OFFLOAD: (Phase.COPY, Phase.SYNC),

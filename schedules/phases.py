@@ -71,12 +71,11 @@ def misused(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
 def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     model, i, m = schedule.model, op.layer, op.microbatch
     assert i is not None and m is not None
-    of = {Phase.EMBED: (model.embed,), Phase.LOSS: (model.head,), Phase.BACKWARD: (model.embed, *model.blocks)}
-    if i not in of.get(op.phase, model.blocks):
-        yield (
-            f"{op.name} computes {op.phase} of layer {model.layer_name(i)}",
-            "name another phase or layer",
-        )
+    phases: tuple[Phase, ...] = (Phase.EMBED, Phase.BACKWARD) if i == model.embed else (Phase.LOSS,)
+    if model.is_block(i):
+        phases = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+    if op.phase not in phases:
+        yield f"{op.name} computes {op.phase} of layer {model.layer_name(i)}", f"that layer has {', '.join(phases)}"
         return
     may = needed(schedule, op)[1]
     if op.phase in (Phase.FORWARD, Phase.RECOMPUTE):
@@ -110,7 +109,8 @@ def _cast(op: Op) -> Iterator[tuple[str, str]]:
 def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     """Gradient, weights and state must be those of one layer, which is the op's."""
     layers = {name.layer for access in op.accesses if (name := parse(access.tensor)).cls != tensors.NORM}
-    layers |= set() if op.layer is None else {schedule.model.layer_name(op.layer)}
+    if op.layer is not None and op.layer in schedule.model.layers:
+        layers.add(schedule.model.layer_name(op.layer))
     if op.layer is None or len(layers) > 1:
         whose = ", ".join(sorted(layers))
         yield f"{op.name} updates with tensors of layers {whose}", "name gradient, weights and state of its own layer"

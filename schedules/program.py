@@ -13,15 +13,15 @@ from typing import Literal
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.activations import Activations
+from schedules.amounts import Amounts
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
-from schedules.sizes import tensor_bytes
-from schedules.tensor import Part, makes_output, named, parse
-from schedules.traffic import elementwise_bytes, op_flops, workspace_bytes
+from schedules.tensor import Part, named, parse
+from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
@@ -46,11 +46,10 @@ class Program:
         self._accesses: dict[tuple[str, str], Access] = {}
         self._tiers: dict[str, Tier] = {}
         self._sizes: dict[str, int] = {}
-        self._nbytes: dict[str, int] = {}  # of tensors asked for so far
         self._homes: dict[str, str] = {}
         self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
         self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
-        self._demands: dict[tuple[str, Phase, bool], tuple[int, int]] = {}  # FLOPs and bytes of compute ops
+        self._amounts = Amounts(model, workload)
         self._activations = Activations(self.buffer, self.nbytes)
 
     # ---- tensors and buffers
@@ -85,9 +84,7 @@ class Program:
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""
-        if tensor not in self._nbytes:
-            self._nbytes[tensor] = tensor_bytes(tensor, self.model, self.workload)
-        return self._nbytes[tensor]
+        return self._amounts.tensor(tensor)
 
     def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
         """Declare a buffer; its size follows from what is put into it."""
@@ -308,18 +305,13 @@ class Program:
         blocking: bool = False,
         bound: bool = True,
     ) -> None:
-        model, workload = self.model, self.workload
         if bound:
             adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
             reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
-        key = model.layer_kind(i), phase, makes_output(tensor for _, tensor in writes)
-        if key not in self._demands:
-            nbytes = elementwise_bytes(model, i, phase, workload, fused=self._fused, output=key[2])
-            self._demands[key] = op_flops(model, i, phase, workload, output=key[2]), nbytes
-        flops, nbytes = self._demands[key]
+        flops, nbytes = self._amounts.compute(i, phase, (tensor for _, tensor in writes), fused=self._fused)
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(
-            f"{letter}.{model.layer_name(i)}.{m}",
+            f"{letter}.{self.model.layer_name(i)}.{m}",
             Kind.COMPUTE,
             phase,
             Stream.COMPUTE,
@@ -329,7 +321,7 @@ class Program:
             writes=writes,
             nbytes=nbytes,
             flops=flops,
-            params=model.params(i),
+            params=self.model.params(i),
             blocking=blocking,
         )
 
@@ -434,7 +426,7 @@ class Program:
         fresh: int = 0,
         part: Part | None = None,
     ) -> None:
-        of = slice(0, 0) if i is None else trained.span(self.model, self.workload, i, part)
+        params, nbytes = self._amounts.update(i, (tensor for _, tensor in [*reads, *writes]), part)
         self._emit(
             name,
             Kind.UPDATE,
@@ -443,18 +435,10 @@ class Program:
             layer=i,
             reads=reads,
             writes=writes,
-            nbytes=sum(self._touched(tensor, i, part) for _, tensor in [*reads, *writes]),
-            params=of.stop - of.start,
+            nbytes=nbytes,
+            params=params,
             fresh=fresh,
         )
-
-    def _touched(self, tensor: str, i: int | None, part: Part | None) -> int:
-        """Bytes of a tensor that an update of a part of layer i touches: of what has no parts its own share."""
-        if i is None or part is None or parse(tensor).part is not None or tensor == tensors.NORM:
-            return self.nbytes(tensor)
-        of = trained.span(self.model, self.workload, i, part)
-        params: int = of.stop - of.start
-        return self.nbytes(tensor) // trained.params(self.model, self.workload, i) * params
 
     def synchronize(self, *until: tuple[str, str], kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""

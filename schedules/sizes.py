@@ -5,7 +5,7 @@ from __future__ import annotations
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.model import ModelSpec
-from schedules.tensor import parse
+from schedules.tensor import TensorError, parse
 from schedules.workload import Workload
 
 NORM_BYTES = 8  # the sum of squares is kept in fp64
@@ -16,7 +16,7 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
     """Bytes of `tensor` at the workload's precision.
 
     Raises:
-        TensorError: the name is not of the language.
+        TensorError: the name is not of the language, or nothing of that name is trained.
         InputError: the model has no such layer, or the layer no such part.
     """
     name, precision = parse(tensor), workload.bytes
@@ -32,8 +32,9 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
         return precision.state_bytes(of.stop - of.start)
     if name.cls == tensors.WEIGHT:
         return model.params(layer) * precision.weight
-    if name.cls == tensors.ADAPTER and workload.lora_rank is None:
-        return 0
+    if name.cls == tensors.ADAPTER and not (workload.lora_rank is not None and model.is_block(layer)):
+        why = "the workload has no lora_rank" if model.is_block(layer) else "only blocks have adapters"
+        raise TensorError(f"layer {name.layer} has no adapters {tensor}: {why}")
     per_param = {
         tensors.ADAPTER: precision.weight,
         tensors.GRAD: precision.grad,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from schedules.contents import Contents, Violation, describe
 from schedules.errors import Refused
-from schedules.form import malformed
+from schedules.form import malformed, wrong_amounts
 from schedules.hazards import Accesses, HappensBefore, Hazard, Instance, in_order
 from schedules.op import Op, Tier
 from schedules.schedule import Schedule
@@ -61,7 +61,8 @@ def verify(schedule: Schedule) -> Verified:
 
     In order: every name, size and wait has a meaning; no wait is for an op issued later (a deadlock, or an
     event never recorded); read in program order, every op finds the tensors it names at the version it is
-    due, and every gradient is complete and applied once; streams and waits keep every hazard in that order.
+    due, and every gradient is complete and applied once; streams and waits keep every hazard in that order;
+    bytes, FLOPs and parameters are those of what each op touches.
 
     Raises:
         ScheduleError: with all violations found.
@@ -73,6 +74,7 @@ def verify(schedule: Schedule) -> Verified:
     violations = [*_deadlocks(schedule), *contents.check()]
     if not any(v.rule == "deadlock" for v in violations):
         violations += _races(schedule)
+    violations = violations or list(wrong_amounts(schedule))
     if violations:
         raise ScheduleError(schedule, violations)
     return Verified(schedule=schedule, digest=schedule.digest, initial=dict(contents.initial))

@@ -10,6 +10,7 @@ import pytest
 from hand_written import on_device, small, two_slots
 
 from schedules import policies
+from schedules.amounts import Amounts
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -23,7 +24,12 @@ ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
 
 
 def with_ops(schedule: Schedule, ops: list[Op]) -> Schedule:
-    """With these ops, and the waits that they need."""
+    """With these ops, the waits that they need, and updates of what they then touch."""
+    amounts = Amounts(schedule.model, schedule.workload)
+    for at, op in enumerate(ops):
+        if op.kind == Kind.UPDATE:
+            params, nbytes = amounts.update(op.layer, (access.tensor for access in op.accesses), None)
+            ops[at] = replace(op, params=params, nbytes=nbytes)
     return replace(schedule, ops=tuple(ops), waits=minimal_waits(ops))
 
 

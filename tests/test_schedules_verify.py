@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hand_written import small, two_slots
 
+from schedules import policies
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.presets import load
 from schedules.program import Program
@@ -17,11 +18,12 @@ from schedules.ring import Ring
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
 from schedules.verify import ScheduleError, Violation, verify
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 
 MODEL = replace(load("tiny"), num_hidden_layers=3)
 CLIPPED = Workload(micro_batch_size=1, seq_len=8, precision="fp32", grad_clip=1.0)
 PLAIN = replace(CLIPPED, grad_clip=None)
+ROOM = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
 
 
 def streaming(workload: Workload = PLAIN, accumulation: int = 1) -> Program:
@@ -304,7 +306,7 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
     ("change", "told"),
     [
         (lambda op: replace(op, nbytes=-1), "has nbytes -1"),
-        (lambda op: replace(op, nbytes=op.nbytes - 4), "moves"),
+        (lambda op: replace(op, nbytes=op.nbytes - 4), "bytes, of this model and step"),
         (lambda op: replace(op, phase=Phase.ADAM), "is a prefetch of phase adam"),
         (lambda op: replace(op, reads=()), "is a copy with 0 sources and 1 targets"),
         (lambda op: replace(op, writes=()), "is a copy with 1 sources and 0 targets"),
@@ -365,6 +367,59 @@ def test_a_step_of_another_size_than_its_ops_is_told() -> None:
     told = {(v.rule, v.op) for v in problems(halved)}
     assert ("structure", "F.0.0") in told and ("structure", "B.0.0") in told
     assert any("FLOPs, of this model and step" in v.message for v in problems(halved))
+
+
+def first_of_each_phase(schedule: Schedule) -> dict[Phase, str]:
+    return {op.phase: op.name for op in reversed(schedule.ops)}
+
+
+@pytest.mark.parametrize(
+    "name", ["streamed", "megatrain_released", "zero3_offload", "superoffload", "lora_streamed", "zero_infinity"]
+)
+@pytest.mark.parametrize("amount", ["nbytes", "flops", "params", "fresh"])
+def test_no_amount_of_an_op_can_be_forged(name: str, amount: str) -> None:
+    """A prediction is made of them: an update of no bytes and one parameter would take no time."""
+    workload = replace(PLAIN, lora_rank=2 if name == "lora_streamed" else None)
+    schedule = policies.build(name, MODEL, workload, ROOM)
+    phases = first_of_each_phase(schedule)
+    assert {Phase.COPY, Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ADAM} <= phases.keys()
+    for op in phases.values():
+        forged = edit(schedule, op, lambda op: replace(op, **{amount: getattr(op, amount) + 1}))
+        assert [(v.rule, v.op) for v in problems(forged)] == [("structure", op)]
+
+
+def test_updates_that_cost_nothing_are_told_with_what_they_cost() -> None:
+    schedule = streaming().build(policy="streaming")
+    ops = tuple(replace(op, nbytes=0, params=1) if op.phase == Phase.ADAM else op for op in schedule.ops)
+    told = [v.message for v in problems(replace(schedule, ops=ops))]
+    n = MODEL.params(1)
+    assert len(told) == 2 * len(MODEL.layers)
+    assert f"U.1 has 1 parameters, of this model and step {n}" in told
+    # weights, two moments and gradient of 4 bytes are read, all but the gradient written
+    assert f"U.1 has 0 bytes, of this model and step {7 * 4 * n}" in told
+
+
+def test_layers_run_by_fused_kernels_or_by_others_but_not_for_free() -> None:
+    fused, not_fused = (
+        policies.build("megatrain_released", MODEL, PLAIN, ROOM, fused=fused) for fused in (True, False)
+    )
+    assert verify(fused) and verify(not_fused)
+    few, many = (next(op for op in s.ops if op.name == "F.0.0").nbytes for s in (fused, not_fused))
+    found = problems(edit(fused, "F.0.0", lambda op: replace(op, nbytes=many - 1)))
+    assert f"F.0.0 has {many - 1} bytes, of this model and step {few} or {many}" in str(found[0])
+
+
+def test_an_update_is_of_the_layer_that_it_writes() -> None:
+    schedule = streaming().build(policy="streaming")
+    found = problems(edit(schedule, "U.1", lambda op: replace(op, layer=2)))
+    assert any("U.1 is of layer 2 and writes the optimizer state of layer 1" in str(v) for v in found)
+    assert "U.1 updates layer 9" in str(problems(edit(schedule, "U.1", lambda op: replace(op, layer=9)))[0])
+
+
+def test_a_layer_has_not_every_phase() -> None:
+    schedule = streaming().build(policy="streaming")
+    found = problems(edit(schedule, "F.embed.0", lambda op: replace(op, phase=Phase.FORWARD)))
+    assert "F.embed.0 computes forward of layer embed\nthat layer has embed, backward" in str(found[0])
 
 
 def test_compute_needs_its_tensors_on_the_device() -> None:

@@ -1,0 +1,57 @@
+"""How much an op does: its bytes, FLOPs and parameters, which follow from what it touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from schedules import tensor as tensors
+from schedules import trained
+from schedules.model import ModelSpec
+from schedules.op import Phase
+from schedules.sizes import tensor_bytes
+from schedules.tensor import Part, makes_output, parse
+from schedules.traffic import elementwise_bytes, op_flops
+from schedules.workload import Workload
+
+
+class Amounts:
+    """The amounts of a model's ops in a workload. Those asked for before are remembered."""
+
+    def __init__(self, model: ModelSpec, workload: Workload) -> None:
+        self._model, self._workload = model, workload
+        self._nbytes: dict[str, int] = {}
+        self._computed: dict[tuple[str, Phase, bool, bool], tuple[int, int]] = {}
+
+    def tensor(self, name: str) -> int:
+        """Bytes of a tensor, and so of its copy. Raises InputError as `tensor_bytes` does."""
+        if name not in self._nbytes:
+            self._nbytes[name] = tensor_bytes(name, self._model, self._workload)
+        return self._nbytes[name]
+
+    def compute(self, i: int, phase: Phase, written: Iterable[str], *, fused: bool) -> tuple[int, int]:
+        """FLOPs of a compute op on layer i, and bytes that it moves through device memory. Raises ModelError."""
+        key = self._model.layer_kind(i), phase, makes_output(written), fused
+        if key not in self._computed:
+            flops = op_flops(self._model, i, phase, self._workload, output=key[2])
+            nbytes = elementwise_bytes(self._model, i, phase, self._workload, fused=fused, output=key[2])
+            self._computed[key] = flops, nbytes
+        return self._computed[key]
+
+    def update(self, i: int | None, touched: Iterable[str], part: Part | None) -> tuple[int, int]:
+        """Parameters of an update of a part of layer i, and bytes that it reads and writes.
+
+        None stands for no layer, and for all of one. Of tensors that have no parts a part has its share.
+        """
+        if i is None:
+            return 0, sum(map(self.tensor, touched))
+        of = trained.span(self._model, self._workload, i, part)
+        params: int = of.stop - of.start
+        if part is None:
+            return params, sum(map(self.tensor, touched))
+        whole = trained.params(self._model, self._workload, i)
+
+        def share(name: str) -> int:
+            is_whole = parse(name).part is not None or name == tensors.NORM
+            return self.tensor(name) if is_whole else self.tensor(name) // whole * params
+
+        return params, sum(map(share, touched))
