@@ -16,7 +16,7 @@ from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
-from schedules.tensor import parse
+from schedules.tensor import describe, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Contents:
         self._step = 0
         self._updated: dict[str, str] = {}  # layer -> the op that updated it, or the last part of it, in this step
         self._begun: set[str] = set()  # layers of which something was updated in this step
+        self._miscounted: set[str] = set()  # layers not updated once in a step: the age of their weights follows
+        self._oldest = 0  # by how many steps what was read was at most behind
         self._forward_version: dict[tuple[str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
         self._training = bool(self._layers) and any(
@@ -66,11 +68,12 @@ class Contents:
     def check(self) -> Iterator[Violation]:
         """Violations in program order; each op's first of a kind only, since later steps repeat it.
 
-        Two steps show what repeats, one more what crosses from step to step, and as many more what is as stale.
+        Three steps are read, and more while what is read grows older: not all of a declared staleness shows earlier.
+        What is behind by a step more than something else was copied from it, so that there is a buffer per step.
         """
         seen: set[tuple[str, str, str]] = set()
-        steps = 3 + self._schedule.staleness
-        for self._step in range(steps):
+        most = min(self._schedule.staleness, len(self._schedule.buffers)) + 2
+        while self._step < 3 or (self._step < most and self._oldest == self._step - 1):
             self._updated.clear()
             self._begun.clear()
             for violation in self._one_step():
@@ -78,6 +81,16 @@ class Contents:
                 if key not in seen:
                     seen.add(key)
                     yield violation
+            self._step += 1
+        declared = self._schedule.staleness
+        if self._oldest < declared and not seen:
+            yield Violation(
+                rule="staleness",
+                op="",
+                message=f"declared is a staleness of {declared}, found one of {self._oldest}: "
+                "no op reads weights or gradients that are further behind",
+                fix=f"declare staleness={self._oldest}",
+            )
 
     def _one_step(self) -> Iterator[Violation]:
         for op in self._schedule.ops:
@@ -135,7 +148,10 @@ class Contents:
                 message=f"{op.name} reads {describe(held.tensor)} while only {_listed(held.parts)} updated",
                 fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
             )
+        if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._miscounted:
+            return None
         oldest = self._step - (stale if cls in {*tensors.PARAMETERS, *tensors.GRADIENTS, tensors.NORM} else 0)
+        self._oldest = max(self._oldest, self._step - held.version)
         if oldest <= held.version <= self._step:
             return None
         age = f"version {held.version} where version {self._step} is due"
@@ -174,6 +190,7 @@ class Contents:
     def _all_updated(self) -> Iterator[Violation]:
         for layer in self._all_layers():
             if layer not in self._updated:
+                self._miscounted.add(layer)
                 last = self._schedule.ops[-1].name
                 yield Violation(
                     rule="gradient coverage",
@@ -302,6 +319,7 @@ class Contents:
         due = sorted(map(str, tensors.parts(part.of))) if part else []
         what = f"layer {layer}" if part is None else f"part {part} of layer {layer}"
         if (before := self._updated.get(layer)) is not None or str(part) in done:
+            self._miscounted.add(layer)
             yield Violation(
                 rule="gradient coverage",
                 op=op.name,
@@ -407,28 +425,6 @@ _RULES = {
     Phase.ADAM: Contents._adam,
     Phase.SYNC: Contents._sync,
 }
-
-
-_WORDS = {
-    tensors.WEIGHT: "the weights of layer {}",
-    tensors.ADAPTER: "the adapters of layer {}",
-    tensors.GRAD: "the gradient of layer {}",
-    tensors.GRAD32: "the fp32 gradient of layer {}",
-    tensors.STATE: "the optimizer state of layer {}",
-    tensors.OUTPUT: "the output of layer {}",
-    tensors.SAVED: "the saved activations of layer {}",
-    tensors.OUTPUT_GRAD: "the output gradient of layer {}",
-    tensors.NORM: "the global gradient norm",
-}
-
-
-def describe(tensor: str) -> str:
-    """A tensor's name in words: 'the output of layer 3, micro-batch 0'."""
-    name = parse(tensor)
-    text = _WORDS[name.cls].format(name.layer)
-    if name.part is not None:
-        return f"part {name.part} of {text}"
-    return text if name.microbatch is None else f"{text}, micro-batch {name.microbatch}"
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 
 from schedules import trained
 from schedules.amounts import Amounts
-from schedules.contents import Violation, describe
+from schedules.contents import Violation
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.schedule import Schedule
-from schedules.tensor import NORM, TensorError, parse
+from schedules.tensor import NORM, TensorError, describe, parse
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from enum import StrEnum
+from typing import Literal, TypeVar, get_args
 
 from schedules import tensor as tensors
 from schedules import trained
@@ -20,11 +21,12 @@ from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
-from schedules.tensor import Part, named, parse
+from schedules.tensor import Part, describe, named, parse
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
+E = TypeVar("E", bound=StrEnum)
 
 
 class Program:
@@ -88,6 +90,7 @@ class Program:
 
     def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
         """Declare a buffer; its size follows from what is put into it."""
+        tier = _one_of(Tier, tier, f"buffer {name}")
         if self._tiers.setdefault(name, tier) != tier:
             raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")
         return name
@@ -100,17 +103,27 @@ class Program:
         """A ring of `count` buffers of one tier."""
         if count < 1:
             raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
-        return Ring(self, [self.buffer(f"{name}{i}", tier) for i in range(count)])
+        names = [f"{name}{i}" for i in range(count)]
+        if taken := next((slot for slot in names if slot in self._tiers), None):
+            raise ProgramError(
+                f"slots({name!r}, {count}): there is a buffer {taken} already; give the ring another name"
+            )
+        return Ring(self, [self.buffer(slot, tier) for slot in names])
 
     def keep_on_device(self, *kept: str) -> None:
         """Make the device the home of these tensors."""
-        for tensor in kept:
-            self._homes[tensor] = self.buffer(f"device.{tensor}")
+        self._settle(kept, Tier.DEVICE)
 
     def keep_on_nvme(self, *kept: str) -> None:
         """Make NVMe the home of these tensors."""
+        self._settle(kept, Tier.NVME)
+
+    def _settle(self, kept: Iterable[str], tier: Tier) -> None:
         for tensor in kept:
-            self._homes[tensor] = self.buffer(f"nvme.{tensor}", Tier.NVME)
+            if parse(tensor).cls not in tensors.LAYER_CLASSES:
+                raise ProgramError(f"{describe(tensor)} has no home: it lives in buffers that come and go")
+            self.nbytes(tensor)  # raises where the model has no such tensor
+            self._homes[tensor] = self.buffer(f"{tier}.{tensor}", tier)
 
     def home(self, tensor: str) -> str:
         """The buffer in which `tensor` lives between steps."""
@@ -222,6 +235,8 @@ class Program:
     def _run_block(
         self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool = False
     ) -> None:
+        if keep not in get_args(Keep):
+            raise ProgramError(f"keep is {_listed(get_args(Keep))}, not {keep!r}")
         source = self.output(i - 1, m)
         writes = [self._new(self.output(i, m))] if output else []
         if keep == "all":
@@ -507,6 +522,8 @@ class Program:
         fresh: int = 0,
         blocking: bool = False,
     ) -> None:
+        if not isinstance(blocking, bool):
+            raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
         for pair in (*reads, *writes):
             if pair not in self._accesses:
                 self._accesses[pair] = self._access(name, *pair)
@@ -518,9 +535,9 @@ class Program:
         self._ops.append(
             Op(
                 name=name,
-                kind=kind,
+                kind=_one_of(Kind, kind, name),
                 phase=phase,
-                stream=stream,
+                stream=_one_of(Stream, stream, name),
                 layer=layer,
                 microbatch=microbatch,
                 reads=tuple(self._accesses[pair] for pair in reads),
@@ -539,3 +556,16 @@ class Program:
             raise ProgramError(f"{name}: there is no buffer {buffer}; declare it with buffer() or slots()")
         self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
         return Access(buffer, tensor)
+
+
+def _one_of(words: type[E], value: E, where: str) -> E:
+    """The value, which a policy may also have given as a string."""
+    try:
+        return words(value)
+    except ValueError:
+        raise ProgramError(f"{where}: a {words.__name__.lower()} is {_listed(words)}, not {value!r}") from None
+
+
+def _listed(words: Iterable[str]) -> str:
+    *first, last = map(str, words)
+    return f"{', '.join(first)} or {last}"

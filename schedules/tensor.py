@@ -106,3 +106,25 @@ def makes_output(written: Iterable[str]) -> bool:
 
 def _is_layer(text: str) -> bool:
     return text in ("embed", "head") or text.isdecimal()
+
+
+_WORDS = {
+    WEIGHT: "the weights of layer {}",
+    ADAPTER: "the adapters of layer {}",
+    GRAD: "the gradient of layer {}",
+    GRAD32: "the fp32 gradient of layer {}",
+    STATE: "the optimizer state of layer {}",
+    OUTPUT: "the output of layer {}",
+    SAVED: "the saved activations of layer {}",
+    OUTPUT_GRAD: "the output gradient of layer {}",
+    NORM: "the global gradient norm",
+}
+
+
+def describe(tensor: str) -> str:
+    """A tensor's name in words: 'the output of layer 3, micro-batch 0'."""
+    name = parse(tensor)
+    text = _WORDS[name.cls].format(name.layer)
+    if name.part is not None:
+        return f"part {name.part} of {text}"
+    return text if name.microbatch is None else f"{text}, micro-batch {name.microbatch}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from schedules.contents import Contents, Violation, describe
+from schedules.contents import Contents, Violation
 from schedules.errors import Refused
 from schedules.form import malformed, wrong_amounts
 from schedules.hazards import Accesses, HappensBefore, Hazard, Instance, in_order
 from schedules.op import Op, Tier
 from schedules.schedule import Schedule
 from schedules.show import excerpt
+from schedules.tensor import describe
 
 
 class ScheduleError(Refused):

@@ -11,7 +11,8 @@ from megatrain import initial
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
-from megatrain.template import LORA_SCALE, templates, views
+from megatrain.linear import LORA_SCALE
+from megatrain.template import templates, views
 from megatrain.train import Trainer
 from schedules import policies, presets, trained
 from schedules.model import ModelSpec

@@ -147,6 +147,57 @@ def test_weights_that_missed_an_update_are_stale() -> None:
     assert any("version 0 where version 2" in str(v) for v in problems(declared)), "two is more than declared"
 
 
+def behind(steps: int, *, declared: int) -> Schedule:
+    """Block 0 computes with weights that have gone through so many copies, one a step."""
+    p = Program(MODEL, PLAIN, staleness=declared)
+    weights, grads = p.slots("weight", 2), p.slots("grad", 2)
+    copies = [p.buffer(f"copy{n}", Tier.HOST) for n in range(steps)]
+    older = [*copies[1:], *([p.home(p.weight(0))] if copies else [])]
+    for i in MODEL.layers[:-1]:
+        source = copies[0] if copies and i == 0 else None
+        p.forward(i, weights=p.prefetch(p.weight(i), out_of=source, into=weights.next()))
+    for i in reversed(MODEL.layers):
+        source = copies[0] if copies and i == 0 else None
+        slot = None if i == MODEL.embed else p.prefetch(p.weight(i), out_of=source, into=weights.next())
+        grad = grads.next()
+        if i == MODEL.head:
+            p.loss(weights=slot, grad=grad)
+        else:
+            p.backward(i, weights=slot, grad=grad)
+        p.offload(p.grad(i), out_of=grad)
+        if i == 0:
+            for copy, source in zip(copies, older, strict=True):
+                p.cast((source, p.weight(0)), (copy, p.weight(0)), stream=Stream.CPU)
+        p.update(i)
+    return p.build(policy="behind")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_a_staleness_is_declared_as_it_is_found(steps: int) -> None:
+    assert verify(behind(steps, declared=steps))
+    found = problems(behind(steps, declared=steps + 2))
+    assert [(v.rule, v.fix) for v in found] == [("staleness", f"declare staleness={steps}")]
+    assert f"declared is a staleness of {steps + 2}, found one of {steps}" in str(found[0])
+    if steps:
+        told = problems(behind(steps, declared=steps - 1))
+        assert [(v.rule, v.op) for v in told] == [("stale read", "F.0.0"), ("stale read", "B.0.0")]
+
+
+def test_a_staleness_beyond_all_reason_is_refused_at_once() -> None:
+    assert problems(replace(streaming().build(policy="streaming"), staleness=10**12))[0].rule == "staleness"
+
+
+def test_what_follows_from_a_forgotten_update_is_not_told() -> None:
+    schedule = without(streaming().build(policy="streaming"), "U.1")
+    assert [(v.rule, v.buffer) for v in problems(schedule)] == [("gradient coverage", "w.1")]
+
+
+def test_what_follows_from_a_second_update_is_not_told() -> None:
+    p = streaming()
+    p.update(1, grad=(p.home(p.grad(1)), p.grad(1)))
+    assert [(v.rule, v.op) for v in problems(p.build(policy="twice"))] == [("gradient coverage", "U.1#2")]
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "told"),
     [
