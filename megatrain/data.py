@@ -18,6 +18,8 @@ from torch import Tensor
 from schedules.errors import InputError
 from schedules.workload import Workload
 
+CHECKED = 1 << 24  # tokens of a file looked at at a time
+
 
 class DataError(InputError):
     """There is too little text for one sequence, no file of tokens, or no batch of that number."""
@@ -82,8 +84,9 @@ class ByteText:
 class TokenFile:
     """Sequences from random places of a `.npy` file of token numbers, one dimension, of any integer type.
 
-    The file is mapped, not read: it may be larger than memory. Raises DataError if there is no such file, or if it is
-    too short; `batch` does for a token that a vocabulary of `vocab_size` does not have.
+    The file is mapped: it may be larger than memory. All of it is looked at once, so that no token is met hours later
+    that a vocabulary of `vocab_size` does not have. Raises DataError for one, and for a file that is missing, too
+    short, or none of tokens.
     """
 
     path: Path
@@ -100,13 +103,27 @@ class TokenFile:
                 f"{self.path} has {len(tokens)} tokens, too few for a sequence of {self.workload.seq_len} and the one "
                 "that follows"
             )
+        for start in range(0, len(tokens), CHECKED):
+            part = tokens[start : start + CHECKED]
+            if part.min() < 0 or part.max() >= self.vocab_size:
+                at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
+                raise DataError(
+                    f"{self.path} holds token {part[at]} at place {start + at:,}, and the model's vocabulary is 0 to "
+                    f"{self.vocab_size - 1}: make the file with this model's tokenizer"
+                )
 
     @functools.cached_property
     def _tokens(self) -> np.ndarray[Any, Any]:
         try:
-            return np.load(self.path, mmap_mode="r")  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path} cannot be read as a .npy file of tokens: {error}") from None
+            found = np.load(self.path, mmap_mode="r")
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        except (ValueError, EOFError):  # numpy takes what it does not know for a pickle
+            found = None
+        if not isinstance(found, np.ndarray):
+            what = "no .npy file" if found is None else "an archive of arrays"
+            raise DataError(f"{self.path} is {what}: give one array of token numbers, saved with numpy.save")
+        return found
 
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
@@ -114,9 +131,6 @@ class TokenFile:
         shape = _sequences(self.workload)
         places = _integers(self.seed, step, len(self._tokens) - length + 1, shape).flatten().tolist()
         found = np.stack([self._tokens[place : place + length] for place in places]).astype(np.int64)
-        if found.min() < 0 or found.max() >= self.vocab_size:
-            wrong = found.min() if found.min() < 0 else found.max()
-            raise DataError(f"{self.path} holds token {wrong}, the model's vocabulary has {self.vocab_size}")
         return torch.from_numpy(found.reshape(*shape, length))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatrain import data
 from megatrain.data import (
     ByteText,
     DataError,
@@ -114,12 +115,38 @@ def test_what_is_no_list_of_tokens_is_refused(tokens, told, tmp_path):
 
 
 def test_a_token_beyond_the_vocabulary_or_a_file_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(DataError, match="holds token 1000, the model's vocabulary has 1000"):
-        token_file(tmp_path, np.full(17, 1000)).batch(0)
-    with pytest.raises(DataError, match="holds token -1,"):
-        token_file(tmp_path, np.full(17, -1)).batch(0)
-    with pytest.raises(DataError, match=r"nowhere\.npy cannot be read as a \.npy file"):
+    tokens = np.arange(5000) % 1000
+    token_file(tmp_path, tokens)
+    tokens[4321] = 1000  # it would hardly ever be drawn
+    with pytest.raises(DataError, match="holds token 1000 at place 4,321, and the model's vocabulary is 0 to 999"):
+        token_file(tmp_path, tokens)
+    with pytest.raises(DataError, match="holds token -1 at place 0,"):
+        token_file(tmp_path, np.full(17, -1))
+    with pytest.raises(DataError, match=r"nowhere\.npy cannot be read: No such file"):
         TokenFile(path=tmp_path / "nowhere.npy", vocab_size=9, workload=WORKLOAD)
-    (tmp_path / "text.npy").write_text("words")
-    with pytest.raises(DataError, match=r"text\.npy cannot be read as a \.npy file"):
-        TokenFile(path=tmp_path / "text.npy", vocab_size=9, workload=WORKLOAD)
+
+
+def test_all_of_a_file_is_looked_at_part_by_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CHECKED", 100)
+    tokens = np.arange(1000)
+    token_file(tmp_path, tokens)
+    tokens[999] = 2**40
+    with pytest.raises(DataError, match="at place 999,"):
+        token_file(tmp_path, tokens)
+
+
+def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):
+    def read(name):
+        TokenFile(path=tmp_path / name, vocab_size=9, workload=WORKLOAD)
+
+    np.savez(tmp_path / "z.npz", np.arange(200))
+    with pytest.raises(
+        DataError, match=r"z\.npz is an archive of arrays: give one array of token numbers, saved with "
+    ):
+        read("z.npz")
+    (tmp_path / "text.txt").write_text("words, many of them " * 30)
+    with pytest.raises(DataError, match=r"text\.txt is no \.npy file: give one array .* saved with numpy\.save$"):
+        read("text.txt")
+    (tmp_path / "empty.npy").touch()
+    with pytest.raises(DataError, match=r"empty\.npy is no \.npy file"):
+        read("empty.npy")
