@@ -2,8 +2,9 @@
 
 A folder holds a checkpoint in a folder of its own for each step that was saved, `step-00000120`: a safetensors file per
 trained layer, with its weights (or adapters) and its optimizer state as bytes, and `training.json`, written last.
-Without that file a checkpoint is not one, so a crash or a full disk costs no older one: those are removed only after
-the new one is complete. What is frozen is not saved.
+Without that file a checkpoint is not one, so a crash or a full disk costs no older one. The two newest are kept: that
+the newest is of use, and has not diverged, is known only when a step has been trained from it. What is frozen is not
+saved, but what it is known by is, see `megatrain.initial.summed`: adapters are of no use beside other weights.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ class NotSaved(Refused):
     """A checkpoint that could not be written; the one before it is as it was."""
 
 
+class Diverged(Refused):
+    """A training whose loss or weights are no longer finite; nothing of it is saved."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """What was saved after `step` steps."""
@@ -47,6 +52,7 @@ class Checkpoint:
     folder: Path
     model: ModelSpec
     step: int
+    frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """See Kept. Raises CheckpointError for a file that is damaged or gone."""
@@ -58,42 +64,51 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def save(folder: Path, schedule: Schedule, step: int, kept: Kept) -> Path:
-    """Write the state after `step` steps, then remove older checkpoints in `folder`; the new one's own folder.
+def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mapping[str, int] | None = None) -> Path:
+    """Write the state after `step` steps beside the newest checkpoint in `folder`; the new one's own folder.
 
-    Raises NotSaved.
+    Older ones are removed first. Raises NotSaved, and Diverged where weights are not finite.
     """
-    target = folder / f"step-{step:08d}"
-    if target in _complete(folder):
+    target, complete = folder / f"step-{step:08d}", _complete(folder)
+    if target in complete:
         raise NotSaved(f"{target} is there already")
     try:
-        shutil.rmtree(target, ignore_errors=True)  # of a save that was interrupted
+        for other in folder.glob(STEPS):
+            if other not in complete[-1:]:  # older, or of a save that was interrupted
+                shutil.rmtree(other)
         target.mkdir(parents=True)
         for i in trained.layers(schedule.model, schedule.workload):
             weights, state = kept(i)
+            if not weights.isfinite().all():
+                raise Diverged(f"the weights of layer {schedule.model.layer_name(i)} are not finite after step {step}")
             save_file({"weights": weights, "state": state}, _file(target, schedule.model, i))
-        (target / LAST).write_text(json.dumps({**_of(schedule), "step": step}, indent=1) + "\n")
+        os.sync()  # what comes after a loss of power must not be a name without its contents
+        about = {**_of(schedule), "step": step, "frozen": dict(frozen or {})}
+        (target / LAST).write_text(json.dumps(about, indent=1) + "\n")
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(target, ignore_errors=True)
         raise NotSaved(f"the checkpoint of step {step} could not be written to {folder}: {error}") from None
-    os.sync()  # what comes after a loss of power must not be a name without its contents
-    for other in folder.glob(STEPS):  # complete or not
-        if other != target:
-            shutil.rmtree(other)
+    except Diverged:
+        shutil.rmtree(target)
+        raise
+    os.sync()
     return target
 
 
-def require_room(folder: Path, schedule: Schedule, resumed: Checkpoint | None) -> None:
-    """Before a training: raises NotSaved unless `folder` can be written and has room for one checkpoint more.
+def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None, saves: int) -> int:
+    """Before a training that saves so many times: make `folder`; how many bytes it will take, with what is there.
 
-    Raises CheckpointError where it has checkpoints that this training does not go on from: they would be removed.
+    Raises:
+        CheckpointError: nothing is trained, or there are checkpoints that this training does not go on from, and that
+            would be removed.
+        NotSaved: the folder cannot be made.
     """
-    for found in _complete(folder):
-        if resumed is None or found.resolve() != resumed.folder.resolve():
-            raise CheckpointError(
-                f"{found} is a checkpoint that this training does not go on from, and would be removed: "
-                "resume from it, or save to another folder"
-            )
+    complete = _complete(folder)
+    if complete and (resumed is None or complete[-1].resolve() != resumed.folder.resolve()):
+        raise CheckpointError(
+            f"{complete[-1]} is a checkpoint that this training does not go on from, and would be removed: "
+            "resume from it, or save to another folder"
+        )
     workload = schedule.workload
     needed = sum(
         params * workload.bytes.weight + workload.bytes.state_bytes(params)
@@ -104,11 +119,21 @@ def require_room(folder: Path, schedule: Schedule, resumed: Checkpoint | None) -
         raise CheckpointError(f"{schedule.label} trains nothing that could be saved")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise NotSaved(f"no checkpoint can be written to {folder}: {error.strerror}") from None
-    if needed > free:
-        raise NotSaved(f"a checkpoint takes {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free in {folder}")
+    at_once = min(len(complete) + saves, 2)
+    return needed * max(at_once - len(complete), 0)
+
+
+def drop(folder: Path, step: int) -> None:
+    """Remove the checkpoint of `step`, if there is one: the first loss after it was not finite."""
+    shutil.rmtree(folder / f"step-{step:08d}", ignore_errors=True)
+
+
+def told(folder: Path | None) -> str:
+    """Which checkpoint somebody has who saves to `folder`, in words."""
+    complete = [] if folder is None else _complete(folder)
+    return f"{complete[-1]} is kept" if complete else "no checkpoint was saved"
 
 
 def read(folder: Path, schedule: Schedule) -> Checkpoint:
@@ -126,8 +151,20 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     for key, value in _of(schedule).items():
         if found.get(key) != value:
             was, now = (_short(key, body) for body in (found.get(key), value))
-            raise CheckpointError(f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}")
-    return Checkpoint(folder=complete[-1], model=schedule.model, step=found["step"])
+            what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
+            raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
+    return Checkpoint(folder=complete[-1], model=schedule.model, step=found["step"], frozen=found.get("frozen") or {})
+
+
+def require_frozen(resumed: Checkpoint, frozen: Mapping[str, int]) -> None:
+    """Raises CheckpointError unless the frozen weights are those that the checkpoint's adapters were trained beside."""
+    other = [layer for layer, known_by in frozen.items() if resumed.frozen.get(layer) != known_by]
+    if other:
+        raise CheckpointError(
+            f"{resumed.folder} has adapters that were trained beside other weights: those of layer {other[0]}"
+            f"{f' and {len(other) - 1} more' if other[1:] else ''} differ; give the --weights, or where there were "
+            "none the --seed, that the training began with"
+        )
 
 
 def _of(schedule: Schedule) -> dict[str, Any]:
@@ -139,6 +176,15 @@ def _of(schedule: Schedule) -> dict[str, Any]:
         "precision": workload.precision,
         "lora_rank": workload.lora_rank,
     }
+
+
+def _remedy(precision: object, schedule: Schedule) -> str:
+    """What makes a schedule of the checkpoint's precision; policies may keep more state than they are asked for."""
+    if schedule.workload.precision != "bf16_fp32":
+        return f"; give --precision {precision}"
+    if schedule.knobs.get("master") == "fp32":
+        return f"; {schedule.policy} adds an fp32 master by itself: give --precision {precision} --knob master=weights"
+    return f"; give --precision {precision}, and a policy that does not add an fp32 master by itself"
 
 
 def _short(key: str, value: object) -> str:

@@ -17,19 +17,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatrain.checkpoint import Diverged
 from megatrain.linear import LORA_SCALE
 from megatrain.template import views
 from schedules import trained
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
 class WeightsError(InputError):
     """A folder without a model's weights, or with others than the model's; the message names the first."""
+
+
+class NotExported(Refused):
+    """Weights that could not be written; nothing of them is left behind."""
 
 
 def global_name(model: ModelSpec, i: int, name: str) -> str:
@@ -67,19 +73,29 @@ def file_shapes(model: ModelSpec, i: int) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
-    """Layer -> its parameters, fp32, flat, from `folder`, in any floating type there.
+    """Layer -> its parameters, fp32, flat, from `folder`, which has them in bf16, fp16 or fp32.
 
-    That all are there, in the model's shapes, is checked at once. Raises WeightsError.
+    That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
+    Raises WeightsError.
     """
     files = _files(folder)
+    _require_plain(folder)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i).items()}
     for name in wanted:
         if name not in files:
             raise WeightsError(f"the weights in {folder} lack {name}{_quantized(files)}")
+    for name in files:
+        if name not in wanted and not _not_needed(name, model):
+            raise WeightsError(
+                f"the weights in {folder} have {name}, of which {model.name} knows nothing{_quantized(files)}: trained "
+                "without it, it would be another model; remove it if it is of no use"
+            )
     for file, names in _by_file(files, wanted).items():
         try:
             with safetensors.safe_open(folder / file, framework="pt") as opened:
-                found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+                slices = {name: opened.get_slice(name) for name in names}
+                found = {name: tuple(part.get_shape()) for name, part in slices.items()}
+                types = {name: part.get_dtype() for name, part in slices.items()}
         except (OSError, safetensors.SafetensorError) as error:
             raise WeightsError(f"{folder / file} cannot be read: {error}") from None
         for name, shape in found.items():
@@ -87,6 +103,8 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
                 raise WeightsError(
                     f"{name} in {folder} has the shape {list(shape)}, the model's has {list(wanted[name])}"
                 )
+            if types[name] not in READ:
+                raise WeightsError(f"{name} in {folder} is of type {types[name]}: {PLAIN_ONLY}")
 
     def of_layer(i: int) -> Tensor:
         parts = dict.fromkeys(file_shapes(model, i), torch.empty(0))
@@ -106,9 +124,30 @@ def _by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[s
     return found
 
 
+PLAIN_ONLY = "training begins with bf16, fp16 or fp32 weights; export the model so, dequantized"
+
+
+def _require_plain(folder: Path) -> None:
+    """Raises WeightsError where config.json says that the weights are quantized, or cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:  # a preset may say what the model is
+        return
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if found := config.get("quantization_config"):
+        how = found.get("quant_method", "a way that it does not name") if isinstance(found, dict) else found
+        raise WeightsError(f"the weights in {folder} are quantized, with {how}: {PLAIN_ONLY}")
+
+
+def _not_needed(name: str, model: ModelSpec) -> bool:
+    """Of a tensor that no layer reads, whether the model has it otherwise."""
+    return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == "lm_head.weight")
+
+
 def _quantized(files: Mapping[str, str]) -> str:
-    quantized = any(name.endswith(("_blocks", "_scales")) for name in files)
-    return ": they are quantized; training begins with bf16, fp16 or fp32 weights" if quantized else ""
+    quantized = any(name.endswith(("_blocks", "_scales", "_scale", "_scale_inv")) for name in files)
+    return f": they are quantized; {PLAIN_ONLY}" if quantized else ""
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -133,7 +172,7 @@ def require_writable(folder: Path, model: ModelSpec, workload: Workload) -> dict
 
     Raises:
         ModelError: no config.json describes this model.
-        WeightsError: nothing is trained.
+        WeightsError: nothing is trained, or the folder has weights already.
         OSError: the folder cannot be made.
     """
     if not trained.layers(model, workload):
@@ -142,15 +181,51 @@ def require_writable(folder: Path, model: ModelSpec, workload: Workload) -> dict
     if ModelSpec.from_hf_config(config, model.name) != model:
         raise ModelError(f"{model.name}: no config.json of a {model.architecture} describes it")
     folder.mkdir(parents=True, exist_ok=True)
+    there = [path for pattern in ("*.safetensors", "*.bin") for path in sorted(folder.glob(pattern))]
+    if there:
+        raise WeightsError(f"{folder} has weights already, {there[0].name}: export to another folder, or remove them")
     return config
 
 
-def write(folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor]) -> None:
-    """Write what is trained to `folder`; `weights(i)` is that of layer i, flat. Raises as `require_writable` does."""
+def written_bytes(model: ModelSpec, workload: Workload) -> int:
+    """What `write` takes on a drive, but for some kilobytes."""
+    params = sum(trained.params(model, workload, i) for i in trained.layers(model, workload))
+    return params * workload.bytes.weight
+
+
+def write(
+    folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor], base: Path | None = None
+) -> None:
+    """Write what is trained to `folder`; `weights(i)` is that of layer i, flat, `base` where frozen ones come from.
+
+    Raises:
+        NotExported: not all could be written, for want of room perhaps.
+        Diverged: some numbers are not finite.
+        ModelError, WeightsError, OSError: see `require_writable`.
+    """
     config = require_writable(folder, model, workload)
-    if workload.lora_rank is not None:
-        _write_adapters(folder, model, workload.lora_rank, weights)
-        return
+
+    def finite(i: int) -> Tensor:
+        found = weights(i)
+        if not found.isfinite().all():
+            raise Diverged(f"the weights of layer {model.layer_name(i)} are not finite and are not exported")
+        return found
+
+    before = set(folder.iterdir())
+    try:
+        if workload.lora_rank is not None:
+            _write_adapters(folder, model, workload.lora_rank, finite, base)
+        else:
+            _write_model(folder, model, config, finite)
+    except (OSError, safetensors.SafetensorError, Diverged) as error:
+        for path in set(folder.iterdir()) - before:
+            path.unlink()
+        if isinstance(error, Diverged):
+            raise
+        raise NotExported(f"the weights could not be exported to {folder}: {error}") from None
+
+
+def _write_model(folder: Path, model: ModelSpec, config: dict[str, Any], weights: Callable[[int], Tensor]) -> None:
     files: dict[str, str] = {}
     total, count = 0, len(model.layers)
     for number, i in enumerate(model.layers, 1):
@@ -164,7 +239,9 @@ def write(folder: Path, model: ModelSpec, workload: Workload, weights: Callable[
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
 
 
-def _write_adapters(folder: Path, model: ModelSpec, rank: int, adapters: Callable[[int], Tensor]) -> None:
+def _write_adapters(
+    folder: Path, model: ModelSpec, rank: int, adapters: Callable[[int], Tensor], base: Path | None
+) -> None:
     found: dict[str, Tensor] = {}
     for i in model.blocks:
         for name, part in views(adapters(i), model.adapter_shapes(i, rank)).items():
@@ -179,6 +256,7 @@ def _write_adapters(folder: Path, model: ModelSpec, rank: int, adapters: Callabl
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": targets,
+        **({} if base is None else {"base_model_name_or_path": str(base.resolve())}),
     }
     _write_json(folder / "adapter_config.json", config)
 

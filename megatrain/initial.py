@@ -29,6 +29,21 @@ def random_adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], T
     return adapters
 
 
+def summed(source: Callable[[int], Tensor], sums: dict[int, int]) -> Callable[[int], Tensor]:
+    """`source`, fp32, which leaves in `sums` each layer's sum of the bits of all its parameters.
+
+    Weights are known again by these sums: they have no order, so that they cost one pass at the pace of memory, and
+    other weights, or the same with one number changed, have others.
+    """
+
+    def parameters(i: int) -> Tensor:
+        found = source(i)
+        sums[i] = int(found.view(torch.int32).sum(dtype=torch.int64))
+        return found
+
+    return parameters
+
+
 def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
     """Layer -> its parameters, fp32, flat: matrices normal, norms one, biases zero."""
 

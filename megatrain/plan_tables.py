@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatrain.tables import drive_rows, prediction_record
-from megatrain.terminal import print_table
+from megatrain.terminal import print_table, scaled
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.model import ModelSpec
@@ -204,7 +204,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
     memory = []
     for tier, limit in zip(Tier, vars(memory_of(prediction.profile)).values(), strict=True):
         if peak := prediction.peak_bytes[tier]:
-            memory.append([tier, f"{peak / 1e9:,.2f} GB", f"{limit / 1e9:,.2f} GB", f"{peak / limit:.0%}"])
+            memory.append([tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), f"{peak / limit:.0%}"])
     print_table("memory", ["tier", "peak", "available", "used"], memory)
     others = {tried.policy: tried for tried in found.tried if not tried.knobs}
     named = [
@@ -255,11 +255,11 @@ def _show_what_if(answers: WhatIf) -> None:
     critical = [[name, f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
     print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
     limits = [
-        [f"{link} bandwidth for no stall", "any" if rate is None else f"{rate / 1e9:,.1f} GB/s"]
+        [f"{link} bandwidth for no stall", "any" if rate is None else scaled(rate, "GB/s")]
         for link, rate in answers.required_bandwidth.items()
     ]
     for what, nbytes in (("device", answers.smallest_device_bytes), ("host", answers.smallest_host_bytes)):
-        limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else f"{nbytes / 1e9:,.2f} GB"])
+        limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else scaled(nbytes, "GB", 2)])
     limits.append(["longest sequence, one at a time", f"{answers.longest_sequence:,} tokens"])
     limits.append(["largest micro-batch", f"{answers.largest_micro_batch:,} sequences"])
     print_table("limits", ["", ""], limits)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import torch
 
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
+from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standard_library
 from megatrain.graphs import replayed
 from megatrain.initial import random_parameters
 from megatrain.pointwise import PLAIN, compiled
+from megatrain.terminal import scaled
 from megatrain.train import Debug, Trainer, as_they_are
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
@@ -92,11 +95,11 @@ def require_memory(verified: Verified, device: torch.device) -> None:
     needed, available = sum(verified.allocated_bytes()[tier] for tier in tiers_in_ram), available_memory()
     if needed > available:
         tiers = ", ".join(
-            f"{tier} {nbytes / 1e9:.1f} GB" for tier in tiers_in_ram if (nbytes := verified.allocated_bytes()[tier])
+            f"{tier} {scaled(nbytes, 'GB')}" for tier in tiers_in_ram if (nbytes := verified.allocated_bytes()[tier])
         )
         raise Refused(
-            f"{verified.schedule.label} for {verified.schedule.model.name} needs {needed / 1e9:.1f} GB ({tiers}), and "
-            f"{available / 1e9:.1f} GB of memory are available on this machine; simulate it instead, or shrink it"
+            f"{verified.schedule.label} for {verified.schedule.model.name} needs {scaled(needed, 'GB')} ({tiers}), and "
+            f"{scaled(available, 'GB')} of memory are available on this machine; simulate it instead, or shrink it"
         )
 
 
@@ -105,13 +108,27 @@ def require_drive(verified: Verified, folder: Path | None) -> None:
     needed = verified.allocated_bytes()[Tier.NVME]
     if not needed:
         return
-    what = f"{verified.schedule.label} for {verified.schedule.model.name} keeps {needed / 1e9:.3g} GB on NVMe"
+    what = f"{verified.schedule.label} for {verified.schedule.model.name} keeps {scaled(needed, 'GB')} on NVMe"
     if folder is None:
         raise Refused(f"{what}: give a folder on a drive, with --nvme FOLDER")
     if not folder.is_dir():
         raise Refused(f"{what}: there is no folder {folder}")
     if needed > (free := shutil.disk_usage(folder).free):
-        raise Refused(f"{what}, and {free / 1e9:.3g} GB are free in {folder}: make room there or choose another folder")
+        raise Refused(
+            f"{what}, and {scaled(free, 'GB')} are free in {folder}: make room there or choose another folder"
+        )
+
+
+def require_room(wanted: Sequence[tuple[str, Path, int]]) -> None:
+    """Raises NotSaved unless there is room for each (what, folder, bytes), together where they share a drive."""
+    drives: dict[int, list[tuple[str, Path, int]]] = {}
+    for part in wanted:
+        drives.setdefault(part[1].stat().st_dev, []).append(part)
+    for parts in drives.values():
+        free = shutil.disk_usage(parts[0][1]).free
+        if sum(nbytes for _, _, nbytes in parts) > free:
+            told = " and ".join(f"{what} in {folder} takes {scaled(nbytes, 'GB')}" for what, folder, nbytes in parts)
+            raise NotSaved(f"{told}, and {scaled(free, 'GB')} are free there: make room or choose another folder")
 
 
 def train(
@@ -126,15 +143,18 @@ def train(
     fused: bool = False,
     graphs: bool = False,
     files: Files = Files(),
+    on_start: Callable[[], None] | None = None,
     on_loss: Callable[[int, float], None] | None = None,
 ) -> Trained:
     """Train so many steps, more of them where `files` say to resume.
 
     `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer. `fused` compiles what multiplies no matrices,
-    `graphs` replays blocks as CUDA graphs.
+    `graphs` replays blocks as CUDA graphs. `on_start` is called when all has been checked, before weights are loaded.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training.
+        Diverged: a loss, or what was to be saved, is not finite.
+        NotSaved, NotExported: there is no room, or no longer.
         OpFailed: an op failed.
         Refused, TemplateError: this schedule or model cannot be run here, or not so.
     """
@@ -153,12 +173,19 @@ def train(
         data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
     initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
     resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
-    if files.save is not None:
-        checkpoint.require_room(files.save, schedule, resumed)
-    if files.export is not None:
-        hf.require_writable(files.export, model, workload)
     if files.every is not None and files.save is None:
         raise InputError("every so many steps a checkpoint: say where to save it")
+    room = []
+    if files.save is not None:
+        saves = -(-steps // (files.every or steps))
+        needed = checkpoint.require_folder(files.save, schedule, resumed, saves)
+        room.append(("to save", files.save, needed))
+    if files.export is not None:
+        hf.require_writable(files.export, model, workload)
+        room.append(("to export", files.export, hf.written_bytes(model, workload)))
+    require_room(room)
+    if on_start is not None:
+        on_start()
     with Trainer(
         verified,
         machine,
@@ -173,11 +200,27 @@ def train(
         prepare=replayed if graphs else as_they_are,
     ) as trainer:
         losses: list[float] = []
-        while len(losses) < steps:
-            left = steps - len(losses)
-            losses += trainer.run(min(left, files.every or left), on_loss=on_loss)
-            if files.save is not None:
-                trainer.save(files.save)
-        if files.export is not None:
-            hf.write(files.export, model, workload, lambda i: trainer.kept(i)[0])
+        saved: int | None = None  # the last step after which this run has saved
+
+        def told(step: int, loss: float) -> None:
+            if on_loss is not None:
+                on_loss(step, loss)
+            if math.isfinite(loss):
+                return
+            if files.save is not None and step == saved:
+                checkpoint.drop(files.save, step)
+            raise Diverged(f"the loss of step {step + 1} is {loss}")
+
+        try:
+            while len(losses) < steps:
+                left = steps - len(losses)
+                losses += trainer.run(min(left, files.every or left), on_loss=told)
+                if files.save is not None:
+                    trainer.save(files.save)
+                    saved = trainer.step
+            if files.export is not None:
+                hf.write(files.export, model, workload, lambda i: trainer.kept(i)[0], files.weights)
+        except Diverged as error:
+            kept = checkpoint.told(files.save)
+            raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None
         return Trained(losses=losses, trace=trainer.trace())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.terminal import print_table
+from megatrain.terminal import print_table, scaled
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from sim.prediction import Prediction, memory_of
@@ -15,7 +15,7 @@ def print_summary(schedule: Schedule, verdict: str) -> None:
     facts = [f"{schedule.label} for {schedule.model.name}, digest {schedule.short_digest}"]
     facts.append(f"{len(schedule.ops)} ops, {len(schedule.waits)} waits, {len(schedule.buffers)} buffers")
     facts += [
-        f"{schedule.allocated_bytes(tier) / 1e9:.2f} GB {tier}" for tier in Tier if schedule.allocated_bytes(tier)
+        f"{scaled(schedule.allocated_bytes(tier), 'GB', 2)} {tier}" for tier in Tier if schedule.allocated_bytes(tier)
     ]
     print("; ".join(facts))
     print(verdict)
@@ -35,7 +35,7 @@ def print_prediction(prediction: Prediction) -> None:
     rows = [
         ["step", f"{prediction.period_ns / 1e6:,.1f} ms"],
         ["throughput", f"{prediction.tokens_per_s:,.0f} tokens/s"],
-        ["model FLOP/s", f"{prediction.model_flops_per_s / 1e12:,.1f} TFLOP/s"],
+        ["model FLOP/s", scaled(prediction.model_flops_per_s, "TFLOP/s")],
         ["MFU", f"{prediction.mfu:.1%}"],
         ["HFU", f"{prediction.hfu:.1%}"],
         ["bound of this schedule", f"{prediction.bound_ns / 1e6:,.1f} ms"],
@@ -47,7 +47,7 @@ def print_prediction(prediction: Prediction) -> None:
     for tier, limit in zip(Tier, vars(memory_of(profile)).values(), strict=True):
         if peak := prediction.peak_bytes[tier]:
             memory.append(
-                [tier, f"{peak / 1e9:,.2f} GB", f"{limit / 1e9:,.2f} GB", f"{peak / limit:.0%}" if limit else "-"]
+                [tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), f"{peak / limit:.0%}" if limit else "-"]
             )
     print_table("memory", ["tier", "peak", "available", "used"], memory)
     streams = []
@@ -65,7 +65,7 @@ def drive_rows(prediction: Prediction) -> list[list[str]]:
         return []
     days = prediction.drive_days
     worn = "" if days is None else f", all that its maker promises in {days:,.0f} days"
-    return [["written to NVMe", f"{written / 1e12:,.1f} TB a day{worn}"]]
+    return [["written to NVMe", f"{scaled(written, 'TB')} a day{worn}"]]
 
 
 def prediction_record(prediction: Prediction) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatrain.backend import Backend, E, Work
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
-from megatrain.initial import random_adapters
+from megatrain.initial import random_adapters, summed
 from megatrain.nvme import Drive
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.store import Store, float_type
@@ -66,6 +66,7 @@ class Trainer(Generic[E]):
 
     Raises:
         NotVerified: see Executor.
+        CheckpointError: `resume` has adapters beside other weights than those of `initial`.
         StoreError, DriveError: see Store.
         TemplateError: the model cannot be trained here.
         ValueError: the data has tokens that the model does not know.
@@ -108,7 +109,12 @@ class Trainer(Generic[E]):
             self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
             if adapters is None and workload.lora_rank is not None:
                 adapters = random_adapters(model, workload.lora_rank, 0)
-            self._store.fill(verified, initial, adapters, resume.layer if resume is not None else None)
+            sums: dict[int, int] = {}
+            source = initial if workload.lora_rank is None else summed(initial, sums)
+            self._store.fill(verified, source, adapters, resume.layer if resume is not None else None)
+            self._frozen = {model.layer_name(i): found for i, found in sums.items()}
+            if resume is not None:
+                checkpoint.require_frozen(resume, self._frozen)
             opened.pop_all()
         self._actions = Actions(
             schedule=schedule,
@@ -191,8 +197,8 @@ class Trainer(Generic[E]):
         return self._executor.trace()
 
     def save(self, folder: Path) -> Path:
-        """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved."""
-        return checkpoint.save(folder, self._verified.schedule, self.step, self.kept)
+        """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved, Diverged."""
+        return checkpoint.save(folder, self._verified.schedule, self.step, self.kept, self._frozen)
 
     def kept(self, i: int) -> tuple[Tensor, Tensor]:
         """What is trained of layer i in the type it is computed with, flat, and its optimizer state as bytes; new."""

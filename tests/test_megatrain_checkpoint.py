@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import checkpoint, initial
+from megatrain import checkpoint, initial, session
 from megatrain.adam import Adam
-from megatrain.checkpoint import Checkpoint, CheckpointError, NotSaved
+from megatrain.checkpoint import Checkpoint, CheckpointError, Diverged, NotSaved
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
 from megatrain.train import Trainer
@@ -44,7 +45,7 @@ def schedule(policy: str = "streamed", precision: str = "fp32", **changes: Any) 
 
 
 def train(
-    of: Schedule, steps: int, folder: Path, *, resume: Checkpoint | None = None, save: bool = False
+    of: Schedule, steps: int, folder: Path, *, resume: Checkpoint | None = None, save: bool = False, seed: int = 0
 ) -> tuple[list[float], Layers]:
     """Losses and what is kept of every layer after so many steps."""
     data = RandomTokens(vocab_size=of.model.vocab_size, workload=of.workload, seed=3)
@@ -53,7 +54,7 @@ def train(
         CpuBackend(),
         data,
         Adam(lr=1e-2, weight_decay=0.1),
-        initial=initial.random_parameters(of.model, 0),
+        initial=initial.random_parameters(of.model, seed),
         resume=resume,
         nvme=folder,
     ) as trainer:
@@ -119,40 +120,71 @@ def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:
     train(of, 2, tmp_path, save=True)
     itself = checkpoint.read(tmp_path / "checkpoints" / "step-00000002", of)
     assert itself == checkpoint.read(tmp_path / "checkpoints", of)
-    checkpoint.require_room(tmp_path / "checkpoints", of, itself)  # it may be replaced by what goes on from it
+    checkpoint.require_folder(tmp_path / "checkpoints", of, itself, 1)  # it may be replaced by what goes on from it
     (tmp_path / "checkpoints" / "step-00000002" / checkpoint.LAST).unlink()
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         checkpoint.read(tmp_path / "checkpoints" / "step-00000002", of)
 
 
-def test_the_newest_stays_and_older_ones_go(tmp_path: Path) -> None:
-    of = schedule()
+def test_the_two_newest_stay_and_older_ones_go(tmp_path: Path) -> None:
+    """The newest is proven by the step that is trained from it, and no sooner."""
+    of, folder = schedule(), tmp_path / "checkpoints"
     train(of, 2, tmp_path, save=True)
-    train(of, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", of), save=True)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
-    assert checkpoint.read(tmp_path / "checkpoints", of).step == 3
+    for steps in ([2, 3], [3, 4], [4, 5]):
+        found = checkpoint.read(folder, of)
+        checkpoint.require_folder(folder, of, found, 1)
+        train(of, 1, tmp_path, resume=found, save=True)
+        assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:08d}" for step in steps]
+        assert checkpoint.read(folder, of).step == steps[-1]
+
+
+# ---- frozen weights
+
+
+def test_adapters_go_on_beside_the_weights_that_they_were_trained_beside(tmp_path: Path) -> None:
+    of, folder = schedule("lora_streamed"), tmp_path / "checkpoints"
+    losses, _ = train(of, 3, tmp_path)
+    before, _ = train(of, 2, tmp_path, save=True)
+    after, _ = train(of, 1, tmp_path, resume=checkpoint.read(folder, of))
+    assert [*before, *after] == losses
+    with pytest.raises(
+        CheckpointError, match=r"beside other weights: those of layer embed and \d more differ; give the"
+    ):
+        train(of, 1, tmp_path, resume=checkpoint.read(folder, of), seed=1)
+
+
+def test_one_number_more_or_less_makes_other_weights() -> None:
+    sums: dict[int, int] = {}
+    source = initial.random_parameters(MODEL, 0)
+    assert torch.equal(initial.summed(source, sums)(1), source(1))
+    again: dict[int, int] = {}
+    changed = source(1)
+    initial.summed(lambda i: changed, again)(1)
+    assert again == sums
+    changed[7] = torch.nextafter(changed[7], torch.tensor(9.0))
+    initial.summed(lambda i: changed, again)(1)
+    assert again != sums
 
 
 # ---- faults
 
 
-def test_an_older_one_goes_when_the_newer_one_is_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a loss of power could take both; it can also come before the older one is gone, and leave both."""
+def test_a_checkpoint_is_complete_when_its_contents_are_on_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power could leave a name without them."""
     of, folder = schedule(), tmp_path / "checkpoints"
     _, right = train(of, 1, tmp_path, save=True)
-    at_sync: list[list[str]] = []
+    at_sync: list[tuple[list[str], int]] = []
 
     def sync() -> None:
-        at_sync.append(sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.LAST}")))
-        found = checkpoint.read(folder, of)
-        assert (found.step, found.folder.name) == (2, "step-00000002") and same(
-            {i: found.layer(i) for i in of.model.layers}, right
-        )
+        complete = sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.LAST}"))
+        at_sync.append((complete, len(list(folder.glob("step-00000002/*.safetensors")))))
 
     monkeypatch.setattr(checkpoint.os, "sync", sync)
     checkpoint.save(folder, of, 2, lambda i: right[i])
-    assert at_sync == [["step-00000001", "step-00000002"]]
-    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    files = len(of.model.layers)
+    assert at_sync == [(["step-00000001"], files), (["step-00000001", "step-00000002"], files)]
 
 
 def on_third_layer(do: Callable[[], None]) -> Callable[..., None]:
@@ -239,7 +271,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (schedule(precision="bf16"), "its precision is 'fp32', the schedule's 'bf16'"),
+        (schedule(precision="bf16"), "its precision is 'fp32', the schedule's 'bf16'; give --precision fp32"),
         (schedule(num_hidden_layers=3), "its model is one of 2 blocks .* the schedule's one of 3"),
         (schedule("lora_streamed"), "its lora_rank is None, the schedule's 16"),
     ],
@@ -257,6 +289,21 @@ def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_
         checkpoint.read(folder, of)
 
 
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("zero3_offload", "zero3_offload adds an fp32 master by itself: give --precision bf16 --knob master=weights$"),
+        ("zero_offload", "give --precision bf16, and a policy that does not add an fp32 master by itself$"),
+    ],
+)
+def test_who_adds_state_that_the_checkpoint_has_not_is_told_what_leaves_it_out(
+    policy: str, told: str, tmp_path: Path
+) -> None:
+    train(schedule(precision="bf16"), 1, tmp_path, save=True)
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.read(tmp_path / "checkpoints", schedule(policy, "bf16"))
+
+
 def test_a_model_by_another_name_is_the_same_model(tmp_path: Path) -> None:
     train(schedule(), 1, tmp_path, save=True)
     assert checkpoint.read(tmp_path / "checkpoints", schedule(name="mine")).step == 1
@@ -269,31 +316,98 @@ def test_a_checkpoint_of_another_training_is_not_to_be_removed(tmp_path: Path) -
     of, folder = schedule(), tmp_path / "checkpoints"
     train(of, 1, tmp_path, save=True)
     with pytest.raises(CheckpointError, match=r"step-00000001 is a checkpoint that this training does not go on from"):
-        checkpoint.require_room(folder, of, None)
+        checkpoint.require_folder(folder, of, None, 1)
     found = checkpoint.read(folder, of)
-    checkpoint.require_room(folder, of, found)
+    checkpoint.require_folder(folder, of, found, 1)
     shutil.copytree(found.folder, folder / "step-00000007")
     with pytest.raises(CheckpointError, match="step-00000007"):
-        checkpoint.require_room(folder, of, found)
+        checkpoint.require_folder(folder, of, found, 1)
 
 
-def test_room_is_asked_for_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = schedule()
+def test_room_is_counted_for_as_many_checkpoints_as_there_will_be(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    one = MODEL.total_params * 12  # fp32 weights and two moments
+    assert [checkpoint.require_folder(folder, of, None, saves) for saves in (1, 2, 9)] == [one, 2 * one, 2 * one]
     train(of, 1, tmp_path, save=True)
-    files = list((tmp_path / "checkpoints").rglob("*.safetensors"))
-    taken = sum(path.stat().st_size for path in files)
-    needed = MODEL.total_params * 12  # fp32 weights and two moments
-    assert needed <= taken <= needed + 1000 * len(files)
-
-    def with_free(nbytes: int) -> None:
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, nbytes))
-        checkpoint.require_room(tmp_path / "a" / "new", of, None)
-
-    with_free(needed)
-    with pytest.raises(NotSaved, match=r"a checkpoint takes .* GB, and .* GB are free in"):
-        with_free(needed - 1)
+    files = list(folder.rglob("*.safetensors"))
+    assert one <= sum(path.stat().st_size for path in files) <= one + 1000 * len(files)
+    found = checkpoint.read(folder, of)
+    assert [checkpoint.require_folder(folder, of, found, saves) for saves in (1, 9)] == [one, one]
+    train(of, 1, tmp_path, resume=found, save=True)
+    assert checkpoint.require_folder(folder, of, checkpoint.read(folder, of), 1) == 0  # the oldest goes first
     (tmp_path / "file").touch()
     with pytest.raises(NotSaved, match="no checkpoint can be written to"):
-        checkpoint.require_room(tmp_path / "file" / "below", of, None)
+        checkpoint.require_folder(tmp_path / "file" / "below", of, None, 1)
     with pytest.raises(CheckpointError, match="flexgen_block trains nothing that could be saved"):
-        checkpoint.require_room(tmp_path / "new", schedule("flexgen_block"), None)
+        checkpoint.require_folder(tmp_path / "new", schedule("flexgen_block"), None, 1)
+
+
+def test_room_is_asked_for_together_where_folders_share_a_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil._ntuple_diskusage(9_000_000, 0, 3_000_000)
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda folder: free)
+    wanted = [("to save", tmp_path, 2_000_000), ("to export", tmp_path, 1_000_000)]
+    session.require_room(wanted)
+    with pytest.raises(
+        NotSaved, match=r"to save in .* takes 2\.0 MB and to export in .* 1\.5 MB, and 3\.0 MB are free"
+    ):
+        session.require_room([wanted[0], ("to export", tmp_path, 1_500_000)])
+
+
+def test_a_training_asks_for_room_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = schedule()
+    one, weights = MODEL.total_params * 12, MODEL.total_params * 4
+    began: list[int] = []
+
+    def with_free(nbytes: int, files: session.Files) -> None:
+        free = shutil._ntuple_diskusage(1, 1, nbytes)
+        monkeypatch.setattr(session.shutil, "disk_usage", lambda folder: free)
+        began.clear()
+        session.train(
+            verify(of), steps=4, hyper=Adam(lr=1e-3), files=files, on_loss=lambda step, loss: began.append(step)
+        )
+
+    folders = [tmp_path / name for name in "abc"]
+    for nbytes, files in (
+        (one, session.Files(save=folders[0])),
+        (2 * one, session.Files(save=folders[1], every=3)),
+        (weights, session.Files(export=folders[2])),
+    ):
+        with pytest.raises(NotSaved):
+            with_free(nbytes - 1, files)
+        assert not began
+        with_free(nbytes, files)
+
+
+# ---- a training that diverges
+
+
+def test_a_loss_that_is_not_finite_stops_and_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    """The step that diverges has a finite loss, and the checkpoint after it is of no use."""
+    of, folder = schedule(), tmp_path / "checkpoints"
+    losses: list[float] = []
+    files = session.Files(save=folder, every=1, export=tmp_path / "hf")
+    with pytest.raises(Diverged, match=r"the loss of step 4 is nan: .*step-00000002 is kept; try a lower learning"):
+        session.train(
+            verify(of),
+            steps=9,
+            hyper=lambda step: Adam(lr=1e30 if step == 2 else 1e-3),
+            files=files,
+            on_loss=lambda step, loss: losses.append(loss),
+        )
+    assert len(losses) == 4 and math.isfinite(losses[2]) and not math.isfinite(losses[3])
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert not list((tmp_path / "hf").iterdir())
+    with pytest.raises(Diverged, match="no checkpoint was saved"):
+        session.train(verify(of), steps=3, hyper=Adam(lr=1e30))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """As after a last step, whose loss was still finite."""
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    right[1][0][5] = float("inf")
+    with pytest.raises(Diverged, match="the weights of layer 1 are not finite after step 2"):
+        checkpoint.save(folder, of, 2, lambda i: right[i])
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]

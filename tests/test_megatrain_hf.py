@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain import hf, initial
-from megatrain.hf import WeightsError
+from megatrain.checkpoint import Diverged
+from megatrain.hf import NotExported, WeightsError
 from megatrain.layer_parts import rms_norm
 from megatrain.template import templates, views
 from schedules import presets
@@ -170,6 +172,13 @@ def test_adapters_are_named_as_peft_names_them(tmp_path: Path) -> None:
     assert not (tmp_path / "config.json").exists()
 
 
+def test_adapters_say_which_weights_they_belong_to(tmp_path: Path) -> None:
+    adapters = initial.random_adapters(TINY, 4, 0)
+    hf.write(tmp_path / "a", TINY, replace(WORKLOAD, lora_rank=4), adapters, tmp_path / "base")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+
+
 @pytest.mark.parametrize("name", presets.names())
 def test_a_written_config_is_the_same_model(name: str, tmp_path: Path) -> None:
     model = presets.load(name)
@@ -185,6 +194,103 @@ def test_a_model_that_a_config_would_describe_as_another_is_told(tmp_path: Path)
 
 
 # ---- faults
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("model.layers.1.self_attn.q_proj.weight_scale_inv", "knows nothing: they are quantized; training begins with"),
+        (
+            "model.layers.1.self_attn.q_proj.bias",
+            "of which tiny knows nothing: trained without it, it would be ",
+        ),
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", None),
+        ("lm_head.weight", None),
+    ],
+)
+def test_what_the_model_knows_nothing_of_is_named(name: str, told: str | None, tmp_path: Path) -> None:
+    model = MODELS["llama, tied"]
+    hf.write(tmp_path, model, WORKLOAD, parameters(model))
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    index["weight_map"][name] = "more.safetensors"
+    (tmp_path / hf.INDEX).write_text(json.dumps(index))
+    save_file({name: torch.ones(4)}, tmp_path / "more.safetensors")
+    if told is None:
+        hf.parameters(tmp_path, model)
+        return
+    with pytest.raises(WeightsError, match=told):
+        hf.parameters(tmp_path, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_types_that_mean_nothing_without_a_scale_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    file = tmp_path / "model-00002-of-00004.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(dtype)
+    save_file(tensors, file)
+    with pytest.raises(WeightsError, match=r"up_proj\.weight in .* is of type (F8_E4M3|I8): training begins with bf16"):
+        hf.parameters(tmp_path, TINY)
+
+
+def test_a_config_that_says_quantized_is_believed(tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(WeightsError, match="are quantized, with fp8: training begins with bf16"):
+        hf.parameters(tmp_path, TINY)
+    (tmp_path / "config.json").unlink()
+    hf.parameters(tmp_path, TINY)
+
+
+def test_other_weights_are_not_written_over(tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(
+        WeightsError, match=r"has weights already, model-00001-of-00004\.safetensors: export to another"
+    ):
+        hf.require_writable(tmp_path, TINY, WORKLOAD)
+    with pytest.raises(WeightsError, match="has weights already"):
+        hf.write(tmp_path, replace(TINY, num_hidden_layers=1), WORKLOAD, parameters(TINY))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(9))
+
+    def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if next(calls) == 2:
+            path.write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, metadata=metadata)
+
+    (tmp_path / "README.md").touch()
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(NotExported, match=r"could not be exported to .*No space left on device"):
+        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    def diverged(i: int) -> Tensor:
+        found = parameters(TINY)(i)
+        found[3] = torch.nan if i == 1 else 0.0
+        return found
+
+    with pytest.raises(Diverged, match="the weights of layer 1 are not finite"):
+        hf.write(tmp_path, TINY, WORKLOAD, diverged)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_takes_what_it_says(tmp_path: Path) -> None:
+    for name, workload, source in (
+        ("whole", WORKLOAD, parameters(TINY)),
+        ("adapters", replace(WORKLOAD, lora_rank=4), initial.random_adapters(TINY, 4, 0)),
+    ):
+        hf.write(tmp_path / name, TINY, workload, lambda i, source=source: source(i).bfloat16())  # type: ignore[misc]
+        taken = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
+        said = hf.written_bytes(TINY, workload)
+        assert said <= taken <= said + 20_000
 
 
 def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatrain.terminal import Column, Record, show_records
+from megatrain.terminal import Column, Record, scaled, show_records
 
 ROWS: list[Record] = [
     {"name": "llama-3.1-8b", "count": "8,030,261,248", "rate": "55.4 GB/s", "words": "one two three " * 9},
@@ -57,3 +57,18 @@ def test_text_folds_to_its_words_before_there_is_no_table() -> None:
 def test_too_narrow_for_any_table_a_row_is_some_lines() -> None:
     lines = printed(25)
     assert lines[:5] == ["models", "", "model: llama-3.1-8b", "parameters of all blocks:", "8,030,261,248"]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "told"),
+    [
+        (1.5e12, "GB", "1,500.0 GB"),
+        (2e9, "GB", "2.0 GB"),
+        (12.8e6, "GB", "12.8 MB"),
+        (3.2e9, "TFLOP/s", "3.2 GFLOP/s"),
+        (640.0, "GB", "640 B"),
+        (0.0, "GB", "0 B"),
+    ],
+)
+def test_what_is_small_has_a_smaller_unit(value: float, unit: str, told: str) -> None:
+    assert scaled(value, unit) == told
