@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import megatrain.cli.run as run_command
 
 ROOT = Path(__file__).parent.parent
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
@@ -50,8 +54,15 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--steps", "1", "--expect", "ffff"], 1, "not ffff"),
         (["run", "tiny", "--steps", "1", "--resume", "/proc"], 2, "there is no checkpoint in /proc"),
         (["run", "tiny", "--steps", "1", "--weights", "/proc"], 2, "/proc has neither model.safetensors.index.json"),
-        (["run", "tiny", "--steps", "1", "--data", "nowhere.npy"], 2, "nowhere.npy cannot be read as a .npy file"),
-        (["run", "tiny", "--steps", "1", "--save", "/proc/nowhere"], 2, "cannot write /proc/nowhere: no such folder"),
+        (["run", "tiny", "--steps", "1", "--data", "nowhere.npy"], 2, "nowhere.npy cannot be read: No such file"),
+        (["run", "tiny", "--steps", "1", "--save", "/proc/nowhere"], 2, "nowhere: the folder /proc takes no files"),
+        (["simulate", "tiny", "--trace", "/proc/t.json"], 2, "cannot write /proc/t.json: the folder /proc takes no"),
+        (["run", "tiny", "--seed", "99999999999999999999999"], 2, "4294967295"),
+        (["run", "tiny", "--lr", "inf"], 2, "--lr inf: give a number from 0 up that is not infinite"),
+        (["run", "tiny", "--lr", "nan"], 2, "--lr nan: give a number"),
+        (["run", "tiny", "--weight-decay", "inf"], 2, "--weight-decay inf: give a number"),
+        (["compare", "tiny", "-p", "streamd"], 2, "streamed"),
+        (["adversary", "streamd", "resident"], 2, "streamed"),
         (["run", "tiny", "--steps", "1", "--export", "/proc/nowhere"], 2, "/proc/nowhere"),
         (["run", "tiny", "-p", "flexgen_block", "--steps", "1", "--export", "/tmp"], 2, "nothing is trained"),
         (["run", "tiny", "--steps", "1", "--every", "1"], 2, "say where to save it"),
@@ -73,6 +84,7 @@ def test_bad_input_is_told_without_a_traceback(command: list[str], code: int, to
     assert done.returncode == code, done.stderr
     assert told in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
+    assert "━━" not in done.stderr or " tried " in done.stderr  # no bar of progress that there was not
 
 
 def test_an_encoder_and_a_broken_config_are_refused(tmp_path: Path) -> None:
@@ -167,6 +179,63 @@ def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path:
     assert megatrain(*step, "--steps", "1", "--save", str(folder)).returncode == 2
     (found,) = losses("--steps", "1", "--weights", str(tmp_path / "hf"))
     assert found < whole[0] - 0.1  # it begins where that training ended
+
+
+def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:
+    step = ["run", "tiny", "--batch", "1", "--seq", "32", "--save", str(tmp_path / "run")]
+    assert megatrain(*step, "--steps", "2").returncode == 0
+    export = tmp_path / "hf"
+    more = ["--resume", str(tmp_path / "run"), "--every", "1", "--lr", "1e30", "--export", str(export), "--json"]
+    done = megatrain(*step, "--steps", "5", *more)
+    assert done.returncode == 1, done.stderr
+    record = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert record["losses"][0] > 0 and record["losses"][1:] == [None]
+    told = "the loss of step 4 is nan: the training has diverged and stops; "
+    assert told in record["reason"] and f"{told}{tmp_path / 'run' / 'step-00000002'} is kept" in done.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"] and not list(export.iterdir())
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_who_interrupts_a_training_is_told_what_is_kept(how: signal.Signals, tmp_path: Path) -> None:
+    options = ["--steps", "1000000", "--save", str(tmp_path / "run"), "--every", "5", "--nvme", str(tmp_path)]
+    command = [sys.executable, "-m", "megatrain.cli", "run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=_hears) as run:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("run/*/training.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+        run.send_signal(how)
+        _, told = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert re.search(rf"megatrain: interrupted after step \d+; {tmp_path}/run/step-\d+ is kept\n$", told)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing lies on the drive
+
+
+def _hears() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
+
+
+def test_the_bar_of_a_training_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 12.0, 14.0])
+    monkeypatch.setattr(run_command.time, "perf_counter", lambda: next(now))
+    progress = run_command._Progress(100, 64)
+    assert progress.reached() == "before the first step was done"
+    notes = []
+    for step, loss in enumerate([5.5, 5.4, 5.3], 20):
+        progress.add(step, loss)
+        notes.append(progress.note())
+    assert notes[0] == "1/100, loss 5.500"
+    assert notes[2] == "3/100, loss 5.300, 32 tokens/s, 0:03:14 left"
+    assert progress.reached() == "after step 23"
+
+
+def test_a_sequence_longer_than_the_model_was_made_for_is_noted() -> None:
+    told = "note: sequences of 129 tokens, and tiny was made for 128\n"
+    assert megatrain("simulate", "tiny", "-s", "129").stderr == told
+    assert megatrain("simulate", "tiny", "-s", "128").stderr == ""
+
+
+def test_the_version() -> None:
+    assert re.fullmatch(r"megatrain \d+\.\d+\S*\n", megatrain("--version").stdout)
 
 
 def test_every_command_of_the_readme_exists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,17 @@ def test_a_plan_that_cannot_be_proven_is_not_lost(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 2 and "an order is proven up to 1" in done.stderr
     assert "throughput" in done.stdout and file.is_file()
+
+
+def test_a_plan_is_written_before_it_is_read(tmp_path: Path) -> None:
+    """`head` goes before all is printed."""
+    file = tmp_path / "p.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megatrain.cli", "plan", "tiny", *STEP, "-o", str(file)]
+    subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, timeout=120)
+    os.close(writer)
+    assert megatrain("verify", str(file)).returncode == 0
 
 
 def test_several_ways_to_recompute_are_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

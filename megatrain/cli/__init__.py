@@ -6,7 +6,7 @@ A file holds a command, or a few that belong together; they are listed here in t
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -36,6 +36,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"megatrain {version('megatrain')}")
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
+
+
+@app.callback()
+def options(version: Annotated[bool, VERSION] = False) -> None:
+    """What may stand before a command."""
+
 
 COMMANDS = (
     simulate.simulate,

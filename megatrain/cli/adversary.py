@@ -39,15 +39,17 @@ def adversary(
             progress=lambda done, worst: bar.update(task, completed=done, note=f"worst so far {worst:.2f}x"),
         )
     table = adversaries.frame(found)
-    if as_json:
-        print_json(tables.records(table.head(top)))
-    elif not found:
-        print(f"at none of {points} points do both fit: nothing can be said")
-    else:
-        for loss in found[:top]:
-            print(loss.words(first, second), end="\n\n")
-        wins = sum(loss.ratio < 1 for loss in found)
-        shapes = f"of {len(found)} shapes at which both fit, {first} wins {wins} at its worst"
-        print(f"predicted, around {machine.name}; {shapes}")
-    if out is not None:
-        write_text(out, table.to_csv(index=False))
+    try:  # first to the file, see `plan`
+        if out is not None:
+            write_text(out, table.to_csv(index=False))
+    finally:
+        if as_json:
+            print_json(tables.records(table.head(top)))
+        elif not found:
+            print(f"at none of {points} points do both fit: nothing can be said")
+        else:
+            for loss in found[:top]:
+                print(loss.words(first, second), end="\n\n")
+            wins = sum(loss.ratio < 1 for loss in found)
+            shapes = f"of {len(found)} shapes at which both fit, {first} wins {wins} at its worst"
+            print(f"predicted, around {machine.name}; {shapes}")

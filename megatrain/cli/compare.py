@@ -64,12 +64,14 @@ def compare(
                 found.append(row)
                 progress.update(task, advance=1, note=f"{row.model} {row.policy}")
     frame = comparison.frame(found)
-    if as_json:
-        print_json(tables.records(frame))
-    else:
-        tables.show_comparison(frame)
-        if policy is None:
-            others = [name for name in policies.names() if name not in chosen]
-            print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")
-    if out is not None:
-        figure.save(figure.figure_of(plots.throughput(frame)), out / "throughput", frame)
+    try:  # first to the file, see `plan`
+        if out is not None:
+            figure.save(figure.figure_of(plots.throughput(frame)), out / "throughput", frame)
+    finally:
+        if as_json:
+            print_json(tables.records(frame))
+        else:
+            tables.show_comparison(frame)
+            if policy is None:
+                others = [name for name in policies.names() if name not in chosen]
+                print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")

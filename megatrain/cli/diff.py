@@ -35,18 +35,20 @@ def diff(
     found = trace_diff.diff(step, *traces, machine_of(hardware, None))
     totals, moves = trace_diff.totals(found), trace_diff.criticality(step, *traces)
     told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
-    if as_json:
-        rows = {"totals": tables.records(totals), "moves": tables.records(moves)}
-        listed = {what: [{"difference_ns": ns, "text": text} for ns, text in lines] for what, lines in told.items()}
-        print_json({"runs": found.names, "steps_ns": found.steps_ns, "differences": listed, **rows})
-    else:
-        names, lengths = found.names, [tables.seconds(ns / 1e9) for ns in found.steps_ns]
-        print(f"first: {first} ({names[0]}), a step of {lengths[0]}")
-        print(f"second: {second} ({names[1]}), a step of {lengths[1]}\n")
-        for what, lines in told.items():
-            print(f"{what}, largest difference first")
-            print("\n".join(f"{ns / 1e6:+10.4g} ms  {text}" for ns, text in lines) or "none", end="\n\n")
-        tables.show(totals, tables.TRACE_TOTALS, title="by stream and class of op")
-        tables.show(moves, tables.TRACE_MOVES, title="what moves the step", note=tables.TRACE_MOVES_NOTE)
-    if out is not None:
-        write_text(out, trace_diff.frame(found).to_csv(index=False))
+    try:  # first to the file, see `plan`
+        if out is not None:
+            write_text(out, trace_diff.frame(found).to_csv(index=False))
+    finally:
+        if as_json:
+            rows = {"totals": tables.records(totals), "moves": tables.records(moves)}
+            listed = {what: [{"difference_ns": ns, "text": text} for ns, text in lines] for what, lines in told.items()}
+            print_json({"runs": found.names, "steps_ns": found.steps_ns, "differences": listed, **rows})
+        else:
+            names, lengths = found.names, [tables.seconds(ns / 1e9) for ns in found.steps_ns]
+            print(f"first: {first} ({names[0]}), a step of {lengths[0]}")
+            print(f"second: {second} ({names[1]}), a step of {lengths[1]}\n")
+            for what, lines in told.items():
+                print(f"{what}, largest difference first")
+                print("\n".join(f"{ns / 1e6:+10.4g} ms  {text}" for ns, text in lines) or "none", end="\n\n")
+            tables.show(totals, tables.TRACE_TOTALS, title="by stream and class of op")
+            tables.show(moves, tables.TRACE_MOVES, title="what moves the step", note=tables.TRACE_MOVES_NOTE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from schedules.workload import PRECISIONS, RECOMPUTED
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from schedules.model import ModelSpec
     from schedules.schedule import Schedule
     from schedules.workload import MemoryBudget, Workload
     from sim.machine import HardwareProfile
@@ -96,9 +99,21 @@ def schedule_of(
     if is_schedule(target):
         if given := _given(context, fixed):
             raise InputError(f"the file {target} is a whole step: leave out {', '.join(given)}, or name a model")
-        return schedule_to_prove(Path(target))
-    chosen = policies.parse_knobs(policy, knobs or [])
-    return policies.build(policy, presets.load(target), workload, budget, **chosen)
+        schedule = schedule_to_prove(Path(target))
+    else:
+        chosen = policies.parse_knobs(policy, knobs or [])
+        schedule = policies.build(policy, presets.load(target), workload, budget, **chosen)
+    note_length(schedule.model, schedule.workload.seq_len)
+    return schedule
+
+
+def note_length(model: ModelSpec, seq_len: int) -> None:
+    """Say so where sequences are longer than the model was made for; nothing stops them."""
+    if seq_len > model.max_position_embeddings:
+        print(
+            f"note: sequences of {seq_len:,} tokens, and {model.name} was made for {model.max_position_embeddings:,}",
+            file=sys.stderr,
+        )
 
 
 def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
@@ -135,10 +150,23 @@ def require_outputs(*, files: Sequence[Path | None] = (), folders: Sequence[Path
 
     for file in files:
         if file is not None:
-            require_file(file)
+            with _exactly(file, file.parent):
+                require_file(file)
     for folder in folders:
         if folder is not None:
-            require_folder(folder)
+            with _exactly(folder, next(there for there in (folder, *folder.absolute().parents) if there.exists())):
+                require_folder(folder)
+
+
+@contextmanager
+def _exactly(path: Path, folder: Path) -> Iterator[None]:
+    """Tells "no such folder" from a folder that is there and takes no files, such as those of /proc."""
+    try:
+        yield
+    except InputError as error:
+        if isinstance(error.__cause__, FileNotFoundError) and folder.is_dir():
+            raise InputError(f"cannot write {path}: the folder {folder} takes no files") from error
+        raise
 
 
 def listed(names: Sequence[str]) -> list[str]:
@@ -154,17 +182,41 @@ def models_of(models: list[str] | None, too: list[str] | None) -> list[str]:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str))
+    """Print JSON as its standard has it, which knows no NaN and no infinity: null stands for them."""
+    print(json.dumps(_valid(value), indent=1, default=str))
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _valid(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_valid(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
+    """A bar for each task on stderr, drawn when there is progress: an error before that stands alone."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    class Late(Progress):
+        def update(self, task_id: TaskID, **changes: Any) -> None:
+            self.start()
+            super().update(task_id, **changes)
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
+    progress = Late(*columns, console=Console(stderr=True))
+    try:
         yield progress
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 def shape_of(text: str) -> tuple[int, int]:

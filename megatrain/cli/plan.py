@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     Seq,
     Set,
     machine_of,
+    note_length,
     print_json,
     progress_bar,
     require_outputs,
@@ -75,6 +76,7 @@ def plan(
         order_proof.solver()
     profile, spec = machine_of(hardware, change), presets.load(model)
     begun_with = [schedule_to_prove(path) for path in start or ()]
+    note_length(spec, seq)
     fixed = batch is not None and accumulation is not None
     with progress_bar() as bar:
         task = bar.add_task("planning", total=1.0, note="")
@@ -117,12 +119,14 @@ def plan(
         if what_if:
             asked = bar.add_task("asking what if", total=None, note="")
             answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
-    if as_json:
-        print_json(tables.record(found, spread, answers, proof))
-    else:
-        tables.show(found, spread, answers, proof)
-    if out is not None:
-        write_text(out, codec.dumps(found.schedule))
+    try:  # first to the file: whoever reads the output, such as `head`, may end before it does
+        if out is not None:
+            write_text(out, codec.dumps(found.schedule))
+    finally:
+        if as_json:
+            print_json(tables.record(found, spread, answers, proof))
+        else:
+            tables.show(found, spread, answers, proof)
     if not as_json:
         print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")
     if not_proven is not None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import statistics
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +62,9 @@ def run(
         int | None, typer.Option(help="Let it fall to zero, which this step would have, along half a cosine.")
     ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices alone.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the initial weights and the order of the data.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the initial weights and the order of the data.")
+    ] = 0,
     weights: Annotated[
         Path | None, typer.Option(help="Begin with the weights in this folder of Hugging Face's; random if left out.")
     ] = None,
@@ -94,41 +102,102 @@ def run(
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
     verified = verify(schedule)
 
+    from megatrain import checkpoint
     from megatrain.adam import Adam
     from megatrain.learning_rate import by_step
     from megatrain.session import Files, train
 
+    for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} {value}: give a number from 0 up that is not infinite")
     try:
         hyper = by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=decay_until)
     except ValueError as error:
         raise InputError(str(error)) from None
-    with progress_bar() as progress:
-        task = progress.add_task(f"training {schedule.policy}", total=steps, note="")
-        result = train(
-            verified,
-            steps=steps,
-            hyper=hyper,
-            seed=seed,
-            debug=debug,
-            backend=backend,
-            nvme=nvme,
-            fused=fused,
-            graphs=graphs,
-            files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
-            on_loss=lambda step, loss: progress.update(task, advance=1, note=f"loss {loss:.3f}"),
-        )
+    progress = _Progress(steps, schedule.workload.tokens_per_step)
+    try:
+        with progress_bar() as bar, _terminated_as_interrupted():
+            task = bar.add_task("training", total=steps, note="")
+
+            def on_loss(step: int, loss: float) -> None:
+                progress.add(step, loss)
+                bar.update(task, advance=1, note=progress.note())
+
+            result = train(
+                verified,
+                steps=steps,
+                hyper=hyper,
+                seed=seed,
+                debug=debug,
+                backend=backend,
+                nvme=nvme,
+                fused=fused,
+                graphs=graphs,
+                files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
+                on_start=bar.start,
+                on_loss=on_loss,
+            )
+    except checkpoint.Diverged as error:
+        if as_json:
+            print_json({**schedule.describe(), "losses": progress.losses, "reason": str(error)})
+        raise
+    except KeyboardInterrupt:
+        print(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}", file=sys.stderr)
+        raise typer.Exit(130) from None
     record = _record(schedule, result)
     if profile is not None:
         record["predicted_step_s"] = predict(schedule, profile, budget).period_ns / 1e9
-    if as_json:
-        print_json(record)
-    else:
-        print("\n".join(_told(schedule, record)))
-    if trace is not None:
-        from analysis.files import writing
+    try:
+        if trace is not None:
+            from analysis.files import writing
 
-        with writing(trace):
-            result.trace.save(trace)
+            with writing(trace):
+                result.trace.save(trace)
+    finally:  # whether or not it could be kept
+        if as_json:
+            print_json(record)
+        else:
+            print("\n".join(_told(schedule, record)))
+
+
+class _Progress:
+    """How far a training of so many steps is, each of so many tokens."""
+
+    def __init__(self, steps: int, tokens: int) -> None:
+        self.losses: list[float] = []
+        self._steps, self._tokens = steps, tokens
+        self._step, self._began, self._now = 0, 0.0, 0.0
+
+    def add(self, step: int, loss: float) -> None:
+        """A step, counted from 0 over all runs that go on from each other, is done."""
+        self._step, self._now = step + 1, time.perf_counter()
+        if not self.losses:
+            self._began = self._now
+        self.losses.append(loss)
+
+    def note(self) -> str:
+        """Beside the bar."""
+        done = len(self.losses)
+        said = f"{done}/{self._steps}, loss {self.losses[-1]:.3f}"
+        if done == 1 or self._now <= self._began:
+            return said
+        pace = (self._now - self._began) / (done - 1)  # the first step's start is not known
+        left = timedelta(seconds=round(pace * (self._steps - done)))
+        return f"{said}, {self._tokens / pace:,.0f} tokens/s, {left} left"
+
+    def reached(self) -> str:
+        """For whom it is interrupted."""
+        return f"after step {self._step}" if self.losses else "before the first step was done"
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a training as Ctrl-C does: nothing is left on a drive, and what is kept is told."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:

@@ -64,21 +64,23 @@ def simulate(
     verify(schedule)
     prediction = predict(schedule, profile, budget)
     lacking = prediction.does_not_fit
-    if as_json:
-        print_json(prediction_record(prediction))
-    else:
-        if lacking is not None:
-            print(f"DOES NOT FIT: {str(lacking).partition(':')[0]}; all below is as if it did")
-        print_prediction(prediction)
-    if trace is not None:
-        from analysis.files import writing
+    try:  # first to the files, see `plan`
+        if trace is not None:
+            from analysis.files import writing
 
-        with writing(trace):
-            prediction.trace.save(trace)
-    if perfetto is not None:
-        from analysis import perfetto as timeline
+            with writing(trace):
+                prediction.trace.save(trace)
+        if perfetto is not None:
+            from analysis import perfetto as timeline
 
-        timeline.write(perfetto, [(schedule, prediction.trace)])
+            timeline.write(perfetto, [(schedule, prediction.trace)])
+    finally:
+        if as_json:
+            print_json(prediction_record(prediction))
+        else:
+            if lacking is not None:
+                print(f"DOES NOT FIT: {str(lacking).partition(':')[0]}; all below is as if it did")
+            print_prediction(prediction)
     if lacking is not None:
         raise lacking
 
