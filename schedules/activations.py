@@ -7,7 +7,7 @@ from collections.abc import Callable
 from schedules import tensor as tensors
 from schedules.errors import ProgramError
 from schedules.op import Tier
-from schedules.tensor import parse
+from schedules.tensor import describe, parse
 
 
 class Activations:
@@ -22,6 +22,7 @@ class Activations:
         self._free: dict[tuple[str, int], list[str]] = {}  # by kind and size, given back longest ago first
         self._made: dict[str, int] = {}  # kind -> how many buffers
         self._live: dict[str, tuple[str, Tier]] = {}
+        self._gone: set[str] = set()  # made and given back
 
     @property
     def live(self) -> list[str]:
@@ -31,7 +32,7 @@ class Activations:
     def where(self, tensor: str) -> str:
         """The buffer that holds `tensor`. Raises ProgramError if none does."""
         if tensor not in self._live:
-            raise ProgramError(f"{tensor} is needed but no longer kept (or not yet made); keep or recompute it")
+            raise ProgramError(_missing(tensor, gone=tensor in self._gone))
         return self._live[tensor][0]
 
     def take(self, tensor: str, tier: Tier = Tier.DEVICE) -> str:
@@ -53,9 +54,30 @@ class Activations:
         buffer = self.where(tensor)
         _, tier = self._live.pop(tensor)
         self._free.setdefault(self._kind(tensor, tier), []).append(buffer)
+        self._gone.add(tensor)
         return buffer
 
     def _kind(self, tensor: str, tier: Tier) -> tuple[str, int]:
         # inputs and their gradients have one size and share their buffers
         cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
         return f"{'' if tier == Tier.DEVICE else f'{tier}.'}{cls}", self._nbytes(tensor)
+
+
+def _missing(tensor: str, *, gone: bool) -> str:
+    """That an activation is in no buffer, and which call makes or keeps it."""
+    name = parse(tensor)
+    what, at = describe(tensor), f"({name.layer}, {name.microbatch})"
+    if name.cls == tensors.OUTPUT_GRAD and gone:
+        return f"{what}, is used up: backward{at} has run, once for every micro-batch is enough"
+    if name.cls == tensors.OUTPUT_GRAD:
+        return f"{what}, is made by loss() or the backward of the layer after: call that first"
+    if name.cls == tensors.SAVED and gone:
+        return f"{what}, are used up: backward{at} has run, or free them later"
+    if name.cls == tensors.SAVED:
+        return f'{what}, are not there: keep them by forward{at} with keep="all", or call recompute{at} first'
+    if gone:
+        return (
+            f'{what}, is no longer kept: let the layer after keep it (keep="input" or "all"), '
+            f"or make it again by recompute{at} with output=True"
+        )
+    return f"{what}, is not made yet: call forward{at} first"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from schedules import tensor as tensors
 from schedules import trained
 from schedules.amounts import Amounts
 from schedules.contents import Violation
@@ -127,9 +128,10 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         return
     yield from (_wrong(op, message, fix) for message, fix in misused(schedule, op))
     if op.kind == Kind.COMPUTE:
-        for access in op.accesses:
-            if access.buffer in schedule.buffer and schedule.buffer[access.buffer].tier != Tier.DEVICE:
-                yield _wrong(op, f"{op.name} computes with {access.buffer}, not on the device", "prefetch it first")
+        for access in dict.fromkeys(op.accesses):
+            if schedule.buffer[access.buffer].tier != Tier.DEVICE:
+                fix = _to_the_device(access.tensor)
+                yield _wrong(op, f"{op.name} computes with {access.buffer}, not on the device", fix)
     if op.phase in (Phase.COPY, Phase.CAST):
         if len(op.reads) != 1 or len(op.writes) != 1:
             yield _wrong(
@@ -176,6 +178,16 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
     return {"nbytes": set(nbytes_of), "flops": set(flops), "params": (schedule.model.params(op.layer),)}
 
 
+def _to_the_device(tensor: str) -> str:
+    cls = parse(tensor).cls
+    if cls in tensors.MICROBATCH_CLASSES:
+        return "restore() it first"
+    kept = "keep it there with keep_on_device()"
+    if cls in tensors.GRADIENTS:
+        return f"name a buffer of the device to add it up in, as slots() makes them, or {kept}"
+    return f"prefetch() it first, or {kept}"
+
+
 def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
     """Whoever runs an op must be able to wait for the memory that it works on.
 
@@ -187,17 +199,35 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
     copies, on_gpu = op.phase == Phase.COPY, op.stream in DEVICE_STREAMS
     tiers = {access.buffer: schedule.buffer[access.buffer].tier for access in op.accesses if access.tensor != NORM}
     if on_gpu and copies and Tier.DEVICE not in tiers.values():
-        yield _wrong(op, f"{op.name} copies on {op.stream}, but nothing to or from the device", "queue it on cpu")
-    for buffer, tier in tiers.items():
-        if on_gpu and (tier == Tier.NVME or (tier == Tier.HOST and not copies)):
-            who, fix = "a stream of the GPU", f"queue it on {'nvme_read or nvme_write' if copies else 'cpu'}"
-        elif not on_gpu and tier == Tier.DEVICE:
-            who, fix = "a thread of the host", f"queue it on {'h2d or d2h' if copies else 'compute'}"
-        else:
-            continue
-        yield _wrong(
-            op, f"{op.name} ({op.phase}) runs on {op.stream}, {who}, and touches {buffer}, on {tier}", fix, buffer
+        fix = "name a buffer on the device, or queue it on cpu"
+        yield _wrong(op, f"{op.name} copies on {op.stream}, but nothing to or from the device", fix)
+    in_reach = {Tier.DEVICE} if on_gpu else {Tier.HOST}
+    if copies:
+        in_reach.add(Tier.HOST if on_gpu else Tier.NVME)
+    beyond = [buffer for buffer, tier in tiers.items() if tier not in in_reach]
+    if beyond:
+        who = "a stream of the GPU" if on_gpu else "a thread of the host"
+        where = " and ".join(
+            f"{_some(b for b in beyond if tiers[b] == tier)}, on {tier}"
+            for tier in dict.fromkeys(tiers[buffer] for buffer in beyond)
         )
+        fix = _to_reach(tiers, copies)
+        yield _wrong(op, f"{op.name} ({op.phase}) runs on {op.stream}, {who}, and touches {where}", fix, beyond[0])
+
+
+def _to_reach(tiers: Mapping[str, Tier], copies: bool) -> str:
+    """What to do with an op on these buffers, of which its stream does not reach all."""
+    there = set(tiers.values())
+    if copies and there == {Tier.DEVICE, Tier.NVME}:
+        return "copy it to a buffer of the host first, and on from there: a drive and the device have no link"
+    if copies:
+        return f"queue it on {'h2d or d2h' if Tier.DEVICE in there else 'nvme_read or nvme_write'}"
+    if there == {Tier.DEVICE}:
+        return "queue it on compute"
+    if there == {Tier.HOST}:
+        return "queue it on cpu, or keep what it touches on the device"
+    off_host, off_device = (_some(b for b, at in tiers.items() if at != tier) for tier in (Tier.HOST, Tier.DEVICE))
+    return f"copy {off_host} to the host and queue it on cpu, or {off_device} to the device and queue it on compute"
 
 
 _AMOUNTS = {"nbytes": "bytes", "flops": "FLOPs", "params": "parameters", "fresh": "fresh bytes"}
@@ -219,6 +249,12 @@ _PHASES_OF = {
 
 def _wrong(op: Op, message: str, fix: str, buffer: str = "") -> Violation:
     return Violation(rule="structure", op=op.name, buffer=buffer, message=message, fix=fix)
+
+
+def _some(buffers: Iterable[str]) -> str:
+    """A few names: a norm reads a buffer per layer."""
+    names = list(buffers)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _list(phases: tuple[Phase, ...]) -> str:

@@ -27,6 +27,7 @@ from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
 E = TypeVar("E", bound=StrEnum)
+_TOLD = 3  # activations never freed, of what may be hundreds
 
 
 class Program:
@@ -489,7 +490,7 @@ class Program:
             ProgramError: an activation was made and never freed, so that it would grow from step to step.
         """
         if self._activations.live:
-            raise ProgramError(f"never freed: {', '.join(self._activations.live)}")
+            raise ProgramError(self._never_freed(self._activations.live))
         return Schedule(
             ops=tuple(self._ops),
             buffers=tuple(
@@ -504,6 +505,24 @@ class Program:
             knobs=dict(knobs or {}),
             staleness=self._staleness,
         )
+
+    def _never_freed(self, live: Sequence[str]) -> str:
+        told = []
+        for tensor in live[:_TOLD]:
+            maker = next(op.name for op in reversed(self._ops) if any(a.tensor == tensor for a in op.writes))
+            told.append(f"{describe(tensor)}, made by {maker}: {self._frees(tensor)} is missing")
+        rest = len(live) - len(told)
+        return "never freed: " + "; ".join(told) + (f"; and {rest} more" if rest else "")
+
+    def _frees(self, tensor: str) -> str:
+        """The call that would have freed an activation."""
+        name, head = parse(tensor), self.model.head
+        i = self.model.layer_index(name.layer)
+        if name.cls == tensors.OUTPUT:
+            i += 1  # the layer that reads it
+        if i not in trained.layers(self.model, self.workload) and i != head:
+            return f"free({tensor!r})"
+        return f"loss({name.microbatch})" if i == head else f"backward({self.model.layer_name(i)}, {name.microbatch})"
 
     def _emit(
         self,

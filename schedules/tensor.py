@@ -116,7 +116,7 @@ _WORDS = {
     STATE: "the optimizer state of layer {}",
     OUTPUT: "the output of layer {}",
     SAVED: "the saved activations of layer {}",
-    OUTPUT_GRAD: "the output gradient of layer {}",
+    OUTPUT_GRAD: "the gradient of layer {}'s output",
     NORM: "the global gradient norm",
 }
 

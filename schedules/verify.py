@@ -6,6 +6,7 @@ accepts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,18 +28,33 @@ class ScheduleError(Refused):
         self.violations = violations
         count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}"
         title = f"{count} in {schedule.policy} ({schedule.short_digest}, {len(schedule.ops)} ops)"
-        super().__init__("\n\n".join([title, *(self._told(v) for v in violations[:_TOLD])]) + self._rest())
+        groups = _alike(violations)
+        told = [title, *(self._told(group) for group in groups[:_TOLD])]
+        super().__init__("\n\n".join(told) + _rest(sum(map(len, groups[_TOLD:]))))
 
     def __reduce__(self) -> tuple[type[ScheduleError], tuple[Schedule, list[Violation]]]:
         return type(self), (self.schedule, self.violations)  # it may come from another process
 
-    def _told(self, violation: Violation) -> str:
-        where = excerpt(self.schedule, violation.op, violation.on) if violation.op else ""
-        return "\n".join("  " + line for line in [*str(violation).splitlines(), *where.splitlines()])
+    def _told(self, group: list[Violation]) -> str:
+        first, *others = group
+        lines = str(first).splitlines()
+        if others:
+            shown = [v.op if v.op != first.op else v.buffer for v in others[:_TOLD]]
+            lines.append(f"the same for {', '.join(dict.fromkeys(shown))}" + _rest(len(others) - len(shown), " "))
+        where = excerpt(self.schedule, first.op, first.on) if first.op else ""
+        return "\n".join("  " + line for line in [*lines, *where.splitlines()])
 
-    def _rest(self) -> str:
-        left = len(self.violations) - _TOLD
-        return f"\n\n  and {left} more" if left > 0 else ""
+
+def _alike(violations: list[Violation]) -> list[list[Violation]]:
+    """Those that differ in numbers only, together."""
+    groups: dict[str, list[Violation]] = {}
+    for violation in violations:
+        groups.setdefault(re.sub(r"\d+", "", str(violation)), []).append(violation)
+    return list(groups.values())
+
+
+def _rest(left: int, before: str = "\n\n  ") -> str:
+    return f"{before}and {left} more" if left else ""
 
 
 _TOLD = 10  # violations told in the message; the exception carries all
@@ -125,12 +141,13 @@ def _race(op: Op, first: Op, hazard: Hazard, instance: Instance) -> Violation:
         message = f"{op.name} overwrites {tensor(first, False)} while {before} may still read it"
     else:
         message = f"{op.name} writes {tensor(op, True)} while {before} may still be writing there"
-    wait = f"wait {op.name} on {first.name}" + (" at distance 1" if distance else "")
+    wait = f"add  wait {op.name} on {first.name}" + (" at distance 1" if distance else "")
+    lacking = f"{op.name} does not wait for {before}" if distance else f"nothing orders {before} before {op.name}"
     return Violation(
         rule="race",
         op=op.name,
         on=first.name,
         buffer=hazard.buffer,
         message=message,
-        fix=f"nothing orders {before} before {op.name}; add  {wait}",
+        fix=f"{lacking}; {wait}",
     )

@@ -556,11 +556,13 @@ HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, m
         (HEAD + "    return None\n", "{path}: TypeError: policy() returned NoneType, not a Program"),
         (
             HEAD + "    p = Program(model, workload)\n    p.forward(0)\n    return p\n",
-            "{path}:6: ProgramError: x.embed.0 is needed but no longer kept (or not yet made); keep or recompute it",
+            "{path}:6: ProgramError: the output of layer embed, micro-batch 0, is not made yet: "
+            "call forward(embed, 0) first",
         ),
         (
             HEAD + "    p = Program(model, workload)\n    p.forward(-1)\n    return p\n",
-            "{path}: ProgramError: never freed: x.embed.0",
+            "{path}: ProgramError: never freed: the output of layer embed, micro-batch 0, made by F.embed.0: "
+            "backward(0, 0) is missing",
         ),
         ("import nothing_of_the_kind\n", "{path}:1: ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
         ("def policy(:\n", "{path}:1: SyntaxError: "),

@@ -89,3 +89,87 @@ def test_adapters_where_none_are_trained_are_told_of_a_file_too() -> None:
     lora = Program(MODEL, replace(STEP, lora_rank=2))
     with pytest.raises(InputError, match=r"layer embed has no adapters a\.embed: only blocks have"):
         lora.keep_on_device(lora.adapter(EMBED))
+
+
+def after_loss() -> Program:
+    p = resident()
+    p.loss()
+    return p
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda p: p.backward(0), "the gradient of layer 0's output, micro-batch 0, is made by loss() or the backward"),
+        (lambda p: [p.backward(2), p.backward(2)], "the gradient of layer 2's output, micro-batch 0, is used up"),
+        (
+            lambda p: p.free(p.saved(2, 0)) or p.backward(2),
+            "the saved activations of layer 2, micro-batch 0, are used up: backward(2, 0) has run, or free them later",
+        ),
+        (
+            lambda p: p.recompute(0, 1),
+            "the output of layer embed, micro-batch 1, is not made yet: call forward(embed, 1)",
+        ),
+        (lambda p: p.loss(), "the output of layer 2, micro-batch 0, is no longer kept: let the layer after keep it"),
+    ],
+)
+def test_an_activation_that_is_nowhere_is_told_with_the_call_that_makes_it(
+    wrong: Callable[[Program], object], told: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        wrong(after_loss())
+    assert told in str(error.value)
+
+
+def test_a_block_that_kept_nothing_inside_must_run_again() -> None:
+    p = Program(MODEL, STEP)
+    p.forward(EMBED)
+    for i in MODEL.blocks:
+        p.forward(i, keep="input")
+    p.loss()
+    with pytest.raises(InputError, match=r"keep them by forward\(2, 0\) .*or call recompute\(2, 0\) first"):
+        p.backward(2)
+
+
+def test_what_is_never_freed_is_told_with_the_call_that_is_missing() -> None:
+    p = after_loss()
+    for i in reversed(MODEL.blocks):
+        p.backward(i)
+    with pytest.raises(InputError) as error:
+        p.build(policy="no embedding")
+    assert str(error.value) == (
+        "never freed: the gradient of layer embed's output, micro-batch 0, made by B.0.0: backward(embed, 0) is missing"
+    )
+    with pytest.raises(InputError) as error:
+        resident().build(policy="no backward")
+    assert "made by F.2.0: backward(2, 0) is missing" in str(error.value)
+    assert str(error.value).endswith("; and 4 more")
+    evaluated = Program(MODEL, replace(STEP, task="evaluate"))
+    evaluated.forward(EMBED)
+    with pytest.raises(InputError, match=r"free\('x\.embed\.0'\) is missing"):
+        evaluated.build(policy="no loss")
+
+
+def misplaced(state: Tier, stream: Stream) -> str:
+    """What is told of an update on that stream of block 1, weights and gradient on the device."""
+    p = resident()
+    p.loss()
+    for i in reversed(MODEL.layers[:-1]):
+        p.backward(i)
+    at = p.buffer("state", state)
+    for i in MODEL.layers:
+        p.update(i, state=at if i == 1 else None, stream=stream if i == 1 else Stream.COMPUTE)
+    with pytest.raises(ScheduleError) as error:
+        verify(p.build(policy="misplaced"))
+    (found,) = error.value.violations
+    return str(found)
+
+
+def test_where_to_queue_an_update_is_told_right_in_every_direction() -> None:
+    to_device = "state to the device and queue it on compute"
+    told = misplaced(Tier.HOST, Stream.CPU)
+    assert "runs on cpu, a thread of the host, and touches device.g.1, device.w.1, on device" in told
+    assert told.endswith(f"copy device.g.1, device.w.1 to the host and queue it on cpu, or {to_device}")
+    assert misplaced(Tier.HOST, Stream.COMPUTE).endswith(f"to the host and queue it on cpu, or {to_device}")
+    assert misplaced(Tier.DEVICE, Stream.CPU).endswith("on device\nqueue it on compute")
+    assert "touches device.g.1, device.w.1, on device and state, on nvme" in misplaced(Tier.NVME, Stream.CPU)
