@@ -107,7 +107,17 @@ class StreamedStep:
             return p.load(weight, self.ring)
         return self.ring.holding(weight) or p.prefetch(weight, out_of=self.drive.weight(i), into=self.ring.next())
 
-    def load_first(self) -> None:
+    def whole(self, groups: Sequence[Sequence[int]]) -> Program:
+        """The program of the step, one of these groups of micro-batches after another."""
+        self._load_first()
+        for group in groups:
+            self._run(group)
+        for i in self.order:
+            if i in self.late:
+                self.update(i)
+        return self.program
+
+    def _load_first(self) -> None:
         """Load what the forward begins with in the order in which the step before updates it.
 
         A queue is first in, first out: so nothing stands in it behind weights that are not ready.
@@ -119,7 +129,7 @@ class StreamedStep:
             elif i in self.copy and (i not in self.late or i == p.model.embed):
                 p.prefetch(p.weight(i), into=self.copy[i])
 
-    def run(self, group: Sequence[int]) -> None:
+    def _run(self, group: Sequence[int]) -> None:
         """Forward and backward of a group of micro-batches."""
         p = self.program
 

@@ -45,6 +45,10 @@ class Kept:
     slack: int = 1
     every: int = 1
 
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ProgramError(f"every: blocks that share an input, at least 1, not {self.every}")
+
     def recomputes(self, i: int) -> bool:
         """Whether block i runs forward again."""
         return not (i in self.on_device or i in self.on_host or i in self.on_nvme)
@@ -90,9 +94,10 @@ def kept_as(model: ModelSpec, activations: Activations, *, keep: int = 0, every:
     same, the inputs wait on the host. keep: all stays. host, nvme: all goes there and comes back.
     Raises ProgramError where a choice has no meaning.
     """
-    if every < 1 or (every > 1 and activations != "recompute"):
-        raise ProgramError(f"every: blocks that share an input, at least 1, and 1 unless they recompute; not {every}")
-    others = model.blocks[: max(len(model.blocks) - keep, 0)]
+    if every > 1 and activations != "recompute":
+        raise ProgramError(f"every: blocks that share an input, 1 unless they recompute; not {every}")
+    at_most(len(model.blocks), "blocks", keep=keep)
+    others = model.blocks[: len(model.blocks) - keep]
     last = model.blocks[len(others) :]
     return Kept(
         on_device=model.blocks if activations == "keep" else last,
@@ -348,3 +353,10 @@ def spread(of: Sequence[T], count: int) -> set[T]:
     count = min(count, n)
     offset = (n - count) // 2
     return {of[n - 1 - j] for j in range(n) if (j * count + offset) % n + count >= n} if n else set()
+
+
+def at_most(limit: int, what: str, **counts: int | None) -> None:
+    """Raises ProgramError for a knob that counts more than the `limit` there are, of `what`."""
+    for name, count in counts.items():
+        if count is not None and count > limit:
+            raise ProgramError(f"{name}={count}: there are {limit} {what}")

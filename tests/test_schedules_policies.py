@@ -254,9 +254,18 @@ def test_streamed_is_safe_with_any_knobs(
     layers: int, accumulation: int, tied: bool, clip: float | None, knobs: dict[str, Knob]
 ) -> None:
     model, step = blocks(layers, tied=tied), workload(accumulation=accumulation, clip=clip)
+    knobs = {name: _at_most(name, value, layers, knobs["parts"]) for name, value in knobs.items()}
     schedule = policies.build("streamed", model, step, ROOM, **knobs)
     verify(schedule)
     assert schedule.knobs == knobs
+
+
+def _at_most(name: str, value: Knob, layers: int, parts: Knob) -> Knob:
+    """A knob of `streamed` that counts no more than there are."""
+    most = {"resident": layers + 2, "stay": layers * parts, "nvme": layers * parts}
+    most |= dict.fromkeys(("keep", "offload", "inputs", "defer", "hold", "through", "singly"), layers)
+    most |= dict.fromkeys(("nvme_weights", "nvme_inputs"), layers)
+    return min(value, most[name]) if value is not None and name in most else value
 
 
 def test_streamed_reads_weights_twice_from_the_drive_and_writes_them_once() -> None:
@@ -531,6 +540,9 @@ def test_an_unknown_policy_says_what_there_is(name: str, message: str) -> None:
     assert str(raised.value) == message
 
 
+BLOCKS = TINY.num_hidden_layers
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
@@ -538,12 +550,48 @@ def test_an_unknown_policy_says_what_there_is(name: str, message: str) -> None:
         ({"slots": 2.0}, "knob slots must be a whole number, not 2.0"),
         ({"slot": 2}, "streamed has no knob 'slot'; nearest: slots"),
         ({"slots": 0}, "ProgramError: weight: a ring needs at least one slot, not 0"),
+        ({"every": 0}, "ProgramError: every: blocks that share an input, at least 1, not 0"),
+        *(
+            ({name: BLOCKS + 1}, f"ProgramError: {name}={BLOCKS + 1}: there are {BLOCKS} blocks")
+            for name in (
+                "keep",
+                "offload",
+                "inputs",
+                "defer",
+                "hold",
+                "through",
+                "singly",
+                "nvme_weights",
+                "nvme_inputs",
+            )
+        ),
+        ({"resident": BLOCKS + 3}, f"ProgramError: resident={BLOCKS + 3}: there are {BLOCKS + 2} layers"),
+        ({"nvme": BLOCKS + 1}, f"ProgramError: nvme={BLOCKS + 1}: there are {BLOCKS} parts of blocks' states"),
+        ({"stay": 2 * BLOCKS + 1, "parts": 2}, f"there are {2 * BLOCKS} parts of blocks' states"),
     ],
 )
 def test_a_bad_knob_is_refused_when_building(knobs: dict[str, Knob], message: str) -> None:
     with pytest.raises(PolicyError) as raised:
         policies.build("streamed", TINY, workload(), ROOM, **knobs)
     assert str(raised.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "knob", "most"),
+    [
+        ("resident", "keep", BLOCKS),
+        ("paged_optimizer", "keep", BLOCKS),
+        ("lora_streamed", "keep", BLOCKS),
+        ("lohan", "swap", BLOCKS),
+        ("lohan", "spill", BLOCKS),
+        ("flexgen_block", "nvme", BLOCKS),
+        ("flexgen_block", "resident", BLOCKS + 2),
+    ],
+)
+def test_no_knob_counts_more_than_there_are(name: str, knob: str, most: int) -> None:
+    assert policies.build(name, TINY, workload(), ROOM, **{knob: most})
+    with pytest.raises(PolicyError, match=f"{knob}={most + 1}: there are {most} (blocks|layers)"):
+        policies.build(name, TINY, workload(), ROOM, **{knob: most + 1})
 
 
 HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, memory, *, slots: int = 2):\n"

@@ -25,7 +25,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Place, Window
+from schedules.sweep import Place, Window, at_most
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "nothing"
@@ -53,6 +53,8 @@ def policy(
     """
     if block == 0:
         raise ProgramError("a block has at least one micro-batch")
+    at_most(len(model.layers), "layers", resident=resident)
+    at_most(len(model.blocks), "blocks", nvme=nvme)
     p = Program(model, replace(workload, task="evaluate", grad_clip=None))
     batches = list(workload.microbatches)
     size = block or len(batches)

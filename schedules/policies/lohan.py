@@ -25,7 +25,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
 from schedules.shelf import Shelf
-from schedules.sweep import Kept, Streamed, land, spread, sweep
+from schedules.sweep import Kept, Streamed, at_most, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -47,6 +47,7 @@ def policy(
         window: device slots for blocks' weights.
         ssd: weights and optimizer state live on a drive.
     """
+    at_most(len(model.blocks), "blocks", swap=swap, spill=spill)
     away = spread(model.blocks, swap)
     deep = spread([i for i in model.blocks if i not in away], spill)
     kept = Kept(on_host=away, on_nvme=deep)

@@ -38,7 +38,7 @@ from typing import Literal
 from schedules.model import ModelSpec
 from schedules.program import Program
 from schedules.streaming import StreamedStep
-from schedules.sweep import Kept, spread
+from schedules.sweep import Kept, at_most, spread
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -99,8 +99,13 @@ def policy(
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
             the backward of all micro-batches by the others. Has no meaning with order=microbatches.
     """
+    blocks = len(model.blocks)
+    at_most(blocks, "blocks", keep=keep, offload=offload, inputs=inputs, defer=defer, hold=hold, through=through)
+    at_most(blocks, "blocks", singly=singly, nvme_weights=nvme_weights, nvme_inputs=nvme_inputs)
+    at_most(len(model.layers), "layers", resident=resident)
+    at_most(blocks * parts, "parts of blocks' states", stay=stay, nvme=nvme)
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
-    alone = min(singly, len(model.blocks)) if len(groups[0]) > 1 else 0
+    alone = singly if len(groups[0]) > 1 else 0
     away, leaving = spread(model.blocks, offload), spread(model.blocks, inputs)
     others = [i for i in model.blocks if i not in away]
 
@@ -133,13 +138,7 @@ def policy(
             singly=alone,
             groups=len(groups),
         )
-        step.load_first()
-        for group in groups:
-            step.run(group)
-        for i in step.order:
-            if i in step.late:
-                step.update(i)
-        return step.program
+        return step.whole(groups)
 
     if keep is not None:
         return build(keep)
