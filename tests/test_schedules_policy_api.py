@@ -1,0 +1,40 @@
+"""The page on writing policies is one program: it runs, is safe, and leaves no method out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedules.errors import ProgramError
+from schedules.presets import load
+from schedules.program import Program
+from schedules.ring import Ring
+from schedules.verify import verify
+from schedules.workload import MemoryBudget, Workload
+
+PAGE = (Path(__file__).parents[1] / "docs" / "policy_api.md").read_text(encoding="utf-8")
+PIECE = re.compile(r"(<!-- error -->\n)?```python\n(.*?)```\n(?:```\n(.*?)\n```)?", re.DOTALL)
+STEP = Workload(micro_batch_size=1, accumulation=2, seq_len=8, grad_clip=1.0)
+ROOM = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
+
+
+def test_the_page_is_a_step_that_is_safe() -> None:
+    names: dict[str, Any] = {"model": load("tiny"), "workload": STEP, "memory": ROOM}
+    for error, piece, told in PIECE.findall(PAGE):
+        if not error:
+            exec(piece, names)
+            continue
+        with pytest.raises(ProgramError) as raised:
+            exec(piece, names)
+        assert str(raised.value) == told
+    assert verify(names["p"].build(policy="page"))
+
+
+@pytest.mark.parametrize("kind", [Program, Ring])
+def test_the_page_leaves_no_method_out(kind: type) -> None:
+    methods = [name for name, _ in inspect.getmembers(kind) if not name.startswith("_")]
+    assert [name for name in methods if not re.search(rf"\.{name}\b", PAGE)] == []
