@@ -36,7 +36,8 @@ def on_device(model: ModelSpec, workload: Workload) -> Schedule:
     """Everything on the device all the time; the optimizer runs there."""
     p, updated = Program(model, workload), trained.layers(model, workload)
     for i in model.layers:
-        p.keep_on_device(p.weight(i), *([p.adapter(i)] if workload.lora_rank else []), p.state(i), p.grad(i))
+        adapters = [p.adapter(i)] if workload.lora_rank and model.is_block(i) else []
+        p.keep_on_device(p.weight(i), *adapters, p.state(i), p.grad(i))
     for m in workload.microbatches:
         for i in model.layers[:-1]:
             p.forward(i, m, keep="all" if updated else "nothing")

@@ -114,6 +114,7 @@ class Case(NamedTuple):
         )
 
 
+FOUR_BLOCKS = small(blocks=4)  # as many as the variants speak of
 ONE_PASS = Case(False, 1, None)
 CASES = [ONE_PASS, Case(True, 2, None), Case(False, 2, 0.5), Case(True, 1, 0.5)]
 
@@ -247,11 +248,11 @@ def test_with_one_micro_batch_all_schedules_yield_the_same_bits(name: str, preci
     # No gradient is a sum of passes, so that no schedule has an order of its own; even the order of the global
     # norm's sum does not show, as it is taken in fp64. Scaling bf16 gradients in place rounds them, though.
     workload = tiny_workload(precision=precision, grad_clip=0.1 if precision == "fp32" else None)
-    schedule = schedule_of(name, small(), workload)
+    schedule = schedule_of(name, FOUR_BLOCKS, workload)
     if schedule.staleness:
-        plain = behind(small(), schedule.workload, fresh_of(schedule))
+        plain = behind(FOUR_BLOCKS, schedule.workload, fresh_of(schedule))
     else:
-        plain = WRITERS["on_device"](small(), schedule.workload)
+        plain = WRITERS["on_device"](FOUR_BLOCKS, schedule.workload)
     assert_same_bits(run(schedule, 3), run(plain, 3))
 
 
@@ -280,7 +281,7 @@ def behind(model: ModelSpec, workload: Workload, fresh: frozenset[int]) -> Sched
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_correct_schedule_does_not_notice_delays_and_poison(name: str, precision: str) -> None:
     workload = tiny_workload(accumulation=2, precision=precision, grad_clip=0.1)
-    schedule = schedule_of(name, small(), workload)
+    schedule = schedule_of(name, FOUR_BLOCKS, workload)
     right = run(schedule, 2)
     assert all(map(math.isfinite, right.losses))
     for seed in range(12):
