@@ -27,7 +27,7 @@ COMMAND = "megatrain policies --out docs/policies"
 OVERVIEW = "all.png"
 _SCALE = 3  # the picture of all cuts steps longer than this many of the yardstick's
 _DPI = 100
-_ACTIVATIONS = frozenset({"layer outputs", "saved activations", "output gradients", "gradient norm"})
+_STATES = frozenset({"weights", "adapters", "gradients", "fp32 gradients", "optimizer state"})
 
 Rows = list[list[str]]
 
@@ -81,7 +81,7 @@ def states(prediction: Prediction) -> Rows:
     rest: dict[Tier, int] = dict.fromkeys(Tier, 0)
     for tier in Tier:
         for what, nbytes in contents(schedule, tier):
-            if _ACTIVATIONS.issuperset(what.split(" / ")) or what == "unused":
+            if _STATES.isdisjoint(what.split(" / ")):
                 rest[tier] += nbytes
             else:
                 held.setdefault(what, dict.fromkeys(Tier, 0))[tier] += nbytes
@@ -100,6 +100,7 @@ def _per_param(nbytes: float) -> str:
     return f"{nbytes:.2f}" if nbytes else ""
 
 
+_WORDS = frozenset({"", "what", "what binds", "policy", "what it does"})  # headings of columns that are no numbers
 STATES_HEADING = ("what", *(str(tier) for tier in Tier))
 SPEED_HEADING = ("", "step", "tokens/s", "bound", "above it", "what binds")
 
@@ -187,7 +188,7 @@ def _made() -> str:
 
 
 def _table(heading: Sequence[str], rows: Rows) -> str:
-    lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *rows]
+    lines = [heading, ["---" if name in _WORDS else "---:" for name in heading], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 

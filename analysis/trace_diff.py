@@ -222,7 +222,7 @@ def totals(found: Diff) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def criticality(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame:
+def moves(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame:
     """Which differences move the step: the first run replayed with one class of op lasting as in the second.
 
     Replayed are the schedule's waits and streams, and the durations and issue costs seen in the typical step of

@@ -21,7 +21,7 @@ from sim.cost import Demand, Terms, demands
 from sim.engine import play, simulate
 from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes, predict
-from sim.whatif import op_class, op_noise
+from sim.whatif import op_noise, stream_class
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,7 +162,7 @@ def by(table: pd.DataFrame, key: str, error: str) -> pd.DataFrame:
 
 
 def by_class(
-    points: Sequence[Point], profile: HardwareProfile, class_of: Callable[[Op], str] = op_class
+    points: Sequence[Point], profile: HardwareProfile, class_of: Callable[[Op], str] = stream_class
 ) -> pd.DataFrame:
     """Mean time per step and class of op, measured and predicted, summed over all points; largest first."""
     import pandas as pd

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megatrain.adam import Adam
+from megatrain.demo import POLICIES
 from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
 from megatrain.session import available_memory, backend_of, train
 from schedules import policies, presets
@@ -32,7 +33,6 @@ from sim.machine import HardwareProfile
 Shape = tuple[int, int]  # micro-batch, sequence
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being done
 
-POLICIES = ("resident", "streamed", "megatrain", "megatrain_released", "zero3_offload")
 CALIBRATED: tuple[Shape, ...] = ((1, 64), (4, 64), (2, 128), (1, 256), (4, 256))
 HELD_OUT: tuple[Shape, ...] = ((3, 64), (2, 96), (1, 192), (3, 128), (2, 224))
 ROUNDS = 2

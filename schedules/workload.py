@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from schedules.op import Tier
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -143,6 +145,10 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         for field in fields(self):
             _whole_number(field.name, getattr(self, field.name), least=0)
+
+    def of(self, tier: Tier) -> int:
+        """Bytes that may be filled on a tier."""
+        return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}[tier]
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

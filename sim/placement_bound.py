@@ -137,7 +137,6 @@ def placement_bound(
     windows = workload.accumulation == 1
     lp, fixed = _Program(), Counter[str]()
     device_free = float(budget.device_bytes) - _always_on_device(model, workload, profile)
-    host_fixed = 0.0
     for layers in _alike(model):
         i, n = layers[0], len(layers)
         for phase in (Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
@@ -162,7 +161,7 @@ def placement_bound(
     for bytes_of, free in (
         (lp.device, device_free),
         (lp.device_last, device_free),
-        (lp.host, budget.host_bytes - host_fixed),
+        (lp.host, float(budget.host_bytes)),
         (lp.nvme, float(budget.nvme_bytes)),
     ):
         rows.append(np.array([*bytes_of, 0.0, 0.0, 0.0]) / 1e9)

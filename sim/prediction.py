@@ -238,13 +238,8 @@ def require_fit(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudg
 
 def _shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> DoesNotFit | None:
     op, workspace = _largest_workspace(schedule, profile)
-    limits = {
-        Tier.DEVICE: budget.device_bytes,
-        Tier.HOST: budget.host_bytes,
-        Tier.NVME: budget.nvme_bytes,
-    }
-    for tier, available in limits.items():
-        allocated = schedule.allocated_bytes(tier)
+    for tier in Tier:
+        allocated, available = schedule.allocated_bytes(tier), budget.of(tier)
         extra = workspace if tier == Tier.DEVICE else 0
         if allocated + extra > available:
             holders = contents(schedule, tier)
@@ -281,7 +276,10 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
 
 
 def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
-    """What fills a tier, in bytes by class of tensor; a buffer that holds several in turn counts under them all."""
+    """What fills a tier, in bytes by class of tensor; a buffer that holds several in turn counts under them all.
+
+    One that no op touches, room that a system reserves, goes by its own name.
+    """
     classes: dict[str, dict[str, None]] = {}
     for op in schedule.ops:
         for access in op.accesses:
@@ -289,7 +287,7 @@ def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
     totals: dict[str, int] = {}
     for buffer in schedule.buffers:
         if buffer.tier == tier:
-            what = " / ".join(sorted(classes.get(buffer.name, {"unused": None})))
+            what = " / ".join(sorted(classes.get(buffer.name, {buffer.name: None})))
             totals[what] = totals.get(what, 0) + buffer.nbytes
     return list(totals.items())
 

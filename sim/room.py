@@ -39,7 +39,7 @@ class Room:
 
     def __init__(self, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> None:
         self._model, self._profile, self._budget = model, profile, budget
-        self.limits = dict(zip(Tier, vars(budget).values(), strict=True))
+        self.limits = {tier: budget.of(tier) for tier in Tier}
         self._peaks: dict[Candidate, dict[Tier, int] | None] = {}
 
     def on(self, tier: Tier, candidate: Candidate) -> bool:

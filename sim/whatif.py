@@ -83,7 +83,7 @@ def criticality(prediction: Prediction) -> dict[str, float]:
     base, issue = _durations(prediction)
     classes: dict[str, list[int]] = {}
     for position, op in enumerate(schedule.ops):
-        classes.setdefault(op_class(op), []).append(position)
+        classes.setdefault(stream_class(op), []).append(position)
     rows = np.tile(base, (1 + len(classes), 1)).astype(np.float64)
     for row, members in enumerate(classes.values(), start=1):
         rows[row, members] *= FASTER
@@ -94,7 +94,7 @@ def criticality(prediction: Prediction) -> dict[str, float]:
     return dict(sorted(gains.items(), key=lambda item: -item[1]))
 
 
-def op_class(op: Op) -> str:
+def stream_class(op: Op) -> str:
     """Ops that one would speed up together: "h2d w", "compute backward", "cpu adam"."""
     what = op.reads[0].tensor.partition(".")[0] if op.phase == "copy" and op.reads else str(op.phase)
     return f"{op.stream} {what}"

@@ -19,6 +19,7 @@ from schedules.policies import PolicyError
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
 from schedules.workload import Workload
+from sim.prediction import contents
 
 FOLDER = ROOT / "docs" / "policies"
 
@@ -56,6 +57,24 @@ def test_states_and_activations_are_all_that_is_allocated(name: str) -> None:
     for tier in Tier:
         told = column(rows, "all states", tier) * params + column(rows, "activations and logits, GB", tier) * 1e9
         assert told == pytest.approx(numbers.schedule.allocated_bytes(tier), abs=0.005 * params + 0.005e9)
+
+
+def test_what_a_system_reserves_is_no_state() -> None:
+    """The released code holds room for all logits, which no op of its schedule touches."""
+    numbers = policy_pages.page("megatrain_released").numbers
+    (logits,) = [nbytes for what, nbytes in contents(numbers.schedule, Tier.DEVICE) if what == "logits"]
+    rest = column(policy_pages.states(numbers), "activations and logits, GB", Tier.DEVICE)
+    assert 0 < logits / 1e9 < rest
+
+
+def test_words_stand_on_the_left_and_numbers_on_the_right() -> None:
+    lines = policy_pages.markdown("resident").splitlines()
+    for heading, sides in (
+        (policy_pages.STATES_HEADING, ["---", "---:", "---:", "---:"]),
+        (policy_pages.SPEED_HEADING, ["---", "---:", "---:", "---:", "---:", "---"]),
+    ):
+        place = lines.index("| " + " | ".join(heading) + " |")
+        assert lines[place + 1] == "| " + " | ".join(sides) + " |"
 
 
 def test_a_page_of_ones_own_policy() -> None:

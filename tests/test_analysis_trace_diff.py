@@ -45,7 +45,7 @@ def test_a_run_does_not_differ_from_itself(schedule: Schedule, profile: Hardware
     found = trace_diff.diff(schedule, trace, trace, profile)
     assert not trace_words.sentences(found) and not trace_words.idle_sentences(found)
     assert not trace_diff.totals(found)["difference_s"].any()
-    assert not trace_diff.criticality(schedule, trace, trace)["moves_s"].any()
+    assert not trace_diff.moves(schedule, trace, trace)["moves_s"].any()
 
 
 def test_work_and_idle_time_of_every_stream_add_up_to_the_step(schedule: Schedule, profile: HardwareProfile) -> None:
@@ -61,12 +61,12 @@ def test_work_and_idle_time_of_every_stream_add_up_to_the_step(schedule: Schedul
 def test_replay_finds_the_class_that_moves_the_step(schedule: Schedule, profile: HardwareProfile) -> None:
     """Ten times slower D2H is all that changed: it alone, put into the first run, makes the second's step."""
     first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
-    moves = trace_diff.criticality(schedule, first, second)
+    moves = trace_diff.moves(schedule, first, second)
     assert (moves["stream"].iloc[1], moves["class"].iloc[1]) == ("d2h", "offload")
     assert moves["step_s"].iloc[1] * 1e9 == pytest.approx(second.period_ns(warmup=4))
     assert moves["step_s"].iloc[-1] == moves["step_s"].iloc[1]
     slower_issue = run(schedule, profile, "issue.compute=20ms")
-    moves = trace_diff.criticality(schedule, first, slower_issue)
+    moves = trace_diff.moves(schedule, first, slower_issue)
     assert (moves["stream"].iloc[1], moves["class"].iloc[1]) == ("host", "issue")
     assert moves["moves_s"].iloc[1] > 0
 
@@ -78,7 +78,7 @@ def test_moves_stand_beneath_the_replayed_step_that_they_are_measured_against(
     first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
     aside = 10**6 * first.step
     first = replace(first, start_ns=first.start_ns + aside, end_ns=first.end_ns + aside, source="measured")
-    moves = trace_diff.criticality(schedule, first, second)
+    moves = trace_diff.moves(schedule, first, second)
     assert (moves["class"].iloc[0], moves["moves_s"].iloc[0]) == ("none of it", 0.0)
     recorded = trace_diff.diff(schedule, first, second, profile).steps_ns[0]
     assert moves["step_s"].iloc[0] * 1e9 == pytest.approx(recorded - 10**6)
@@ -111,7 +111,7 @@ def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, prof
         issue[step * count : (step + 1) * count] += max(0, int(held.step_end_ns[step - 2] - issue[step * count]))
     held = replace(held, issue_ns=issue)
     assert trace_diff.typical_step(held) == 2
-    moves = trace_diff.criticality(schedule, whole, held)
+    moves = trace_diff.moves(schedule, whole, held)
     assert moves["step_s"].iloc[-1] * 1e9 == pytest.approx(whole.period_ns(warmup=4), rel=1e-3)
 
 
@@ -130,7 +130,7 @@ def test_a_hidden_difference_moves_little(schedule: Schedule, profile: HardwareP
     first, second = run(schedule, profile), run(schedule, profile, "links.h2d.bandwidth=30GB/s")
     totals = trace_diff.totals(trace_diff.diff(schedule, first, second, profile)).set_index(["stream", "class"])
     longer = totals["difference_s"]["h2d", "prefetch"]
-    moved = trace_diff.criticality(schedule, first, second)["moves_s"].iloc[1]
+    moved = trace_diff.moves(schedule, first, second)["moves_s"].iloc[1]
     assert longer > 0.02
     assert 0 <= moved < 0.6 * longer
 

@@ -26,7 +26,7 @@ from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import Terms
 from sim.engine import simulate
-from sim.whatif import op_class
+from sim.whatif import stream_class
 
 ROOM = MemoryBudget(device_bytes=1 << 36, host_bytes=1 << 36)
 PROFILE = hardware.load("h200")
@@ -183,7 +183,7 @@ def test_the_policies_that_cast_in_place_are_those_named() -> None:
     room = replace(ROOM, nvme_bytes=ROOM.host_bytes)
     step = Workload(micro_batch_size=2, seq_len=64, grad_clip=1.0)
     in_place = {
-        name: op_class(op)
+        name: stream_class(op)
         for name in policies.names()
         for op in policies.build(name, presets.load("tiny"), step, room).ops
         if op.phase == Phase.CAST and op.reads == op.writes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from schedules import presets
 from schedules.model import ModelError, ModelSpec
-from schedules.op import Phase
+from schedules.op import Phase, Tier
 from schedules.traffic import LOSS_CHUNK_TOKENS, elementwise_bytes, workspace_bytes
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
 
@@ -291,6 +291,7 @@ def test_workload_counts_tokens_and_round_trips() -> None:
     assert Workload.from_dict(json.loads(json.dumps(WORKLOAD.to_dict()))) == WORKLOAD
     budget = MemoryBudget(device_bytes=80, host_bytes=1000)
     assert MemoryBudget.from_dict(budget.to_dict()) == budget
+    assert sum(budget.of(tier) for tier in Tier) == sum(budget.to_dict().values())
 
 
 def test_bytes_per_parameter_of_each_precision() -> None:

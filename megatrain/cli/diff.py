@@ -33,7 +33,7 @@ def diff(
     step = codec.read(schedule)
     traces = Trace.read(first), Trace.read(second)
     found = trace_diff.diff(step, *traces, machine_of(hardware, None))
-    totals, moves = trace_diff.totals(found), trace_diff.criticality(step, *traces)
+    totals, moves = trace_diff.totals(found), trace_diff.moves(step, *traces)
     told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
     try:  # first to the file, see `plan`
         if out is not None:
