@@ -2,7 +2,7 @@
 
 A template owns no parameters. It is called with `params`, names to views into one contiguous slab (`views`),
 the names and shapes being those of `ModelSpec.parameter_shapes`. Anything else with `constants` and
-`forward(params, x)`, such as `torch.func.functional_call` on an unmodified module, fits in a block's place.
+`forward(params, x, output=...)`, such as `torch.func.functional_call` on an unmodified module, fits in a block's place.
 
 What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
 """

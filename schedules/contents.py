@@ -395,14 +395,13 @@ class Contents:
             )
 
     def _clipped_before(self, op: Op, access: Access, content: Content) -> Violation:
+        does = "takes the norm of" if op.phase == Phase.NORM else "reads the norm for"
         return Violation(
             rule="gradient clipping",
             op=op.name,
             on=content.writer,
             buffer=access.buffer,
-            message=f"{op.name} reads the norm for {describe(access.tensor)}, which {content.writer} has clipped"
-            if op.phase != Phase.NORM
-            else f"{op.name} takes the norm of {describe(access.tensor)}, which {content.writer} has clipped",
+            message=f"{op.name} {does} {describe(access.tensor)}, which {content.writer} has clipped",
             fix="clip every gradient once, after the norm of all",
         )
 

@@ -302,10 +302,9 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
     """Which part of a block op's FLOPs is attention's: two products forward, four backward."""
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
-    i, products = op.layer, 4 if op.phase == Phase.BACKWARD else 2
+    attention = model.attention_flops(op.layer, workload) * (2 if op.phase == Phase.BACKWARD else 1)
     output = tensors.makes_output(access.tensor for access in op.writes)
-    all_flops = op_flops(model, i, op.phase, workload, output=output)
-    return products / 2 * model.attention_flops(i, workload) / all_flops
+    return attention / op_flops(model, op.layer, op.phase, workload, output=output)
 
 
 # ---- updates

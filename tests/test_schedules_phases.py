@@ -168,7 +168,7 @@ def test_what_would_train_something_else_is_refused(change: Callable[[Schedule],
 
 def test_a_gradient_clipped_by_itself_is_clipped_once() -> None:
     s = on_device(MODEL, WORK)
-    verify(without_clipping(after(s, "N", scaling(s))))
+    assert verify(without_clipping(after(s, "N", scaling(s))))
 
 
 def test_two_gradients_are_not_added_at_once() -> None:

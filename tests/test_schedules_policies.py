@@ -118,7 +118,7 @@ def test_a_policy_is_safe_on_every_shape_of_step(
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", policies.names())
 def test_a_policy_is_safe_at_every_precision(name: str, precision: str) -> None:
-    verify(policies.build(name, TINY, workload(precision=precision, clip=1.0), ROOM))
+    assert verify(policies.build(name, TINY, workload(precision=precision, clip=1.0), ROOM))
 
 
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])

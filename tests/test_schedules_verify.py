@@ -402,7 +402,7 @@ def test_names_buffers_waits_and_numbers_are_checked(change: Callable[[Schedule]
 
 def test_a_buffer_that_nobody_uses_may_be_empty() -> None:
     schedule = streaming().build(policy="streaming")
-    verify(replace(schedule, buffers=(*schedule.buffers, Buffer(name="more", tier=Tier.HOST, nbytes=0))))
+    assert verify(replace(schedule, buffers=(*schedule.buffers, Buffer(name="more", tier=Tier.HOST, nbytes=0))))
 
 
 def test_a_buffer_too_small_is_told_with_both_sizes() -> None:
