@@ -6,6 +6,7 @@ that clocks have settled where they stay in training.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -247,8 +248,8 @@ def dram(threads: list[int]) -> list[Row]:
 
 
 def optimizer(threads: list[int]) -> list[Row]:
-    """Gparam/s of the CPU's Adam by threads and precision, alone and beside copies both ways over the link."""
-    rows: list[Row] = []
+    """Gparam/s of Adam on the GPU, and of the CPU's by threads and precision, alone and beside copies both ways."""
+    rows = _optimizer_on_gpu()
     params, copying = PARAMS, _Copying()
     torch.set_num_threads(max(threads))
     copy = {}
@@ -297,6 +298,30 @@ def optimizer(threads: list[int]) -> list[Row]:
             }
         )
     return rows
+
+
+def _optimizer_on_gpu() -> list[Row]:
+    """Gparam/s by precision, and torch's fused kernel on slabs of bf16 and of fp32, moments of the same type."""
+    rows: list[Row] = []
+    for precision in PRECISIONS:
+        weights, grad, state = (slab.to(DEVICE) for slab in adam_benchmark.slabs(PARAMS, precision))
+        step = functools.partial(adam.step, weights, grad, state, adam_benchmark.HYPER, 10, precision=precision)
+        kernel = "torch's, in passes" if adam.kernels_on(weights.device) is None else "ours"
+        each = adam_benchmark.bytes_per_param(precision)
+        rows.append({"case": f"on the GPU, {precision}", "kernel": kernel} | _update_rate(step, each))
+    for dtype in (torch.bfloat16, torch.float32):
+        parameter = torch.nn.Parameter(torch.randn(PARAMS, device=DEVICE).to(dtype))
+        parameter.grad = torch.randn_like(parameter)
+        theirs = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
+        case = f"on the GPU, torch's fused, {str(dtype).removeprefix('torch.')}"
+        rows.append({"case": case} | _update_rate(theirs.step, 7 * dtype.itemsize))
+    return rows
+
+
+def _update_rate(step: Callable[[], object], each: int) -> Row:
+    """Gparam/s of an update of PARAMS, and GB/s where each takes so many bytes."""
+    (rate,) = rates([(torch.cuda.Stream(), step, PARAMS / 1e9)], WINDOW_S["product"])
+    return {"Gparam_s": rate, "GB_s": rate["median"] * each}
 
 
 class _Copying:

@@ -20,14 +20,18 @@ to nearest, a tie away from zero; rounding ties to even would leave one of 65537
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megatrain import moments8
 from megatrain.native import adam as native
+from megatrain.native.build import NotBuilt
 from schedules.model import is_matrix
 from schedules.workload import PRECISIONS, STATE_BLOCK
 
@@ -185,6 +189,9 @@ def step(
         raise ValueError("slabs must be contiguous: the fused kernel would read the wrong elements")
     if step_number < 1:
         raise ValueError(f"steps count from 1, not {step_number}")
+    if kernels := kernels_on(weights.device):
+        _step_on_gpu(kernels, weights, grad, state, hyper, step_number, precision, grad_scale, decay)
+        return
     if precision == QUANTISED:
         _step_quantised(weights, grad, state, hyper, step_number, grad_scale, decay)
         return
@@ -202,8 +209,8 @@ def step(
                 kept = parts.low if parts.master is None else parts.master
                 done = kernel.update(
                     weights[part], grad[part], parts.m[part], parts.v[part], None if kept is None else kept[part],
-                    precision=precision, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=weight_decay,
-                    step_number=step_number, grad_scale=1.0 if grad_scale is None else float(grad_scale),
+                    precision=precision, coefficients=_coefficients(hyper, step_number, weight_decay),
+                    grad_scale=1.0 if grad_scale is None else float(grad_scale),
                 )  # fmt: skip
             for at in range(start + done, stop, size):
                 part = slice(at, min(at + size, stop))
@@ -221,22 +228,17 @@ def _step_quantised(
 ) -> None:
     """`step` with moments of 8 bits, which are fp32 for as long as a chunk of whole blocks is worked on."""
     n = weights.numel()
-    expected = PRECISIONS[QUANTISED].state_bytes(n)
-    if state.dtype != torch.uint8 or state.shape != (expected,):
-        raise ValueError(f"the state of {n} parameters in {QUANTISED} is uint8 [{expected}], not {list(state.shape)}")
-    stored = (state[:n], state[n : 2 * n])
-    # the slab's tail need not be aligned to fp32: it is copied out, and back
-    largest = state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))
+    stored, largest = _split_quantised(state, n)
     kernel = native.kernel() if weights.device.type == "cpu" else None
     done = 0
     if kernel is not None:
         done = kernel.update8(
             weights, grad,
-            [(codes, scales, moments8.native_map(signed))
+            [(codes, scales, moments8.native_map(signed, weights.device))
              for codes, scales, signed in zip(stored, largest, (True, False), strict=True)],
             torch.tensor([(0, n)] if decay is None else decay, dtype=torch.int64).view(-1, 2),
-            lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay,
-            step_number=step_number, grad_scale=1.0 if grad_scale is None else float(grad_scale),
+            coefficients=_coefficients(hyper, step_number, hyper.weight_decay),
+            grad_scale=1.0 if grad_scale is None else float(grad_scale),
         )  # fmt: skip
     size = min(n, CHUNK[weights.device.type])
     wide = torch.empty(8 * size if done < n else 0, dtype=torch.uint8, device=weights.device)
@@ -254,6 +256,66 @@ def _step_quantised(
         for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
             moments8.quantise(values, codes[part], scales[of_blocks], signed=signed)
     state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
+
+
+def _split_quantised(state: Tensor, n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Codes of both moments, views; and their blocks' largest magnitudes, fp32 [2, blocks], to be copied back.
+
+    The slab's tail need not be aligned to fp32. Raises ValueError when the slab's size is another.
+    """
+    expected = PRECISIONS[QUANTISED].state_bytes(n)
+    if state.dtype != torch.uint8 or state.shape != (expected,):
+        raise ValueError(f"the state of {n} parameters in {QUANTISED} is uint8 [{expected}], not {list(state.shape)}")
+    return (state[:n], state[n : 2 * n]), state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))
+
+
+def _step_on_gpu(
+    kernels: ModuleType,
+    weights: Tensor,
+    grad: Tensor,
+    state: Tensor,
+    hyper: Adam,
+    step_number: int,
+    precision: str,
+    grad_scale: Tensor | None,
+    decay: Sequence[tuple[int, int]] | None,
+) -> None:
+    """`step` by kernels that update a whole slab at once."""
+    n = weights.numel()
+    how = {
+        "coefficients": _coefficients(hyper, step_number, hyper.weight_decay),
+        "grad_scale": grad_scale,
+        "decay": [(0, n)] if decay is None else decay,
+    }
+    if precision != QUANTISED:
+        parts = split_state(state, n, precision)
+        kept = parts.low if parts.master is None else parts.master
+        kernels.update(weights, grad, parts.m, parts.v, kept, precision=precision, **how)
+        return
+    stored, largest = _split_quantised(state, n)
+    kernels.update8(weights, grad, *zip(stored, largest, strict=True), **how)
+    state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
+
+
+@functools.cache
+def kernels_on(device: torch.device) -> ModuleType | None:
+    """Our kernels for a GPU, `native.adam_gpu`; None elsewhere, and where Triton cannot compile them."""
+    if device.type != "cuda":
+        return None
+    try:
+        from megatrain.native import adam_gpu
+
+        adam_gpu.try_out(device)
+    except (ImportError, NotBuilt) as error:
+        warnings.warn(f"AdamW on the GPU takes several passes over its memory: {error}", stacklevel=2)
+        return None
+    return adam_gpu
+
+
+def _coefficients(hyper: Adam, step_number: int, weight_decay: float) -> native.Coefficients:
+    return native.Coefficients.of(
+        lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=weight_decay, step_number=step_number
+    )
 
 
 def _step_in_torch(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatrain.autograd import Sink, backward, forward, sink_of
 from megatrain.linear import unread
 from megatrain.pointwise import PLAIN, Pointwise
 
@@ -58,6 +59,17 @@ def swiglu(gate: Tensor, up: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
     return _SwiGLU.apply(gate, up, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@dataclass(frozen=True)
+class _Mlp:
+    """As a layer of its own."""
+
+    function: Mlp
+    constants: tuple[Tensor, ...] = ()
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
+        return self.function(params, x, output)
+
+
 class _MlpAgain(torch.autograd.Function):
     """Saves the MLP's input, and computes the MLP again in backward; `chunk` rows of tokens at a time, both ways."""
 
@@ -67,6 +79,7 @@ class _MlpAgain(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, *params)
         ctx.mlp, ctx.chunk, ctx.names = mlp, chunk, names
+        ctx.sinks = [sink_of(p) for p in params]
         if not output:
             return unread(x.shape, x)
         rows, y = x.flatten(0, -2), torch.empty_like(x)
@@ -77,33 +90,32 @@ class _MlpAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *params = ctx.saved_tensors
-        trained = ctx.needs_input_grad[5:]
+        x, *tensors = ctx.saved_tensors
+        params, trained = dict(zip(ctx.names, tensors, strict=True)), ctx.needs_input_grad[5:]
         rows, d_rows, dx = x.flatten(0, -2), grads[0].flatten(0, -2), torch.empty_like(x)
-        sums: list[Tensor | None] = [None] * len(params)
         parts = _parts(len(rows), ctx.chunk)
-
-        def add(at: int, grad: Tensor) -> None:
-            total = sums[at]
-            if total is not None:
-                total.add_(grad)
-            else:  # a sum over many chunks in bf16 would lose what is small
-                sums[at] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if len(parts) > 1 else grad
-
+        sinks = {
+            name: Sink(_sum(p, len(parts)), False) for (name, p), t in zip(params.items(), trained, strict=True) if t
+        }
         for part in parts:
-            leaf = rows[part].detach().requires_grad_()
-            leaves = [p.detach().requires_grad_(t) for p, t in zip(params, trained, strict=True)]
-            wanted = [(at, p) for at, p in enumerate(leaves) if p.requires_grad]
-            hooks = [p.register_post_accumulate_grad_hook(functools.partial(_deliver, add, at)) for at, p in wanted]
-            with torch.enable_grad():
-                y = ctx.mlp(dict(zip(ctx.names, leaves, strict=True)), leaf, False)
-            torch.autograd.backward(y, d_rows[part], inputs=[leaf, *(p for _, p in wanted)])
-            for hook in hooks:
-                hook.remove()
-            dx.view_as(rows)[part] = leaf.grad
-        for at, (total, p) in enumerate(zip(sums, params, strict=True)):  # one by one: twice all of them is too much
-            sums[at] = None if total is None else total.to(p.dtype)
-        return dx, None, None, None, None, *sums
+            _, saved = forward(_Mlp(ctx.mlp), params, rows[part], trained=sinks, output=False)
+            dx.view_as(rows)[part] = backward(saved, params, rows[part], d_rows[part], sinks)
+            sinks = {name: sink.adding() for name, sink in sinks.items()}
+        found: list[Tensor | None] = [None] * len(tensors)
+        for i, (name, outer) in enumerate(zip(ctx.names, ctx.sinks, strict=True)):
+            if (own := sinks.pop(name, None)) is None:
+                continue
+            if outer is None:
+                found[i] = own.view.to(tensors[i].dtype)
+            elif (sink := outer()) is not None:
+                sink.put(own.view)
+        return dx, None, None, None, None, *found
+
+
+def _sum(parameter: Tensor, terms: int) -> Tensor:
+    """Room for the sum of so many gradients: of many in bf16 the small ones would be lost."""
+    dtype = parameter.dtype if terms == 1 else torch.promote_types(parameter.dtype, torch.float32)
+    return torch.empty_like(parameter, dtype=dtype)
 
 
 def mlp_again(x: Tensor, params: Mapping[str, Tensor], mlp: Mlp, *, chunk: int, output: bool) -> Tensor:
@@ -112,13 +124,6 @@ def mlp_again(x: Tensor, params: Mapping[str, Tensor], mlp: Mlp, *, chunk: int, 
     Without `output` it computes nothing before backward.
     """
     return _MlpAgain.apply(x, mlp, chunk, output, tuple(params), *params.values())  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _deliver(add: Callable[[int, Tensor], None], at: int, leaf: Tensor) -> None:
-    """Hand a gradient on as soon as it is there: no two of a chunk exist at once."""
-    assert leaf.grad is not None
-    add(at, leaf.grad)
-    leaf.grad = None
 
 
 def _parts(rows: int, chunk: int) -> list[slice]:

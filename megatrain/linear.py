@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,24 @@ def linear(params: Mapping[str, Tensor], name: str, x: Tensor, *, output: bool =
 
     Without `output` nothing is multiplied that backward does not read: the result has a shape and a graph, no values.
     """
-    y = _product(x, params[f"{name}.weight"], params.get(f"{name}.bias"), output)
+    (y,) = linears(params, (name,), x, output=output)
+    return y
+
+
+def linears(params: Mapping[str, Tensor], names: Sequence[str], x: Tensor, *, output: bool = True) -> list[Tensor]:
+    """As `linear`, several of one input, whose gradients are summed by the products that make them."""
+    products = _products(
+        x, [params[f"{name}.weight"] for name in names], [params.get(f"{n}.bias") for n in names], output
+    )
+    return [_with_adapters(params, name, x, y, output) for name, y in zip(names, products, strict=True)]
+
+
+def _with_adapters(params: Mapping[str, Tensor], name: str, x: Tensor, y: Tensor, output: bool) -> Tensor:
     if (down := params.get(f"{name}.lora_A.weight")) is None:
         return y
-    return added(y, LORA_SCALE * _product(_product(x, down), params[f"{name}.lora_B.weight"], None, output), output)
+    (inner,) = _products(x, [down], [None], True)
+    (outer,) = _products(inner, [params[f"{name}.lora_B.weight"]], [None], output)
+    return added(y, LORA_SCALE * outer, output)
 
 
 def added(a: Tensor, b: Tensor, output: bool) -> Tensor:
@@ -35,34 +49,45 @@ def unread(shape: torch.Size, like: Tensor) -> Tensor:
     return like.new_empty(()).expand(shape)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, output: bool = True) -> Tensor:
-    return _Product.apply(x, weight, bias, output)  # type: ignore[no-any-return, no-untyped-call]
+def _products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], output: bool
+) -> tuple[Tensor, ...]:
+    return _Products.apply(x, output, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Product(torch.autograd.Function):
-    """F.linear, but the weight's gradient is summed by the product that makes it, in the layer's gradient slab."""
+class _Products(torch.autograd.Function):
+    """F.linear by each of the weights, but gradients are summed where they belong: a weight's in the layer's gradient
+    slab, the input's in one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sink = sink_of(weight) if ctx.needs_input_grad[1] else None
-        return F.linear(x, weight, bias) if output else unread(x.shape[:-1] + weight.shape[:1], x)
+    def forward(ctx: Any, x: Tensor, output: bool, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        ctx.save_for_backward(x, *weights)
+        wanted = ctx.needs_input_grad[2:]
+        ctx.sinks = [sink_of(w) if needed else None for w, needed in zip(weights, wanted, strict=False)]
+        if not output:
+            return tuple(unread(x.shape[:-1] + weight.shape[:1], x) for weight in weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dy, dx, d_weight, d_bias = grads[0].flatten(0, -2), None, None, None
-        if ctx.needs_input_grad[0]:
-            dx = (dy @ weight).view_as(x)
-        if ctx.needs_input_grad[1]:
-            rows = x.flatten(0, -2)
-            if ctx.sink is None:
-                d_weight = dy.t() @ rows
-            elif (sink := ctx.sink()) is not None:
-                sink.put_product(dy.t(), rows)
-        if ctx.needs_input_grad[2]:
-            d_bias = dy.sum(0)
-        return dx, d_weight, d_bias, None
+        x, *weights = ctx.saved_tensors
+        count, rows = len(weights), x.flatten(0, -2)
+        of_x, _, *of_tensors = ctx.needs_input_grad
+        dx: Tensor | None = None
+        found: list[Tensor | None] = [None] * (2 * count)
+        for i, (grad, weight, sink_now) in enumerate(zip(grads, weights, ctx.sinks, strict=True)):
+            dy = grad.flatten(0, -2)
+            if of_x:
+                dx = dy @ weight if dx is None else torch.addmm(dx, dy, weight, out=dx)
+            if of_tensors[i]:
+                if sink_now is None:
+                    found[i] = dy.t() @ rows
+                elif (sink := sink_now()) is not None:
+                    sink.put_product(dy.t(), rows)
+            if of_tensors[count + i]:
+                found[count + i] = dy.sum(0)
+        return None if dx is None else dx.view_as(x), None, *found
 
 
 class _Added(torch.autograd.Function):

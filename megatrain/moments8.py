@@ -46,8 +46,8 @@ def limits(signed: bool, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def native_map(signed: bool) -> Map:
-    """The same for our own kernel on the CPU."""
+def native_map(signed: bool, device: torch.device) -> Map:
+    """The same for our own kernels."""
     cpu = torch.device("cpu")
     table, edges = codes(signed, cpu), limits(signed, cpu)
     pad = 256 - len(table)
@@ -56,9 +56,9 @@ def native_map(signed: bool) -> Map:
     bits = torch.where(halves < 1 << 15, halves << 16, (halves << 16) + 0xFFFF - (1 << 32))
     least = bits.to(torch.int32).view(torch.float32).nan_to_num(nan=torch.inf)
     return Map(
-        values=torch.nn.functional.pad(table, (0, pad)),
-        limits=torch.nn.functional.pad(edges, (0, pad + 1), value=torch.inf),
-        below=torch.bucketize(least, edges).to(torch.int32),
+        values=torch.nn.functional.pad(table, (0, pad)).to(device),
+        limits=torch.nn.functional.pad(edges, (0, pad + 1), value=torch.inf).to(device),
+        below=torch.bucketize(least, edges).to(device, torch.int32),
     )
 
 

@@ -22,7 +22,7 @@ from megatrain.attention import Attention, band
 from megatrain.autograd import Sink, again
 from megatrain.experts import Mixture
 from megatrain.layer_parts import mlp_again, rms_norm, rotate, swiglu
-from megatrain.linear import added, linear
+from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
@@ -98,8 +98,6 @@ class Block:
     the MLP keeps its input only, and is computed again in backward, that many tokens at a time.
     """
 
-    heads: int
-    kv_heads: int
     head_dim: int
     eps: float
     cos: Tensor
@@ -140,7 +138,7 @@ class Block:
         return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk, output=output)
 
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
-        gate, up = linear(params, "mlp.gate_proj", x), linear(params, "mlp.up_proj", x)
+        gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x)
         product = swiglu(gate, up, self.pointwise)
         with self._derived(product, self.pointwise.swiglu_forward, gate, up):
             return linear(params, "mlp.down_proj", product, output=output)
@@ -149,9 +147,8 @@ class Block:
         batch, seq, _ = x.shape
         if seq > len(self.cos):
             raise TemplateError(f"a sequence of {seq} tokens is longer than the {len(self.cos)} prepared for")
-        q = linear(params, "self_attn.q_proj", x).view(batch, seq, self.heads, self.head_dim)
-        k = linear(params, "self_attn.k_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
-        v = linear(params, "self_attn.v_proj", x).view(batch, seq, self.kv_heads, self.head_dim)
+        projections = linears(params, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), x)
+        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in projections)
         if "self_attn.q_norm.weight" in params:
             q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
             k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
@@ -255,8 +252,6 @@ def templates(
     """
     cos, sin = rotary_tables(model, seq_len, device, dtype)
     block = Block(
-        heads=model.num_attention_heads,
-        kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
         eps=model.rms_norm_eps,
         cos=cos,

@@ -20,6 +20,7 @@ from fake_cuda import MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime,
 from hand_written import WRITERS, small
 from torch.cuda import _sanitizer as sanitizer
 
+from megatrain import adam
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
@@ -33,6 +34,7 @@ from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.verify import verify
+from schedules.workload import PRECISIONS
 
 
 @pytest.fixture
@@ -397,6 +399,26 @@ def test_gpu_trains_the_same_by_graphs_and_compiled(writer: str, by: str) -> Non
         losses = run.run(6)
     with trainer(schedule, CudaBackend()) as run:
         assert losses == pytest.approx(run.run(6), rel=1e-4)
+
+
+@real
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gpu_updates_as_the_cpu_does(precision: str) -> None:
+    assert adam.kernels_on(torch.device("cuda")) is not None
+    n, hyper, found = 1_000_003, adam.Adam(lr=1e-2, weight_decay=0.1), []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.empty(n, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
+        state = torch.empty(PRECISIONS[precision].state_bytes(n), dtype=torch.uint8)
+        adam.initialise(weights, state, precision, torch.randn(n, generator=generator))
+        weights, state = weights.to(device), state.to(device)
+        for number in (1, 2):
+            grad = torch.randn(n, generator=generator).to(weights)
+            scale = torch.tensor(0.3, device=device)
+            adam.step(weights, grad, state, hyper, number, precision=precision, grad_scale=scale, decay=[(16, 700_000)])
+        found.append(adam.master_weights(weights, state, precision).cpu())
+    tolerance = 1e-5 if precision in (*adam.MASTERS, "fp32") else 2**-7
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=1e-5)
 
 
 @real

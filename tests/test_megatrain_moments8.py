@@ -149,7 +149,7 @@ def test_our_kernel_ends_with_the_bits_of_torch(
 @pytest.mark.parametrize("signed", [True, False])
 def test_no_float_lies_more_than_two_limits_from_where_its_upper_half_says(signed: bool) -> None:
     """What our kernel relies on: it takes two steps at most."""
-    found, edges = moments8.native_map(signed), moments8.limits(signed, CPU)
+    found, edges = moments8.native_map(signed, CPU), moments8.limits(signed, CPU)
     halves = torch.arange(1 << 16, dtype=torch.int64)
     for lower in (0, 0x7FFF, 0xFFFF):
         bits = (halves << 16) + lower

@@ -126,11 +126,12 @@ def test_kernel_does_the_work() -> None:
     weights, state, (grad, *_) = slabs(*random(1000), "bf16")
     parts, kernel = adam.split_state(state, 1000, "bf16"), native.kernel()
     assert kernel is not None
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "step_number": 1, "grad_scale": 1.0}
-    assert kernel.update(weights, grad, parts.m, parts.v, None, precision="bf16", **settings) == 992  # type: ignore[arg-type]
+    of = native.Coefficients.of(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step_number=1)
+    moments = parts.m, parts.v
+    assert kernel.update(weights, grad, *moments, None, precision="bf16", coefficients=of, grad_scale=1.0) == 992
     assert parts.m[:992].all() and not parts.m[992:].any()
     wrong = grad.double()  # of a type that it does not know
-    assert kernel.update(weights, wrong, parts.m, parts.v, None, precision="bf16", **settings) == 0  # type: ignore[arg-type]
+    assert kernel.update(weights, wrong, *moments, None, precision="bf16", coefficients=of, grad_scale=1.0) == 0
 
 
 # ---- building

@@ -93,14 +93,11 @@ struct Plain {  // fp32: the weight is the master
     static void store(Weight& w, Kept&, float p) { w = p; }
 };
 
+// A step's numbers, as native/adam.py's Coefficients has them.
 struct Step {
-    float kept;          // 1 - lr * weight decay
-    float lerp;          // 1 - beta1, or -beta1 where that is the smaller of the two
+    float kept, lerp, beta2, square, correction, eps, size;
+    float scale;         // of the gradient
     uint32_t from_mean;  // all ones where the interpolation starts at the mean, zero: at the gradient
-    float beta2, square;  // square: 1 - beta2
-    float correction;     // square root of 1 - beta2^t
-    float eps, size;      // size: minus lr / (1 - beta1^t)
-    float scale;          // of the gradient
 };
 
 // What a precision does not keep is read and written here, one element that nobody looks at.
@@ -292,32 +289,14 @@ void run8(
     });
 }
 
-Step step_of(
-    double lr, double beta1, double beta2, double eps, double weight_decay, double step, float grad_scale) {
-    Step s;
-    const float lerp = float(1 - beta1);
-    s.kept = float(1 - lr * weight_decay);
-    s.from_mean = std::fabs(lerp) < 0.5f ? ~0u : 0u;
-    s.lerp = s.from_mean ? lerp : lerp - 1.0f;
-    s.beta2 = float(beta2);
-    s.square = float(1 - beta2);
-    s.correction = float(std::sqrt(1 - std::pow(beta2, step)));
-    s.eps = float(eps);
-    s.size = float(-(lr / (1 - std::pow(beta1, step))));
-    s.scale = grad_scale;
-    return s;
-}
-
 }  // namespace
 
 // Updates n parameters. `precision`: 0 bf16, 1 bf16_split, 2 bf16_fp32, 3 fp32, 4 bf16_16bit; `kept` is what it keeps
 // beside the weights (low halves, master) or null; moments are fp32, bf16 for the last. `wide_grad`: the gradient is
-// fp32, else bf16. `step` counts from 1.
+// fp32, else bf16.
 extern "C" void megatrain_adam(
     int precision, int wide_grad, int64_t n, int threads, void* weights, const void* grad, void* m, void* v,
-    void* kept, double lr, double beta1, double beta2, double eps, double weight_decay, double step,
-    float grad_scale) {
-    const Step s = step_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
+    void* kept, Step s) {
     const auto chosen = [&](auto precise, auto moment) {
         using P = decltype(precise);
         using M = decltype(moment);
@@ -339,8 +318,7 @@ extern "C" void megatrain_adam8(
     int wide_grad, int64_t n, int threads, void* weights, const void* grad, uint8_t* m_codes, float* m_largest,
     const float* m_values, const float* m_limits, const int32_t* m_below, uint8_t* v_codes, float* v_largest,
     const float* v_values, const float* v_limits, const int32_t* v_below, const int64_t* ranges, int64_t count,
-    double lr, double beta1, double beta2, double eps, double weight_decay, double step, float grad_scale) {
-    const Step s = step_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
+    Step s) {
     const Moments mean{m_codes, m_largest, {m_values, m_limits, m_below}};
     const Moments var{v_codes, v_largest, {v_values, v_limits, v_below}};
     const auto go = wide_grad ? run8<float> : run8<uint16_t>;

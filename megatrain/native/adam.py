@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,13 +24,14 @@ from schedules.workload import STATE_BLOCK
 VECTOR = 16  # a multiple of torch's vector length on every processor: 16 or 8 floats
 SOURCE = Path(__file__).with_name("adam.cpp")
 _CODES = {"bf16": 0, "bf16_split": 1, "bf16_fp32": 2, "fp32": 3, "bf16_16bit": 4}
+SCALARS = ("kept", "lerp", "beta2", "square", "correction", "eps", "size")  # of Coefficients, as kernels take them
 _GRADS = {torch.bfloat16: 0, torch.float32: 1}
 _building = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Map:
-    """How moments of eight bits are stored, on the CPU.
+    """How moments of eight bits are stored.
 
     `values`, fp32 [256]: what codes stand for, ascending. `limits`, fp32 [256]: the largest number that a code is
     still stored for, infinity at the end. `below`, int32 [65536]: by the upper half of a float's bits, the code of
@@ -40,19 +43,70 @@ class Map:
     below: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """The numbers of one step of AdamW, as torch's fused kernel has them.
+
+    The mean moves by `lerp` times the gradient's distance: from where it is by 1 - beta1, or if not `from_mean`, since
+    less is rounded so, from the gradient by -beta1. `square` is 1 - beta2, `correction` the root of 1 - beta2^t, `size`
+    -lr / (1 - beta1^t), `kept` 1 - lr * weight decay.
+    """
+
+    kept: float
+    lerp: float
+    from_mean: bool
+    beta2: float
+    square: float
+    correction: float
+    eps: float
+    size: float
+
+    @classmethod
+    def of(
+        cls, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step_number: int
+    ) -> Coefficients:
+        """Of a step, counted from 1."""
+        beta1, beta2 = betas
+        lerp = ctypes.c_float(1 - beta1).value
+        from_mean = lerp < 0.5
+        return cls(
+            kept=1 - lr * weight_decay,
+            lerp=lerp if from_mean else lerp - 1,
+            from_mean=from_mean,
+            beta2=beta2,
+            square=1 - beta2,
+            correction=math.sqrt(1 - beta2**step_number),
+            eps=eps,
+            size=-lr / (1 - beta1**step_number),
+        )
+
+
+class _Step(ctypes.Structure):
+    """As adam.cpp declares it."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_float) for name in (*SCALARS, "scale")),
+        ("from_mean", ctypes.c_uint32),
+    ]
+
+    @classmethod
+    def of(cls, c: Coefficients, scale: float) -> _Step:
+        return cls(*(getattr(c, name) for name in SCALARS), scale, 0xFFFFFFFF if c.from_mean else 0)
+
+
 class Kernel:
     """The compiled function. Its calls hold no Python lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
+        pointer, number = ctypes.c_void_p, ctypes.c_int
         self._function, self._function8 = library.megatrain_adam, library.megatrain_adam8
         self._function.restype = None
         self._function.argtypes = [
-            number, number, ctypes.c_int64, number, *[pointer] * 5, *[real] * 6, ctypes.c_float,
+            number, number, ctypes.c_int64, number, *[pointer] * 5, _Step,
         ]  # fmt: skip
         self._function8.restype = None
         self._function8.argtypes = [
-            number, ctypes.c_int64, number, *[pointer] * 13, ctypes.c_int64, *[real] * 6, ctypes.c_float,
+            number, ctypes.c_int64, number, *[pointer] * 13, ctypes.c_int64, _Step,
         ]  # fmt: skip
 
     def update(
@@ -64,11 +118,7 @@ class Kernel:
         kept: Tensor | None,
         *,
         precision: str,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        step_number: int,
+        coefficients: Coefficients,
         grad_scale: float,
     ) -> int:
         """Update the leading elements in place, on torch's number of threads; how many: all but a vector's rest.
@@ -84,7 +134,7 @@ class Kernel:
                 _CODES[precision], _GRADS[grad.dtype], count, torch.get_num_threads(),
                 weights.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(),
                 None if kept is None else kept.data_ptr(),
-                lr, *betas, eps, weight_decay, float(step_number), grad_scale,
+                _Step.of(coefficients, grad_scale),
             )  # fmt: skip
         return count
 
@@ -95,11 +145,7 @@ class Kernel:
         moments: Sequence[tuple[Tensor, Tensor, Map]],
         decay: Tensor,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        step_number: int,
+        coefficients: Coefficients,
         grad_scale: float,
     ) -> int:
         """As `update`, where moments have eight bits; how many were updated: all whole blocks.
@@ -118,7 +164,7 @@ class Kernel:
             ]
             self._function8(
                 _GRADS[grad.dtype], count, torch.get_num_threads(), weights.data_ptr(), grad.data_ptr(), *stored,
-                decay.data_ptr(), len(decay), lr, *betas, eps, weight_decay, float(step_number), grad_scale,
+                decay.data_ptr(), len(decay), _Step.of(coefficients, grad_scale),
             )  # fmt: skip
         return count
 

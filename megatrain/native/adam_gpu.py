@@ -1,0 +1,199 @@
+"""AdamW's kernels on a GPU, in Triton: one launch for a slab, which reads and writes every byte of it once.
+
+The arithmetic is that of `adam.cpp`; where the compiler contracts to fused multiply-adds a last bit may differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from subprocess import SubprocessError
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from megatrain import moments8
+from megatrain.native.adam import SCALARS, Coefficients
+from megatrain.native.build import NotBuilt
+from schedules.workload import STATE_BLOCK
+
+BLOCK = 1024  # elements of one program
+NAN_BITS = tl.constexpr(0x7FC00000)  # one pattern for every NaN: carries could turn another into a number
+
+
+@triton.jit
+def _wide(x):
+    """To fp32."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def _narrow(x, DTYPE: tl.constexpr):
+    """From fp32 to the nearest, a tie to even; by its bits, since Triton's interpreter cuts them off."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300, a compiler reads this
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x != x, NAN_BITS, bits + 0x7FFF + ((bits >> 16) & 1))
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where(a > b, a, b)
+
+
+@triton.jit
+def _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN: tl.constexpr):
+    """Moments and parameters i after the step, fp32; `s` as Coefficients, with the gradient's scale."""
+    kept, lerp, beta2, square, correction, eps, size, scale = s
+    grad = grad * scale
+    mean = (m if FROM_MEAN else grad) + lerp * (grad - m)
+    var = square * grad * grad + v * beta2
+    decayed = i < 0
+    for r in range(ranges):
+        decayed = decayed | ((i >= tl.load(ranges_at + 2 * r)) & (i < tl.load(ranges_at + 2 * r + 1)))
+    denominator = tl.div_rn(tl.sqrt_rn(var), correction) + eps
+    return mean, var, p * tl.where(decayed, kept, 1.0) + tl.div_rn(size * mean, denominator)
+
+
+@triton.jit
+def _adamw(
+    w_at, g_at, m_at, v_at, kept_at, scale_at, ranges_at, ranges, n,
+    kept, lerp, beta2, square, correction, eps, size,
+    PRECISION: tl.constexpr, FROM_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = i < n
+    w = tl.load(w_at + i, there, other=0)
+    if PRECISION == "bf16_split":
+        low = tl.load(kept_at + i, there, other=0).to(tl.int32)
+        p = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
+    elif PRECISION == "bf16_fp32":
+        p = tl.load(kept_at + i, there, other=0)
+    else:
+        p = _wide(w)
+    grad = _wide(tl.load(g_at + i, there, other=0))
+    m = _wide(tl.load(m_at + i, there, other=0))
+    v = _wide(tl.load(v_at + i, there, other=0))
+    scale = tl.load(scale_at) if SCALED else 1.0
+    s = (kept, lerp, beta2, square, correction, eps, size, scale)
+    m, v, p = _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN)
+    tl.store(m_at + i, _narrow(m, m_at.dtype.element_ty), there)
+    tl.store(v_at + i, _narrow(v, v_at.dtype.element_ty), there)
+    if PRECISION == "bf16_split":
+        bits = tl.where(p != p, NAN_BITS, p.to(tl.int32, bitcast=True))
+        tl.store(kept_at + i, bits.to(tl.int16), there)
+        tl.store(w_at + i, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), there)
+    else:
+        if PRECISION == "bf16_fp32":
+            tl.store(kept_at + i, p, there)
+        tl.store(w_at + i, _narrow(p, w_at.dtype.element_ty), there)
+
+
+@triton.jit
+def _coded(x, limits_at):
+    """A block of moments as codes, and its largest magnitude; a NaN is not the largest."""
+    largest = tl.reduce(tl.where(x != x, 0.0, tl.abs(x)), 0, _larger)
+    share = tl.where(x != x, float("inf"), tl.div_rn(x, tl.where(largest > 0, largest, 1.0)))
+    code = tl.full(x.shape, 0, tl.int32)
+    for half in tl.static_range(7, -1, -1):
+        code += (tl.load(limits_at + code + (1 << half) - 1) < share).to(tl.int32) << half
+    return code.to(tl.uint8), largest
+
+
+@triton.jit
+def _adamw8(
+    w_at, g_at, m_at, v_at, m_largest_at, v_largest_at, m_values_at, v_values_at, m_limits_at, v_limits_at,
+    scale_at, ranges_at, ranges, n,
+    kept, lerp, beta2, square, correction, eps, size,
+    FROM_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    there = i < n
+    p = _wide(tl.load(w_at + i, there, other=0))
+    grad = _wide(tl.load(g_at + i, there, other=0))
+    m = tl.load(m_values_at + tl.load(m_at + i, there, other=0).to(tl.int32)) * tl.load(m_largest_at + block)
+    v = tl.load(v_values_at + tl.load(v_at + i, there, other=0).to(tl.int32)) * tl.load(v_largest_at + block)
+    scale = tl.load(scale_at) if SCALED else 1.0
+    s = (kept, lerp, beta2, square, correction, eps, size, scale)
+    m, v, p = _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN)
+    tl.store(w_at + i, _narrow(p, w_at.dtype.element_ty), there)
+    # what is beyond the slab has no say in the largest
+    m_codes, m_largest = _coded(tl.where(there, m, 0.0), m_limits_at)
+    v_codes, v_largest = _coded(tl.where(there, v, 0.0), v_limits_at)
+    tl.store(m_at + i, m_codes, there)
+    tl.store(v_at + i, v_codes, there)
+    tl.store(m_largest_at + block, m_largest)
+    tl.store(v_largest_at + block, v_largest)
+
+
+def update(
+    weights: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    kept: Tensor | None,
+    *,
+    precision: str,
+    coefficients: Coefficients,
+    grad_scale: Tensor | None,
+    decay: Sequence[tuple[int, int]],
+) -> None:
+    """Update all in place on the current stream; nothing waits.
+
+    All contiguous, on one device, [n]; types as in `megatrain.adam`, `kept` the low halves or the master.
+    `grad_scale`, fp32 [], multiplies the gradient; `decay` are the ranges that weight decay applies to.
+    """
+    n = weights.numel()
+    _adamw[(triton.cdiv(n, BLOCK),)](
+        weights, grad, m, v, kept, grad_scale, *_ranges(tuple(decay), weights.device), n, *_scalars(coefficients),
+        PRECISION=precision, FROM_MEAN=coefficients.from_mean, SCALED=grad_scale is not None, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def update8(
+    weights: Tensor,
+    grad: Tensor,
+    m: tuple[Tensor, Tensor],
+    v: tuple[Tensor, Tensor],
+    *,
+    coefficients: Coefficients,
+    grad_scale: Tensor | None,
+    decay: Sequence[tuple[int, int]],
+) -> None:
+    """As `update`, where moments have eight bits: codes, uint8 [n], and largest magnitudes, fp32 [blocks]."""
+    maps = [moments8.native_map(signed, weights.device) for signed in (True, False)]
+    _adamw8[(moments8.blocks(weights.numel()),)](
+        weights, grad, m[0], v[0], m[1], v[1], *(map_.values for map_ in maps), *(map_.limits for map_ in maps),
+        grad_scale, *_ranges(tuple(decay), weights.device), weights.numel(), *_scalars(coefficients),
+        FROM_MEAN=coefficients.from_mean, SCALED=grad_scale is not None, BLOCK=STATE_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+def try_out(device: torch.device) -> None:
+    """Compile a kernel and launch it. Raises NotBuilt where Triton cannot."""
+    weights, grad, m, v = (torch.zeros(1, device=device) for _ in range(4))
+    step = Coefficients.of(lr=0.0, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0, step_number=1)
+    try:
+        update(weights, grad, m, v, None, precision="fp32", coefficients=step, grad_scale=None, decay=[])
+    except (TritonError, OSError, RuntimeError, SubprocessError) as error:
+        raise NotBuilt(f"Triton cannot compile: {error}") from None
+
+
+def _scalars(coefficients: Coefficients) -> list[float]:
+    return [getattr(coefficients, name) for name in SCALARS]
+
+
+@functools.cache
+def _ranges(decay: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Any]:
+    """The ranges on the device, int64 [ranges, 2], and how many; copied there, which waits, once for layers alike."""
+    return torch.tensor(decay or [(0, 0)], dtype=torch.int64, device=device), len(decay)

@@ -1,0 +1,185 @@
+"""AdamW's kernels for a GPU, by Triton's interpreter: the CPU's numbers, to a few units in the last place."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_megatrain_adam import DTYPES, HYPER, NO_MASTER, SIZES, WHOLE, adam64, bits, make
+
+from megatrain import adam
+from megatrain.adam import Adam, initialise, master_weights, split_state, step
+from schedules.workload import PRECISIONS
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # of numpy, the interpreter's processor
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
+        module = importlib.import_module("megatrain.native.adam_gpu")
+        yield importlib.reload(module)
+    importlib.reload(module)
+
+
+@pytest.fixture
+def as_on_gpu(interpreted, monkeypatch):
+    """`step` takes slabs on the CPU for a GPU's."""
+    monkeypatch.setattr(adam, "kernels_on", lambda device: interpreted)
+
+
+@pytest.mark.parametrize("precision", WHOLE)
+@pytest.mark.parametrize("n", SIZES)
+def test_every_element_agrees_with_fp64(n, precision, as_on_gpu):
+    _, weights, state, grads = make(n, precision)
+    w = master_weights(weights, state, precision).double()
+    m = v = torch.zeros(n, dtype=torch.float64)
+    for number, grad in enumerate(grads, 1):
+        step(weights, grad, state, HYPER, number, precision=precision)
+        w, m, v = adam64(w, grad.double(), m, v, number, HYPER, HYPER.weight_decay)
+        parts = split_state(state, n, precision)
+        after = master_weights(weights, state, precision).double()
+        rounded = 2**-8 if precision in NO_MASTER else 1e-6
+        torch.testing.assert_close(after, w, rtol=rounded, atol=1e-6)
+        moments = 2**-8 if precision == "bf16_16bit" else 1e-6
+        torch.testing.assert_close(parts.m.double(), m, rtol=moments, atol=1e-7)
+        torch.testing.assert_close(parts.v.double(), v, rtol=moments, atol=1e-9)
+        w, m, v = after, parts.m.double(), parts.v.double()  # what was rounded away is lost
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.3, 0.0)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_cpus_numbers(precision, betas, scale, interpreted, monkeypatch):
+    """Decay of some ranges, a wide gradient, a scale; blocks of 8-bit moments that end before they are full."""
+    n, hyper = 2100, Adam(lr=1e-2, betas=betas, weight_decay=0.1)
+    decay = [(0, 700), (1000, 2050)]
+    found = []
+    for kernels in (None, interpreted):
+        monkeypatch.setattr(adam, "kernels_on", lambda device, kernels=kernels: kernels)
+        generator = torch.Generator().manual_seed(1)
+        weights = torch.empty(n, dtype=DTYPES[precision])
+        state = torch.full((PRECISIONS[precision].state_bytes(n),), 0xFF, dtype=torch.uint8)
+        initialise(weights, state, precision, torch.randn(n, generator=generator))
+        for number in (1, 2, 3):
+            grad = torch.randn(n, generator=generator)
+            step(
+                weights, grad, state, hyper, number, precision=precision, decay=decay,
+                grad_scale=None if scale is None else torch.tensor(scale),
+            )  # fmt: skip
+        found.append((master_weights(weights, state, precision), weights.float(), state))
+    (master, weights, state), (master_there, weights_there, state_there) = found
+    # a moment that falls on the other side of a limit between two codes moves a weight by a little of the step
+    tolerance = {"bf16_8bit": 5e-2, "bf16": 2**-7, "bf16_16bit": 2**-7}.get(precision, 1e-5)
+    torch.testing.assert_close(master_there, master, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(weights_there, weights, rtol=max(tolerance, 2**-7), atol=1e-6)
+    assert (master_there != master).float().mean() < (0.4 if precision in adam.MASTERS or precision == "fp32" else 0.01)
+    if precision == "bf16_8bit":
+        assert (state_there[: 2 * n] != state[: 2 * n]).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("precision", WHOLE)
+def test_special_values_go_where_fp64_sends_them(precision, as_on_gpu):
+    values = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1e-30, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
+    grads = [0.0, 1e-40, 1e-20, 1.0, 1e18, math.inf, math.nan]
+    pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(grads))
+    grad = pairs[:, 1].to(DTYPES[precision]).contiguous()
+    n = len(pairs)
+    weights = torch.empty(n, dtype=DTYPES[precision])
+    state = torch.empty(n * PRECISIONS[precision].state, dtype=torch.uint8)
+    initialise(weights, state, precision, pairs[:, 0])
+    before = master_weights(weights, state, precision).double()
+    step(weights, grad, state, HYPER, 1, precision=precision)
+    zero = torch.zeros(n, dtype=torch.float64)
+    expected, _, _ = adam64(before, grad.double(), zero, zero, 1, HYPER, HYPER.weight_decay)
+    after = master_weights(weights, state, precision).double()
+    tolerance = 2**-8 if precision in NO_MASTER else 1e-6
+    torch.testing.assert_close(after, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
+    assert torch.equal(weights.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nothing_beyond_a_slab_is_touched_and_a_nan_reaches_the_weights(precision, as_on_gpu):
+    """Slabs lie side by side in an arena."""
+    n = 100
+    nbytes = PRECISIONS[precision].state_bytes(n)
+    arena = torch.full((nbytes + 64,), 0x5A, dtype=torch.uint8)
+    weights = torch.full((n + 64,), 7.0, dtype=DTYPES[precision])
+    initialise(weights[:n], arena[:nbytes], precision, torch.ones(n))
+    grad = torch.ones(n, dtype=DTYPES[precision])
+    bits(grad)[3] = -1  # as a poisoned buffer holds
+    step(weights[:n], grad, arena[:nbytes], HYPER, 1, precision=precision)
+    assert (arena[nbytes:] == 0x5A).all() and (weights[n:] == 7.0).all()
+    assert weights[:n].isnan().tolist() == [i == 3 for i in range(n)]
+    assert (weights[:3] < 1).all()
+
+
+def test_where_triton_cannot_compile_torch_does_it(interpreted, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(interpreted, "update", fails)
+    monkeypatch.setattr(interpreted.torch, "zeros", lambda *shape, device: torch.empty(*shape))
+    with pytest.warns(UserWarning, match=r"several passes.*C compiler"):
+        assert adam.kernels_on.__wrapped__(torch.device("cuda")) is None
+    assert adam.kernels_on(torch.device("cpu")) is None
+
+
+def test_kernels_are_tried_out_before_a_slab_depends_on_them(interpreted, monkeypatch):
+    tried = []
+    monkeypatch.setattr(interpreted, "try_out", tried.append)
+    assert adam.kernels_on.__wrapped__(torch.device("cuda")) is interpreted and len(tried) == 1
+    monkeypatch.undo()
+    interpreted.try_out(torch.device("cpu"))
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from megatrain.native import adam_gpu
+from megatrain.native.adam import SCALARS
+
+VALUES = {"BLOCK": 256, "FROM_MEAN": True, "SCALED": True}
+KEPT = {"bf16_split": "*i16", "bf16_fp32": "*fp32"}
+AT = {"m_at": "*u8", "v_at": "*u8", "n": "i32", "ranges": "i32", "ranges_at": "*i64", "w_at": "*bf16", "g_at": "*bf16"}
+
+def compiled(kernel, types, **values):
+    values = {**VALUES, **values}
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in values else types.get(name, "fp32" if name in SCALARS else "*fp32")
+             for name in names}
+    source = ASTSource(fn=kernel, signature=types, constexprs={(names.index(n),): v for n, v in values.items()
+                                                                if n in names})
+    for generation in (80, 90):
+        assert "ptx" in triton.compile(source, target=GPUTarget("cuda", generation, 32)).asm
+
+for precision in ("bf16", "bf16_split", "bf16_fp32", "fp32", "bf16_16bit"):
+    kept = {"kept_at": KEPT[precision]} if precision in KEPT else {}
+    values = {} if kept else {"kept_at": None}
+    types = {**AT, **kept, "m_at": "*fp32", "v_at": "*fp32"}
+    if precision == "fp32":
+        types |= {"w_at": "*fp32", "g_at": "*fp32"}
+    if precision == "bf16_16bit":
+        types |= {"m_at": "*bf16", "v_at": "*bf16"}
+    compiled(adam_gpu._adamw, types, PRECISION=precision, **values)
+compiled(adam_gpu._adamw8, AT)
+compiled(adam_gpu._adamw8, AT, SCALED=False, FROM_MEAN=False, scale_at=None)
+"""
+
+
+def test_kernels_compile_for_gpus_that_are_not_here():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
