@@ -123,6 +123,31 @@ def test_nothing_beyond_a_slab_is_touched_and_a_nan_reaches_the_weights(precisio
     assert (weights[:3] < 1).all()
 
 
+def test_moments_of_eight_bits_shrink_and_stay_zero_as_on_the_cpu(interpreted, monkeypatch):
+    """The last block is not full: what lies beyond it is not its largest."""
+    n, found = 300, []
+    for kernels in (None, interpreted):
+        monkeypatch.setattr(adam, "kernels_on", lambda device, kernels=kernels: kernels)
+        weights = torch.ones(n, dtype=torch.bfloat16)
+        state = torch.empty(PRECISIONS["bf16_8bit"].state_bytes(n), dtype=torch.uint8)
+        initialise(weights, state, "bf16_8bit")
+        for number, value in enumerate((1.0, -1.0), 1):
+            grad = torch.full((n,), value)
+            grad[::3] = 0.0
+            step(weights, grad, state, HYPER, number, precision="bf16_8bit")
+        found.append(state)
+    assert torch.equal(found[0][: 2 * n], found[1][: 2 * n])
+    largest = [state[2 * n :].clone().view(torch.float32) for state in found]
+    torch.testing.assert_close(*largest, rtol=1e-5, atol=0.0)
+
+
+def test_a_tie_goes_to_even(as_on_gpu):
+    grad = 1 + torch.arange(256) * 2.0**-8  # every other one lies between two numbers of bf16
+    weights, state = torch.ones(256, dtype=torch.bfloat16), torch.zeros(4 * 256, dtype=torch.uint8)
+    step(weights, grad, state, Adam(lr=0.0, betas=(0.0, 0.0)), 1, precision="bf16_16bit")
+    assert torch.equal(split_state(state, 256, "bf16_16bit").m, grad.to(torch.bfloat16))
+
+
 def test_where_triton_cannot_compile_torch_does_it(interpreted, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler")
