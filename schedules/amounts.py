@@ -10,7 +10,7 @@ from schedules.model import ModelSpec
 from schedules.op import Phase
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Part, makes_output, parse
-from schedules.traffic import elementwise_bytes, op_flops
+from schedules.traffic import op_bytes, op_flops
 from schedules.workload import Workload
 
 
@@ -33,7 +33,7 @@ class Amounts:
         key = self._model.layer_kind(i), phase, makes_output(written), fused
         if key not in self._computed:
             flops = op_flops(self._model, i, phase, self._workload, output=key[2])
-            nbytes = elementwise_bytes(self._model, i, phase, self._workload, fused=fused, output=key[2])
+            nbytes = op_bytes(self._model, i, phase, self._workload, fused=fused, output=key[2])
             self._computed[key] = flops, nbytes
         return self._computed[key]
 

@@ -30,117 +30,111 @@ def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, outp
     return model.forward_flops(i, workload) - unread
 
 
-def elementwise_bytes(
+def op_bytes(
     model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True, output: bool = True
 ) -> int:
-    """Device-memory traffic of one micro-batch through layer i, for a roofline estimate.
+    """Device-memory traffic of a compute op on layer i for one micro-batch, by estimate.
 
-    Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is
-    left out. Forward per token, in activation elements, for a block: `_block_traffic`; plus all weights,
-    read once. Backward: twice the forward's activations (each product has two in its backward, each
-    pointwise kernel reads what it saved and a gradient), the weights read and their gradients written.
-    Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
-    16 bits its terms are sorted and added up in fp32 first: eight passes.
-    Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; per
-    token 5 passes over fp32 logits (written, normalised, made into a gradient, read by two products),
-    and norm input, output and both gradients.
-    Where kernels are not `fused`, a block's are those of `_unfused_block_bytes` too. Frozen weights have no gradient;
-    adapters beside them move, per token, their input and output and what lies between. What backward computes again is
-    added as `_again_bytes`; what a block's recompute without an `output` leaves out is not counted, `_unread_bytes`.
+    Every kernel reads its inputs and writes its outputs once; what products reload into their tiles is left out.
     Raises ModelError for a phase that layer i does not compute.
     """
-    tokens, b = workload.tokens_per_microbatch, workload.bytes
-    if model.is_block(i) and phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
-        activations = tokens * _block_traffic(model) * b.activation
-        if not fused:
-            activations += tokens * _unfused_block_bytes(model, b.activation)
-        weights = model.params(i) * b.weight
-        trained = params(model, workload, i)
-        if workload.lora_rank is not None:
-            shapes = model.adapter_shapes(i, workload.lora_rank).values()
-            activations += tokens * sum(sum(shape) for shape in shapes) * b.activation
-            weights += trained * b.weight
-        if phase == Phase.BACKWARD:
-            return 2 * activations + weights + trained * b.grad + _again_bytes(model, workload)
-        unread = 0 if output or phase != Phase.RECOMPUTE else _unread_bytes(model, workload)
-        return activations + weights - unread
-    if i == model.embed and phase == Phase.EMBED:
-        return tokens * model.hidden_size * (b.weight + b.activation)
-    if i == model.embed and phase == Phase.BACKWARD:
-        widened = 8 * FP32 if b.grad < FP32 else 0
-        return tokens * model.hidden_size * (b.activation + 2 * b.grad + widened)
-    if i == model.head and phase == Phase.LOSS:
-        chunks = -(-tokens // LOSS_CHUNK_TOKENS)
-        matrix = model.vocab_size * model.hidden_size
-        logits = tokens * model.vocab_size * FP32
-        if workload.task == "evaluate":  # the projection read once, logits written and read, norm input and output
-            return chunks * matrix * b.weight + 2 * logits + 2 * model.hidden_bytes(workload)
-        moved = 2 * (b.weight + (b.grad if workload.lora_rank is None else 0))
-        return chunks * matrix * moved + 5 * logits + 8 * model.hidden_bytes(workload)
-    raise ModelError(f"{model.name}: layer {model.layer_name(i)} has no compute op of phase {phase}")
+    return product_bytes(model, i, phase, workload, output=output) + pointwise_bytes(
+        model, i, phase, workload, fused=fused, output=output
+    )
 
 
-def _again_bytes(model: ModelSpec, workload: Workload) -> int:
-    """Bytes that a block's backward moves for what it computes again.
+def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
+    """Of `op_bytes` what matrix products and attention move: their operands, weights included, and results.
 
-    4h       pointwise: two norms, read and written; with experts the second one's copies, too
-    3f       and gate, up and their product
-    2h + 2f  mlp: also the input of gate and up, and what they write, and their weights
-    """
-    h, f, k = model.hidden_size, model.mlp_width, model.num_experts_per_tok
-    elements, weights = 0, 0
-    if workload.recompute != "none":
-        elements += 4 * h + 3 * f + (h + k * h if model.num_experts else 0)
-    if workload.recompute == "mlp":
-        elements += 2 * h + 2 * f
-        weights += 2 * h * f
-    return workload.tokens_per_microbatch * elements * workload.bytes.activation + weights * workload.bytes.weight
-
-
-def _unread_bytes(model: ModelSpec, workload: Workload) -> int:
-    """Bytes that a block's forward moves for its output alone.
-
-    3h       the last residual sum
-    f + h    the down projection, and its weights; with experts, one output per choice that the sum gathers
-    2h + 5f  mlp: also gate and up, their product, and their weights; what backward computes again
-    """
-    h, f = model.hidden_size, model.mlp_width
-    elements, weights = 3 * h, 0
-    if model.num_experts:
-        elements += model.num_experts_per_tok * h + h
-    else:
-        elements, weights = elements + f + h, f * h
-    if workload.recompute == "mlp":
-        elements, weights = elements + 2 * h + 5 * f, 3 * f * h
-    return workload.tokens_per_microbatch * elements * workload.bytes.activation + weights * workload.bytes.weight
-
-
-def _block_traffic(model: ModelSpec) -> int:
-    """Activation elements that a block's forward reads and writes per token.
-
-    4h          two norms, read and written
+    Forward of a block, per token, in activation elements:
     3h + q+2kv  q, k, v projections
-    2(q + kv)   rotary; again for qk_norm
     2q + 2kv    attention reads q, k, v and writes its output
     q + h       o projection
-    6h          two residual sums
-    2h + 2f     gate and up; with experts their input is one copy per choice
-    3f          activation and product
-    f + h       down; with experts one output per choice, then gathered into one
+    2h + 2f     gate and up; with experts their input is one copy per choice, and a router comes before
+    f + h       down; with experts one output per choice
+    and all weights, read once; adapters move their input and output and what lies between. Backward: twice the
+    activations, since each product has two in its backward, the weights read and their gradients written. What runs
+    for its activations alone leaves out the down projection, and gate and up where backward computes them again.
+    Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; fp32 logits
+    written by one product, and their gradient read by two.
     """
+    tokens, b = workload.tokens_per_microbatch, workload.bytes
+    if not _is_computed(model, i, phase):
+        raise ModelError(f"{model.name}: layer {model.layer_name(i)} has no compute op of phase {phase}")
+    if i == model.embed:
+        return 0
+    if i == model.head:
+        chunks = -(-tokens // LOSS_CHUNK_TOKENS)
+        matrix, logits = model.vocab_size * model.hidden_size, tokens * model.vocab_size * FP32
+        if workload.task == "evaluate":
+            return chunks * matrix * b.weight + logits
+        return chunks * matrix * 2 * (b.weight + (b.grad if workload.lora_rank is None else 0)) + 3 * logits
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
-    k = model.num_experts_per_tok
-    elements = 17 * h + 6 * q + 6 * kv + 6 * f
-    if model.qk_norm:
-        elements += 2 * (q + kv)
+    elements, weights = 7 * h + 4 * q + 4 * kv + 3 * f, model.params(i) * b.weight
     if model.num_experts:
-        # router input and logits; copies written; inputs and outputs per choice; the weighted sum
-        elements += h + model.num_experts + (h + k * h) + 3 * (k - 1) * h + (k * h + h)
-    return elements
+        elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h
+    trained = params(model, workload, i)
+    if workload.lora_rank is not None:
+        elements += sum(sum(shape) for shape in model.adapter_shapes(i, workload.lora_rank).values())
+        weights += trained * b.weight
+    again = workload.recompute == "mlp"
+    if phase == Phase.BACKWARD:
+        elements = 2 * elements + (2 * h + 2 * f if again else 0)
+        weights += trained * b.grad + (2 * h * f * b.weight if again else 0)
+    if phase == Phase.RECOMPUTE and not output and not model.num_experts:
+        elements -= h + f + (2 * h + 2 * f if again else 0)
+        weights -= (3 if again else 1) * h * f * b.weight
+    return tokens * elements * b.activation + weights
+
+
+def pointwise_bytes(
+    model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True, output: bool = True
+) -> int:
+    """Of `op_bytes` what kernels between products move.
+
+    Forward of a block, per token, in activation elements:
+    4h          two norms, read and written
+    2(q + kv)   rotary; again for qk_norm
+    3f          activation and product
+    6h          two residual sums; with experts also copies of the input, and the sum of what was chosen
+    and `_unfused_block_bytes` where kernels are not `fused`. Backward: twice that, as each reads what was saved and a
+    gradient, and once more what it computes again: norms with their copies for experts, and gate, up and their
+    product. What runs for its activations alone leaves out the last residual sum, with experts the sum of outputs,
+    and what backward computes again of an MLP.
+    Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
+    16 bits its terms are sorted and added up in fp32 first: eight passes.
+    Loss, per token: fp32 logits normalised and made into a gradient, and norm input, output and both gradients.
+    """
+    tokens, b = workload.tokens_per_microbatch, workload.bytes
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    if i == model.embed:
+        if phase == Phase.EMBED:
+            return tokens * h * (b.weight + b.activation)
+        widened = 8 * FP32 if b.grad < FP32 else 0
+        return tokens * h * (b.activation + 2 * b.grad + widened)
+    if i == model.head:
+        logits, hidden = tokens * model.vocab_size * FP32, model.hidden_bytes(workload)
+        return logits + 2 * hidden if workload.task == "evaluate" else 2 * logits + 8 * hidden
+    copied = summed = h + model.num_experts_per_tok * h if model.num_experts else 0
+    elements = 10 * h + 2 * (q + kv) * (2 if model.qk_norm else 1) + 3 * f + copied + summed
+    nbytes = elements * b.activation + (0 if fused else _unfused_block_bytes(model, b.activation))
+    if phase == Phase.BACKWARD:
+        nbytes *= 2
+        if workload.recompute != "none":
+            nbytes += (4 * h + 3 * f + copied) * b.activation
+    if phase == Phase.RECOMPUTE and not output:
+        nbytes -= (3 * h + summed + (3 * f if workload.recompute == "mlp" else 0)) * b.activation
+    return tokens * nbytes
+
+
+def _is_computed(model: ModelSpec, i: int, phase: Phase) -> bool:
+    if model.is_block(i):
+        return phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+    return phase in ((Phase.EMBED, Phase.BACKWARD) if i == model.embed else (Phase.LOSS,))
 
 
 def _unfused_block_bytes(model: ModelSpec, a: int) -> int:
-    """Bytes per token that a block's forward moves beyond `_block_traffic` when PyTorch runs it op by op, as
+    """Bytes per token that a block's forward moves beyond fused kernels when PyTorch runs it op by op, as
     Hugging Face's layers are written (transformers, modeling_qwen2.py; modeling_llama.py is alike). `a` is the
     bytes of an activation.
 

@@ -15,7 +15,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
-from schedules.traffic import op_flops
+from schedules.traffic import op_flops, product_bytes
 from schedules.workload import Workload
 from sim.coverage import command, covered
 from sim.machine import SHAPE, HardwareProfile, Table
@@ -281,21 +281,26 @@ def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float
 def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
     """An estimate where nothing is measured: matrix products, then the pointwise kernels between them.
 
-    A product takes the longer of its FLOPs and its weights' traffic; attention has its own efficiency.
+    A product takes the longer of its FLOPs and of its operands' and results' traffic; attention has its own efficiency.
     Pointwise kernels move what is left of the op's bytes.
     """
     gpu, peak = profile.gpu, peak_flops(profile, workload)
     attention = op.flops * _attention_share(op, model, workload)
     products_s = (op.flops - attention) / (peak * gpu.matmul_efficiency.value)
     bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
-    writes_gradient = op.phase == Phase.BACKWARD and workload.lora_rank is None
-    per_param = workload.bytes.weight + (workload.bytes.grad if writes_gradient else 0)
-    of_weights = min(op.nbytes, op.params * per_param)
+    of_products = min(op.nbytes, _product_bytes(op, model, workload))
     return 1e9 * (
-        max(products_s, of_weights / bandwidth)
+        max(products_s, of_products / bandwidth)
         + attention / (peak * gpu.attention_efficiency.value)
-        + (op.nbytes - of_weights) / bandwidth
+        + (op.nbytes - of_products) / bandwidth
     )
+
+
+def _product_bytes(op: Op, model: ModelSpec, workload: Workload) -> int:
+    if op.layer is None:
+        return 0
+    output = tensors.makes_output(access.tensor for access in op.writes)
+    return product_bytes(model, op.layer, op.phase, workload, output=output)
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:

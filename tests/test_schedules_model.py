@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schedules import presets
 from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase, Tier
-from schedules.traffic import LOSS_CHUNK_TOKENS, elementwise_bytes, workspace_bytes
+from schedules.traffic import LOSS_CHUNK_TOKENS, op_bytes, pointwise_bytes, product_bytes, workspace_bytes
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
 
 # Published totals: the parameter counts shown on the models' Hugging Face pages (safetensors metadata).
@@ -168,8 +168,8 @@ def test_bytes_grow_with_the_batch_and_hold_what_they_must(model: ModelSpec) -> 
     assert model.saved_bytes(0, large) == 2 * model.saved_bytes(0, small)
     assert model.saved_bytes(0, small) > 2 * model.hidden_bytes(small)
     for phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
-        assert elementwise_bytes(model, 0, phase, small) > model.params(0) * 2
-        assert elementwise_bytes(model, 0, phase, large) > elementwise_bytes(model, 0, phase, small)
+        assert op_bytes(model, 0, phase, small) > model.params(0) * 2
+        assert op_bytes(model, 0, phase, large) > op_bytes(model, 0, phase, small)
         assert workspace_bytes(model, 0, phase, large) > workspace_bytes(model, 0, phase, small) > 0
 
 
@@ -183,9 +183,21 @@ def test_loss_workspace_is_bounded_by_its_chunk() -> None:
     assert sizes[1] >= 2 * LOSS_CHUNK_TOKENS * 100 * 4
 
 
+def test_what_products_move_by_hand() -> None:
+    h, q, kv, f, layer = 32, 32, 16, 48, spec().params(0)
+    qkv, attention, o, gate_up, down = 3 * h + q + 2 * kv, 2 * q + 2 * kv, q + h, 2 * h + 2 * f, f + h
+    forward = qkv + attention + o + gate_up + down
+    assert product_bytes(spec(), 0, Phase.FORWARD, WORKLOAD) == 2 * (24 * forward + layer)
+    assert product_bytes(spec(), 0, Phase.BACKWARD, WORKLOAD) == 2 * (2 * 24 * forward + 2 * layer)
+    unread = 24 * down + f * h
+    assert product_bytes(spec(), 0, Phase.RECOMPUTE, WORKLOAD, output=False) == 2 * (24 * forward + layer - unread)
+    assert pointwise_bytes(spec(), 0, Phase.FORWARD, WORKLOAD) == 2 * 24 * (4 * h + 2 * (q + kv) + 3 * f + 6 * h)
+    assert product_bytes(spec(), spec().embed, Phase.EMBED, WORKLOAD) == 0
+
+
 def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
     with pytest.raises(ModelError, match="layer head has no compute op of phase forward"):
-        elementwise_bytes(spec(), 2, Phase.FORWARD, WORKLOAD)
+        op_bytes(spec(), 2, Phase.FORWARD, WORKLOAD)
 
 
 NAN = float("nan")
@@ -373,13 +385,13 @@ def test_unfused_layers_move_more_by_hand() -> None:
     and two of the MLP's width."""
     model = spec()
     workload = Workload(micro_batch_size=1, seq_len=10)
-    fused, unfused = (elementwise_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
+    fused, unfused = (op_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
     per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.kv_width) + 2 * model.mlp_width)
     assert unfused - fused == 10 * per_token
-    backward = [elementwise_bytes(model, 0, Phase.BACKWARD, workload, fused=fused) for fused in (True, False)]
+    backward = [op_bytes(model, 0, Phase.BACKWARD, workload, fused=fused) for fused in (True, False)]
     assert backward[1] - backward[0] == 20 * per_token
     wide = dataclasses.replace(workload, precision="fp32")
-    more = elementwise_bytes(model, 0, Phase.FORWARD, wide, fused=False)
-    assert more - elementwise_bytes(model, 0, Phase.FORWARD, wide) < 20 * per_token, "nothing is cast in fp32"
-    loss = [elementwise_bytes(model, model.head, Phase.LOSS, workload, fused=fused) for fused in (True, False)]
+    more = op_bytes(model, 0, Phase.FORWARD, wide, fused=False)
+    assert more - op_bytes(model, 0, Phase.FORWARD, wide) < 20 * per_token, "nothing is cast in fp32"
+    loss = [op_bytes(model, model.head, Phase.LOSS, workload, fused=fused) for fused in (True, False)]
     assert loss[0] == loss[1]
