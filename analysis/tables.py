@@ -42,12 +42,11 @@ def _text(key: str) -> Callable[[Record], str]:
 
 
 def seconds(value: float | None) -> str:
-    """A time with its unit: s from one second on, else ms."""
+    """A time with its unit, s from one second on, else ms: four digits, or all before the point."""
     if value is None or not math.isfinite(value):
         return "-"
-    if value >= 1000:
-        return f"{value:,.0f} s"
-    return f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
+    scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms")
+    return f"{scaled:,.{max(0, 4 - len(str(int(scaled))))}f} {unit}"
 
 
 def _memory(key: str) -> Callable[[Record], str]:

@@ -200,7 +200,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     first = [case for case in cases if case.key in gpu_rows.FIRST]
     yield from (measured(case) for case in first)
     yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
-    yield by_itself("adam", "adam", lambda: gpu_machine.optimizer(threads), 60.0)
+    yield by_itself("adam", "adam", lambda: gpu_machine.optimizer(threads), 90.0)
     for check in gpu_checks.checks():
         yield by_itself("checks", check.name, functools.partial(gpu_checks.checked, check), check.takes_s)
     if KERNELS_OF.model in options.models:

@@ -122,7 +122,7 @@ def test_markdown_has_a_line_per_row(comparison: pd.DataFrame) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1234.5, "1,234 s"), (1.5, "1.5 s"), (0.25, "250 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")],
+    [(1234.5, "1,234 s"), (1.5, "1.500 s"), (0.25, "250.0 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")],
 )
 def test_times_have_units(value: float | None, text: str) -> None:
     assert tables.seconds(value) == text

@@ -232,6 +232,9 @@ def test_a_sequence_longer_than_the_model_was_made_for_is_noted() -> None:
     told = "note: sequences of 129 tokens, and tiny was made for 128\n"
     assert megatrain("simulate", "tiny", "-s", "129").stderr == told
     assert megatrain("simulate", "tiny", "-s", "128").stderr == ""
+    assert megatrain("compare", "tiny", "-p", "streamed", "-s", "129").stderr.startswith(told)
+    step = ("-p", "streamed", "-s", "129", "--tokens", "129", "--vary", "host.memory=64GiB")
+    assert megatrain("sweep", "tiny", "-H", "h100", "--prices", "docs/prices.yaml", *step).stderr.startswith(told)
 
 
 def test_the_version() -> None:

@@ -21,6 +21,7 @@ from megatrain.cli.options import (
     Set,
     machine_of,
     models_of,
+    note_length,
     print_json,
     progress_bar,
     require_outputs,
@@ -56,6 +57,8 @@ def compare(
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
     chosen = policy or policies.comparable()
     specs = [presets.load(model) for model in models_of(models, models_too)]
+    for spec in specs:
+        note_length(spec, seq)
     found = []
     with progress_bar() as progress:
         task = progress.add_task("simulating", total=len(specs) * len(chosen), note="")

@@ -17,6 +17,7 @@ from megatrain.cli.options import (
     Seq,
     listed,
     models_of,
+    note_length,
     print_json,
     progress_bar,
     require_outputs,
@@ -66,8 +67,11 @@ def sweep(
     for name in chosen:
         if name != sweeps.PLAN:
             known.load(name)
+    specs = [presets.load(model) for model in models_of(models, models_too)]
+    for spec in specs:
+        note_length(spec, seq)
     points = sweeps.points(
-        [presets.load(model) for model in models_of(models, models_too)],
+        specs,
         listed(hardware) if hardware else list(paid.machines),
         vary or [],
         chosen,
