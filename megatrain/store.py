@@ -8,7 +8,7 @@ torch gives freed memory to whatever the allocating stream runs next, and a copy
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -199,21 +199,24 @@ class Store:
     def _begin(self, verified: Verified, i: int, values: Tensor) -> None:
         """What is trained of layer i and its optimizer state as before the first step.
 
-        In their place where that is in the host's memory: to allocate gigabytes for each layer takes longer.
+        In their place where that is in memory: to allocate gigabytes for each layer takes longer. But a master is made
+        on the host, since a device that is full has no room to do so.
         """
         workload = self._schedule.workload
-        weights, copies = self._place_for(self._homes(verified, trained.cls(workload), i))
+        tiers = [Tier.HOST] if workload.precision in adam.MASTERS else [Tier.HOST, Tier.DEVICE]
+        weights, copies = self._place_for(self._homes(verified, trained.cls(workload), i), tiers)
         weights = weights.view(float_type(workload.bytes.weight))
         for of, homes in self._states(verified, i):
-            state, others = self._place_for(homes)
+            state, others = self._place_for(homes, tiers)
             adam.initialise(weights[of], state, workload.precision, values[of])
             self._fill(others, state)
         self._fill(copies, weights)
 
-    def _place_for(self, homes: list[Access]) -> tuple[Tensor, list[Access]]:
-        """Host memory for what homes hold, the first of them if it is there, and which are then still to be filled."""
+    def _place_for(self, homes: list[Access], tiers: Collection[Tier]) -> tuple[Tensor, list[Access]]:
+        """Memory for what homes hold, the first of them if it is in one of these tiers, or else the host's; and which
+        homes are then still to be filled."""
         first, *others = homes
-        if self._schedule.buffer[first.buffer].tier == Tier.HOST:
+        if self._schedule.buffer[first.buffer].tier in tiers:
             return self.tensor(first), others
         return torch.empty(self._bytes(first), dtype=torch.uint8), homes
 
@@ -232,7 +235,7 @@ class Store:
     def _fill(self, homes: list[Access], contents: Tensor) -> None:
         for home in homes:
             if slab := self.on_drive(home):
-                slab.write(contents)
+                slab.write(contents.cpu())
             else:
                 self.tensor(home).copy_(contents)
 
