@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import subprocess
 import sys
@@ -11,7 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_megatrain_adam import DTYPES, HYPER, NO_MASTER, SIZES, WHOLE, adam64, bits, make
+from test_megatrain_adam import (
+    DTYPES,
+    HYPER,
+    NO_MASTER,
+    SIZES,
+    WHOLE,
+    adam64,
+    bits,
+    make,
+    require_special_values_as_in_fp64,
+)
 
 from megatrain import adam
 from megatrain.adam import Adam, initialise, master_weights, split_state, step
@@ -91,22 +100,7 @@ def test_the_cpus_numbers(precision, betas, scale, interpreted, monkeypatch):
 
 @pytest.mark.parametrize("precision", WHOLE)
 def test_special_values_go_where_fp64_sends_them(precision, as_on_gpu):
-    values = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1e-30, 1.0, -1.0, 3e38, math.inf, -math.inf, math.nan]
-    grads = [0.0, 1e-40, 1e-20, 1.0, 1e18, math.inf, math.nan]
-    pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(grads))
-    grad = pairs[:, 1].to(DTYPES[precision]).contiguous()
-    n = len(pairs)
-    weights = torch.empty(n, dtype=DTYPES[precision])
-    state = torch.empty(n * PRECISIONS[precision].state, dtype=torch.uint8)
-    initialise(weights, state, precision, pairs[:, 0])
-    before = master_weights(weights, state, precision).double()
-    step(weights, grad, state, HYPER, 1, precision=precision)
-    zero = torch.zeros(n, dtype=torch.float64)
-    expected, _, _ = adam64(before, grad.double(), zero, zero, 1, HYPER, HYPER.weight_decay)
-    after = master_weights(weights, state, precision).double()
-    tolerance = 2**-8 if precision in NO_MASTER else 1e-6
-    torch.testing.assert_close(after, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
-    assert torch.equal(weights.isnan(), expected.isnan())
+    require_special_values_as_in_fp64(precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
