@@ -189,13 +189,18 @@ def step(
         raise ValueError("slabs must be contiguous: the fused kernel would read the wrong elements")
     if step_number < 1:
         raise ValueError(f"steps count from 1, not {step_number}")
-    if kernels := kernels_on(weights.device):
-        _step_on_gpu(kernels, weights, grad, state, hyper, step_number, precision, grad_scale, decay)
-        return
     if precision == QUANTISED:
         _step_quantised(weights, grad, state, hyper, step_number, grad_scale, decay)
         return
     parts = split_state(state, n, precision)
+    kept = parts.low if parts.master is None else parts.master
+    if on_gpu := kernels_on(weights.device):
+        on_gpu.update(
+            weights, grad, parts.m, parts.v, kept, precision=precision, grad_scale=grad_scale,
+            coefficients=_coefficients(hyper, step_number, hyper.weight_decay),
+            decay=[(0, n)] if decay is None else decay,
+        )  # fmt: skip
+        return
     size = min(n, CHUNK[weights.device.type])
     rows = 2 if parts.m.dtype == torch.float32 else 4
     scratch = torch.empty(rows, size, dtype=torch.float32, device=weights.device)
@@ -206,7 +211,6 @@ def step(
             done = 0
             if kernel is not None:
                 part = slice(start, stop)
-                kept = parts.low if parts.master is None else parts.master
                 done = kernel.update(
                     weights[part], grad[part], parts.m[part], parts.v[part], None if kept is None else kept[part],
                     precision=precision, coefficients=_coefficients(hyper, step_number, weight_decay),
@@ -228,17 +232,28 @@ def _step_quantised(
 ) -> None:
     """`step` with moments of 8 bits, which are fp32 for as long as a chunk of whole blocks is worked on."""
     n = weights.numel()
-    stored, largest = _split_quantised(state, n)
+    expected = PRECISIONS[QUANTISED].state_bytes(n)
+    if state.dtype != torch.uint8 or state.shape != (expected,):
+        raise ValueError(f"the state of {n} parameters in {QUANTISED} is uint8 [{expected}], not {list(state.shape)}")
+    stored = (state[:n], state[n : 2 * n])
+    # the slab's tail need not be aligned to fp32: it is copied out, and back
+    largest = state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))
+    coefficients = _coefficients(hyper, step_number, hyper.weight_decay)
     kernel = native.kernel() if weights.device.type == "cpu" else None
     done = 0
-    if kernel is not None:
+    if on_gpu := kernels_on(weights.device):
+        on_gpu.update8(
+            weights, grad, *zip(stored, largest, strict=True), coefficients=coefficients, grad_scale=grad_scale,
+            decay=[(0, n)] if decay is None else decay,
+        )  # fmt: skip
+        done = n
+    elif kernel is not None:
         done = kernel.update8(
             weights, grad,
             [(codes, scales, moments8.native_map(signed, weights.device))
              for codes, scales, signed in zip(stored, largest, (True, False), strict=True)],
             torch.tensor([(0, n)] if decay is None else decay, dtype=torch.int64).view(-1, 2),
-            coefficients=_coefficients(hyper, step_number, hyper.weight_decay),
-            grad_scale=1.0 if grad_scale is None else float(grad_scale),
+            coefficients=coefficients, grad_scale=1.0 if grad_scale is None else float(grad_scale),
         )  # fmt: skip
     size = min(n, CHUNK[weights.device.type])
     wide = torch.empty(8 * size if done < n else 0, dtype=torch.uint8, device=weights.device)
@@ -255,45 +270,6 @@ def _step_quantised(
         )  # fmt: skip
         for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
             moments8.quantise(values, codes[part], scales[of_blocks], signed=signed)
-    state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
-
-
-def _split_quantised(state: Tensor, n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Codes of both moments, views; and their blocks' largest magnitudes, fp32 [2, blocks], to be copied back.
-
-    The slab's tail need not be aligned to fp32. Raises ValueError when the slab's size is another.
-    """
-    expected = PRECISIONS[QUANTISED].state_bytes(n)
-    if state.dtype != torch.uint8 or state.shape != (expected,):
-        raise ValueError(f"the state of {n} parameters in {QUANTISED} is uint8 [{expected}], not {list(state.shape)}")
-    return (state[:n], state[n : 2 * n]), state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))
-
-
-def _step_on_gpu(
-    kernels: ModuleType,
-    weights: Tensor,
-    grad: Tensor,
-    state: Tensor,
-    hyper: Adam,
-    step_number: int,
-    precision: str,
-    grad_scale: Tensor | None,
-    decay: Sequence[tuple[int, int]] | None,
-) -> None:
-    """`step` by kernels that update a whole slab at once."""
-    n = weights.numel()
-    how = {
-        "coefficients": _coefficients(hyper, step_number, hyper.weight_decay),
-        "grad_scale": grad_scale,
-        "decay": [(0, n)] if decay is None else decay,
-    }
-    if precision != QUANTISED:
-        parts = split_state(state, n, precision)
-        kept = parts.low if parts.master is None else parts.master
-        kernels.update(weights, grad, parts.m, parts.v, kept, precision=precision, **how)
-        return
-    stored, largest = _split_quantised(state, n)
-    kernels.update8(weights, grad, *zip(stored, largest, strict=True), **how)
     state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
 
 
