@@ -209,10 +209,12 @@ class CudaBackend(CpuBackend):
 
 
 def _sanitized() -> contextlib.AbstractContextManager[object]:
-    """torch's stream sanitizer, where TORCH_CUDA_SANITIZER turned it on: it sees only threads that enter it."""
-    from torch.cuda._sanitizer import cuda_sanitizer
+    """torch's stream sanitizer, where TORCH_CUDA_SANITIZER turned it on: it sees only threads that enter it.
 
-    return cuda_sanitizer.dispatch if cuda_sanitizer.enabled else contextlib.nullcontext()
+    Not imported here: that alone makes torch tell it of every event and allocation, several times the cost of an op.
+    """
+    module = sys.modules.get("torch.cuda._sanitizer")
+    return module.cuda_sanitizer.dispatch if module and module.cuda_sanitizer.enabled else contextlib.nullcontext()
 
 
 def pci_address(index: int) -> str:

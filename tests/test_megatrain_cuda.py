@@ -18,7 +18,6 @@ import pytest
 import torch
 from fake_cuda import MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
 from hand_written import WRITERS, small
-from torch.cuda import _sanitizer as sanitizer
 
 from megatrain import adam
 from megatrain.backend import OpFailed, Task
@@ -344,7 +343,13 @@ def test_threads_wait_shortly_for_pythons_lock_while_a_backend_lives(gpu: FakeGp
     assert sys.getswitchinterval() == pytest.approx(before)
 
 
-def test_sanitizer_sees_the_threads_that_launch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+SANITIZER = "torch.cuda._sanitizer"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_sanitizer_sees_the_threads_that_launch_where_it_is_on(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -352,12 +357,23 @@ def test_sanitizer_sees_the_threads_that_launch(gpu: FakeGpu, monkeypatch: pytes
         seen.append(threading.current_thread().name)
         yield
 
-    monkeypatch.setattr(sanitizer, "cuda_sanitizer", SimpleNamespace(enabled=True, dispatch=dispatch()))
+    found = SimpleNamespace(enabled=enabled, dispatch=dispatch())
+    monkeypatch.setitem(sys.modules, SANITIZER, SimpleNamespace(cuda_sanitizer=found))
+    _one_task(gpu)
+    assert seen == (["stream compute"] if enabled else [])
+
+
+def test_sanitizer_is_not_imported_by_us(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, SANITIZER, raising=False)  # to import it is to turn its tracing on
+    _one_task(gpu)
+    assert SANITIZER not in sys.modules
+
+
+def _one_task(gpu: FakeGpu) -> None:
     backend = FakeBackend(gpu)
     op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
     backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: None), ()))
     backend.close()
-    assert seen == ["stream compute"]
 
 
 # ---- a real GPU
