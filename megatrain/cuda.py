@@ -22,6 +22,7 @@ from torch import Tensor
 from megatrain.backend import Task, Work
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.pinned import PinError, cpus_beside, pinned
+from megatrain.sanitizer import sanitized
 from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
@@ -186,7 +187,7 @@ class CudaBackend(CpuBackend):
             return
         torch.set_num_threads(1)
         torch.cuda.set_device(self._index)
-        with _sanitized():
+        with sanitized():
             self._hand_over(stream)
 
     def _hand_over(self, stream: Stream) -> None:
@@ -206,15 +207,6 @@ class CudaBackend(CpuBackend):
             event.finish()
             ahead.append(event)
             del item, task, waits, event  # or they would live until the next task comes
-
-
-def _sanitized() -> contextlib.AbstractContextManager[object]:
-    """torch's stream sanitizer, where TORCH_CUDA_SANITIZER turned it on: it sees only threads that enter it.
-
-    Not imported here: that alone makes torch tell it of every event and allocation, several times the cost of an op.
-    """
-    module = sys.modules.get("torch.cuda._sanitizer")
-    return module.cuda_sanitizer.dispatch if module and module.cuda_sanitizer.enabled else contextlib.nullcontext()
 
 
 def pci_address(index: int) -> str:

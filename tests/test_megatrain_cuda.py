@@ -7,8 +7,8 @@ import gc
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from megatrain.executor import Executor
 from megatrain.graphs import PHASES, Pool, replayed
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
 from megatrain.pointwise import compiled
+from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
 from megatrain.session import backend_of
 from megatrain.train import Debug
 from schedules import policies
@@ -343,30 +344,64 @@ def test_threads_wait_shortly_for_pythons_lock_while_a_backend_lives(gpu: FakeGp
     assert sys.getswitchinterval() == pytest.approx(before)
 
 
-SANITIZER = "torch.cuda._sanitizer"
+class FakeHandler:
+    """Numbers launches as torch's does: what it says of a launch is wrong if another comes in between."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.numbers: list[tuple[int, int]] = []
+        self.syncs = SimpleNamespace(**dict.fromkeys(TOLD_OF_SYNCHRONISING, self._handle_kernel_launch))
+
+    def _handle_kernel_launch(self) -> None:
+        self.number += 1
+        number = self.number
+        time.sleep(1e-3)
+        self.numbers.append((number, self.number))
+
+
+class FakeSanitizer:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, enabled: bool = True) -> None:
+        self.enabled, self.dispatch = enabled, self
+        self.event_handler = FakeHandler()
+        self.seen: list[str] = []
+        monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(cuda_sanitizer=self))
+
+    def __enter__(self) -> None:
+        self.seen.append(threading.current_thread().name)
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_sanitizer_sees_the_threads_that_launch_where_it_is_on(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
-    seen: list[str] = []
-
-    @contextmanager
-    def dispatch() -> Iterator[None]:
-        seen.append(threading.current_thread().name)
-        yield
-
-    found = SimpleNamespace(enabled=enabled, dispatch=dispatch())
-    monkeypatch.setitem(sys.modules, SANITIZER, SimpleNamespace(cuda_sanitizer=found))
+    sanitizer = FakeSanitizer(monkeypatch, enabled=enabled)
     _one_task(gpu)
-    assert seen == (["stream compute"] if enabled else [])
+    assert sanitizer.seen == (["stream compute"] if enabled else [])
+
+
+def test_sanitizer_is_told_of_one_launch_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = FakeSanitizer(monkeypatch).event_handler
+
+    def launch() -> None:
+        with sanitized():
+            for told in (handler._handle_kernel_launch, handler.syncs.record_state):
+                for _ in range(20):
+                    told()
+
+    threads = [threading.Thread(target=launch) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(handler.numbers) == 120 and all(first == last for first, last in handler.numbers)
 
 
 def test_sanitizer_is_not_imported_by_us(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, SANITIZER, raising=False)  # to import it is to turn its tracing on
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)  # to import it is to turn its tracing on
     _one_task(gpu)
-    assert SANITIZER not in sys.modules
+    assert MODULE not in sys.modules
 
 
 def _one_task(gpu: FakeGpu) -> None:
