@@ -180,6 +180,7 @@ class CudaBackend(CpuBackend):
         sys.setswitchinterval(self._switch_s)
         with contextlib.suppress(RuntimeError):  # an error on the GPU was told when it was first seen
             torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # or 32 MiB of each stream and thread would stay
 
     def _serve(self, stream: Stream) -> None:
         if stream not in DEVICE_STREAMS:

@@ -136,6 +136,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     for name in ("synchronize", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *a: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     run = cuda.DeviceEvent.run
 
     def named(event: cuda.DeviceEvent, task: Task) -> None:
