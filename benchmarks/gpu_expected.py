@@ -29,6 +29,11 @@ from sim.prediction import predict
 CORES = 16  # of the hosts that such a GPU comes with, when it is rented alone
 
 
+def rented(gpu: str, host_gib: float) -> HardwareProfile:
+    """A GPU's datasheet with so much memory beside it."""
+    return hardware.override(hardware.load(gpu), [f"host.memory={host_gib}GiB", f"host.cores={CORES}cores"])
+
+
 def expected(case: gpu_steps.Case, profile: HardwareProfile) -> dict[str, Any]:
     """One row, predicted. Raises Refused for what does not fit."""
     device, host = int(profile.gpu.memory.value), int(profile.host.memory.value)
@@ -73,9 +78,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(gpu_rows.MODELS))
     parser.add_argument("--host-gib", type=float, default=115.0, help="host memory to plan with")
     options = parser.parse_args()
-    profile = hardware.override(
-        hardware.load(options.gpu), [f"host.memory={options.host_gib}GiB", f"host.cores={CORES}cores"]
-    )
+    profile = rented(options.gpu, options.host_gib)
     rows: dict[str, dict[str, Any] | str] = {}
     ours = [case for case in gpu_rows.cases(tuple(options.models)) if not gpu_rows.is_rival(case)]
     for case in track(ours, description="predicting"):

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import gpu_machine
 import torch
@@ -48,6 +48,7 @@ from sim.prediction import predict
 
 Row = dict[str, Any]
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
+B = TypeVar("B", bound=CudaBackend)
 
 PLANNED = "planned"
 SOURCE = "measured by benchmarks/gpu.py"
@@ -238,18 +239,18 @@ def measure(
     verified = _verified(case, host_bytes, machine)
     schedule = verified.schedule
     begun = time.perf_counter()
-    backend, trainer = _trainer(case, verified)
+    backend, trainer = trainer_of(case, verified, ArenaBackend, prepare_of(case))
     backend.events = []
-    retries: list[int] = []  # of torch's allocator: each is a wait for the GPU that no schedule knows of
+    retried: list[int] = []  # of torch's allocator: each is a wait for the GPU that no schedule knows of
 
     def on_loss(step: int, loss: float) -> None:
         if step == WARM_UP - 1:
-            retries.append(_retries())
+            retried.append(retries())
 
     with trainer:
         startup_s = time.perf_counter() - begun
         losses = trainer.run(WARM_UP + STEPS, on_loss=on_loss)
-        retries.append(_retries())
+        retried.append(retries())
         trace = trainer.trace()
         handing_ns = _handing_over(backend)
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -264,7 +265,7 @@ def measure(
             "startup_s": startup_s,
             "gpu_peak_GB": peak / 1e9,
             "gpu_reserved_GB": reserved / 1e9,
-            "alloc_retries": retries[-1] - retries[0],
+            "alloc_retries": retried[-1] - retried[0],
             "gpu_buffers_GB": schedule.allocated_bytes(Tier.DEVICE) / 1e9,
             "host_buffers_GB": schedule.allocated_bytes(Tier.HOST) / 1e9,
             "host_peak_GB": (_high_water() - backend.unused) / 1e9,
@@ -279,7 +280,7 @@ def measure(
 
 def kernels(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
     """What lasts longest on the GPU in one step of the case: name, calls and total ms of a few. Raises Refused."""
-    _, trainer = _trainer(case, _verified(case, host_bytes, machine))
+    _, trainer = trainer_of(case, _verified(case, host_bytes, machine), ArenaBackend, prepare_of(case))
     with trainer:
         trainer.run(WARM_UP)
         with torch.profiler.profile(activities=[PROFILED]) as profiler:
@@ -298,7 +299,9 @@ def _verified(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Ver
     return verify(schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes))
 
 
-def _trainer(case: Case, verified: Verified) -> tuple[ArenaBackend, Trainer[Any]]:
+def trainer_of(
+    case: Case, verified: Verified, backend_of: Callable[[Schedule], B], prepare: Prepare
+) -> tuple[B, Trainer[Any]]:
     """Who trains by the schedule from here on, the most memory that anything took forgotten."""
     schedule = verified.schedule
     gpu_machine.clear()
@@ -307,7 +310,7 @@ def _trainer(case: Case, verified: Verified) -> tuple[ArenaBackend, Trainer[Any]
     if case.device_gib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case.device_gib * 2**30 / total)
-    backend = ArenaBackend(schedule)
+    backend = backend_of(schedule)
     trainer = Trainer(
         verified,
         backend,
@@ -316,18 +319,19 @@ def _trainer(case: Case, verified: Verified) -> tuple[ArenaBackend, Trainer[Any]
         initial=random_layers(schedule.model),
         record=True,
         pointwise=compiled() if case.fused else PLAIN,
-        prepare=_prepare(case),
+        prepare=prepare,
     )
     torch.cuda.empty_cache()  # what made the weights
     torch.cuda.reset_peak_memory_stats()
     return backend, trainer
 
 
-def _prepare(case: Case) -> Prepare:
+def prepare_of(case: Case) -> Prepare:
+    """What the case makes of an op's work."""
     return replayed if case.graphs else as_they_are
 
 
-def _retries() -> int:
+def retries() -> int:
     """How often torch's allocator found too little and had to wait for the GPU to give memory back."""
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
@@ -369,7 +373,7 @@ def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case
     serial = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, blocking=True) for op in schedule.ops))
     # a GPU with nothing to do would wait for each launch of an op, which the issue costs are for
     ahead = (lambda: AHEAD_S) if schedule.workload.tokens_per_step <= AHEAD_UP_TO else None
-    works = _prepare(case)(schedule, trainer._actions.works())
+    works = prepare_of(case)(schedule, trainer._actions.works())
     trainer._executor = Executor(verify(serial), backend, works, delay_s=ahead, record=True)
     trainer.run(steps)
     trace = trainer.trace()

@@ -1,5 +1,5 @@
-// A GPU played by the host, below torch: the calls of CUDA's runtime, driver and cuBLAS that torch 2.11 to 2.13, built
-// for CUDA 13, makes when it trains.
+// A GPU played by the host, below torch: the calls of CUDA's runtime, driver and cuBLAS that torch 2.11 and 2.12, built
+// for CUDA 13, make when it trains.
 //
 // Everything is done at once, in the order in which it is asked for. Device memory is the host's and limited as a
 // GPU's; copies copy; kernels do nothing, so no number that comes out means anything. What is real is all that happens
@@ -471,6 +471,7 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** functi
   return cudaSuccess;
 }
 API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+API CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 API CUresult cuDeviceGetCount(int* n) { return *n = 1, CUDA_SUCCESS; }
 API CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute which, CUdevice) {
