@@ -200,6 +200,7 @@ class Head:
                 table_sink = table_sink.adding()
             d_rows[part], d_weight = self.pointwise.rms_backward(d_logits @ table, rows[part], rstd, norm)
             d_norm += d_weight
+            del d_logits  # or it would be held while the next chunk's are made
         if norm_sink is not None:
             norm_sink.put(d_norm)
         return loss / total_tokens

@@ -6,7 +6,9 @@ Not a test module by name: test_megatrain_played_gpu.py runs this in processes t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import played_gpu
@@ -15,16 +17,18 @@ import torch
 from fake_cuda import WORKLOAD, built, trainer
 from hand_written import WRITERS, small
 
-from megatrain import cuda
+from megatrain import autograd, cuda
 from megatrain.backend import OpFailed
 from megatrain.cpu import CpuEvent
 from megatrain.cuda import CudaBackend
 from megatrain.graphs import replayed
 from megatrain.native import adam_gpu
-from megatrain.pointwise import PLAIN, compiled
-from schedules import policies
-from schedules.op import Tier
+from megatrain.pointwise import PLAIN, Pointwise, compiled
+from megatrain.template import templates
+from schedules import policies, presets
+from schedules.op import Phase, Tier
 from schedules.schedule import Schedule
+from schedules.traffic import workspace_bytes
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.prediction import predict
@@ -116,6 +120,51 @@ def test_torchs_allocator_takes_what_is_predicted_and_gives_it_back(name: str) -
     assert predicted < taken < 1.02 * predicted + WORKSPACES
     del run
     assert torch.cuda.memory_allocated() - held < 1 << 20
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return torch.cuda.max_memory_allocated() - held
+
+
+@unsanitized
+@pytest.mark.parametrize(
+    ("pointwise", "forward", "backward", "loss"), [(PLAIN, 1.28, 1.05, 1.17), (compiled(), 1.08, 0.79, 0.93)]
+)
+def test_what_a_large_block_and_the_loss_take_beside_what_is_counted(
+    pointwise: Pointwise, forward: float, backward: float, loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a block keeps is counted to the byte; what its ops take for a while is an estimate."""
+    model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=4, seq_len=4096)
+    found = templates(model, seq_len=4096, device=torch.device("cuda"), dtype=torch.bfloat16, pointwise=pointwise)
+    zeros = functools.partial(torch.zeros, device="cuda", dtype=torch.bfloat16)
+    block, params = found.blocks[model.layer_kind(0)], {n: zeros(s) for n, s in model.parameter_shapes(0).items()}
+    x, dy, table = zeros(4, 4096, 4096), zeros(4, 4096, 4096), zeros(model.vocab_size, 4096)
+    sinks = {name: autograd.Sink(torch.zeros_like(p), False) for name, p in params.items()}
+    targets = torch.zeros(4, 4096, dtype=torch.int64, device="cuda")
+
+    def alone() -> None:
+        with torch.no_grad():
+            block.forward(params, x)
+
+    table_sink = autograd.Sink(torch.zeros_like(table), False)
+
+    def last() -> None:
+        found.head.loss_and_grads(
+            zeros(4096), table, x, targets, total_tokens=16384, d_hidden=dy, norm_sink=None, table_sink=table_sink
+        )
+
+    for work in (alone, last):
+        work()  # cuBLAS takes its workspaces
+    counted = {phase: workspace_bytes(model, 0, phase, workload) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    assert peak_bytes(alone) / counted[Phase.FORWARD] == pytest.approx(forward, abs=0.01)
+    _, saved = autograd.forward(block, params, x)
+    assert saved.nbytes == model.saved_bytes(0, workload)
+    taken = peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks))
+    assert taken / counted[Phase.BACKWARD] == pytest.approx(backward, abs=0.03)  # a workspace of cuBLAS's is 0.02 of it
+    assert peak_bytes(last) / workspace_bytes(model, model.head, Phase.LOSS, workload) == pytest.approx(loss, abs=0.04)
 
 
 @sanitized
