@@ -10,17 +10,14 @@ it stands the step as predicted for the GPU: where issuing takes longer, the GPU
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import datetime
-import mmap
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,14 +28,14 @@ import gpu_steps
 import played_gpu
 import torch
 from rich.progress import track
-from torch import Tensor
 
+from megatrain import pinned
 from megatrain.backend import Work
 from megatrain.cuda import CudaBackend
 from megatrain.session import machine_name
 from megatrain.store import Store
 from schedules.errors import Refused
-from schedules.op import DEVICE_STREAMS, Buffer, Tier
+from schedules.op import DEVICE_STREAMS, Tier
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget
@@ -46,25 +43,7 @@ from sim.prediction import predict
 
 WARM_UP, RUNS, STEPS = 3, 5, 4  # the median run is told
 LAUNCHES = ("kernels", "graphs")
-NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python 3.11 does not name: more than there is may be mapped
 PLAYED = "PLAYED_GPU_GIB"  # set where this is the process that has the GPU
-
-
-class UntouchedBackend(CudaBackend):
-    """Its host memory is pinned and takes no room, as long as nobody writes it."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__()
-
-    def allocate(self, buffer: Buffer) -> Tensor:
-        if buffer.tier != Tier.HOST:
-            return super().allocate(buffer)
-        mapping = mmap.mmap(-1, buffer.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-        slab = (ctypes.c_ubyte * buffer.nbytes).from_buffer(mapping)
-        runtime = torch.cuda.cudart()
-        runtime.cudaHostRegister(ctypes.addressof(slab), buffer.nbytes, 1)
-        weakref.finalize(slab, runtime.cudaHostUnregister, ctypes.addressof(slab)).atexit = False
-        return torch.frombuffer(slab, dtype=torch.uint8)
 
 
 def device_alone(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
@@ -81,7 +60,7 @@ def issued(case: gpu_steps.Case, schedule: Schedule) -> dict[str, str]:
     def prepare(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
         return gpu_steps.prepare_of(case)(schedule, device_alone(schedule, works))
 
-    _, trainer = gpu_steps.trainer_of(case, verify(schedule), UntouchedBackend, prepare)
+    _, trainer = gpu_steps.trainer_of(case, verify(schedule), lambda schedule: CudaBackend(), prepare)
     with trainer:
         trainer.run(WARM_UP)
         before, times = gpu_steps.retries(), []
@@ -119,7 +98,7 @@ def rows(name: str, host_gib: float, models: tuple[str, ...]) -> list[str]:
         try:
             schedule = gpu_steps.schedule_of(case, profile, device_bytes=device, host_bytes=host)
         except Refused as error:
-            lines.append(f"| {case.key} | {str(error).splitlines()[0]} | | | | | | | | |")
+            lines.append(f"| {case.key} | {str(error).splitlines()[0]} |" + " |" * (len(COLUMNS) - 2))
             continue
         limit = int(case.device_gib * 2**30) if case.device_gib else device
         found = predict(schedule, profile, MemoryBudget(device_bytes=limit, host_bytes=host))
@@ -169,6 +148,8 @@ def main() -> None:
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     gpu_steps.PLANNER.submit(os.getpid).result()  # a process begun later would have locks, and not the threads in them
     played_gpu.begin()
+    # host memory that nobody writes takes no room, as large as it may be
+    pinned._touch = lambda *arguments: None
     Store.fill = lambda *arguments: None  # type: ignore[method-assign]
     text = page(rows(options.gpu, options.host_gib, tuple(options.models)), options.gpu, f"python {' '.join(sys.argv)}")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 // A GPU played by the host, below torch: the calls of CUDA's runtime, driver and cuBLAS that torch 2.11 and 2.12, built
-// for CUDA 13, make when it trains.
+// for CUDA 13, make when they train.
 //
 // Everything is done at once, in the order in which it is asked for. Device memory is the host's and limited as a
 // GPU's; copies copy; kernels do nothing, so no number that comes out means anything. What is real is all that happens
@@ -421,8 +421,6 @@ API void __cudaUnregisterFatBinary(void**) {}
 API char __cudaInitModule(void**) { return 1; }
 API void __cudaRegisterFunction() {}
 API void __cudaRegisterVar() {}
-API unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*);
-API cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*);
 API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return *kernel = static_cast<cudaKernel_t>(const_cast<void*>(function)), cudaSuccess;
 }
@@ -435,10 +433,10 @@ thread_local struct {
 } configured;
 }  // namespace
 
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
   return configured = {grid, block, shared, stream}, 0;
 }
-cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   *grid = configured.grid, *block = configured.block, *shared = configured.shared;
   return *static_cast<void**>(stream) = configured.stream, cudaSuccess;
 }

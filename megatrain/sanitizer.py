@@ -18,6 +18,7 @@ TOLD_OF_SYNCHRONISING = (
     "record_state", "stream_wait_for_event", "all_streams_wait_for_event", "all_streams_wait_for_stream",
     "sync_all_streams",
 )  # fmt: skip
+_MAKING = threading.Lock()
 
 
 def sanitized() -> AbstractContextManager[object]:
@@ -43,9 +44,6 @@ def _one_at_a_time(dispatch: Any) -> None:
         handler._handle_kernel_launch = _locked(handler._handle_kernel_launch, lock)
         for name in TOLD_OF_SYNCHRONISING:
             setattr(handler.syncs, name, _locked(getattr(handler.syncs, name), lock))
-
-
-_MAKING = threading.Lock()
 
 
 def _locked(function: Callable[..., Any], lock: threading.RLock) -> Callable[..., Any]:
