@@ -258,7 +258,7 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> No
     in_host = lp.column(host=state)
     kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0}
     if has_nvme:
-        kept_state[lp.column(costs.drive("o", i, n), nvme=state, label="state on NVMe", nbytes=state)] = -1.0
+        kept_state[lp.column(costs.drive("o", i, n), nvme=state)] = -1.0
     lp.exactly.append((kept_state, 0.0))
     if block:  # once for the forward if the CPU has made them, once more if they are gone at the turn
         load = costs.copy("w", i, Kind.PREFETCH, n)

@@ -134,6 +134,17 @@ def test_the_bound_is_no_lower_than_it_was(
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= -1e-9
 
 
+def test_state_that_lies_on_nvme_is_counted_where_it_is_updated_and_once() -> None:
+    model, profile = shallow(4), hardware.load("h200")
+    host = 0.2 * state_bytes(model)
+    budget = MemoryBudget(device_bytes=6 * 10**9, host_bytes=round(host), nvme_bytes=10**12)
+    placed = placement_bound(model, step(4), profile, budget).placed
+    state = {label: share for label, share in placed.items() if label.startswith("state")}
+    assert state.keys() == {"state on device", "state through device", "state on CPU"}
+    assert state["state on CPU"] * state_bytes(model, 10) > host  # so some of it is on NVMe
+    assert sum(state.values()) == pytest.approx(1.0)
+
+
 def test_what_fits_no_tier_has_no_placement() -> None:
     model = shallow(4)
     tiny = replace(machine("h200", device_gb=1.0, host_gb=1.0), nvme=None)
