@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -210,20 +210,21 @@ def sink_of(parameter: Tensor) -> Callable[[], Sink | None] | None:
     return None if bag is None or name is None else functools.partial(bag.sink, name)
 
 
-@contextmanager
-def again(t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
+def again(t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
     """Within, `t` is not kept for a backward that reads it, which calls `make(*inputs)` for it, once.
 
     `t` is a whole storage, and `make` gives the same numbers in the same layout; the inputs are kept if `t` is read.
-    Where no `forward` of this module runs, autograd keeps what it keeps.
+    Where no `forward` of this module runs, autograd keeps what it keeps, and nothing is held here.
     """
     bag = _RUNNING.get()
-    if bag is None:
-        yield
-        return
+    return nullcontext() if bag is None else _with_recipe(bag, t, _Recipe(make, inputs))
+
+
+@contextmanager
+def _with_recipe(bag: _Bag, t: Tensor, recipe: _Recipe) -> Iterator[None]:
     # only for as long as `t` is sure to be there: its address may be another tensor's afterwards
     address = t.untyped_storage().data_ptr()
-    bag.recipes[address] = _Recipe(make, inputs)
+    bag.recipes[address] = recipe
     try:
         yield
     finally:

@@ -52,7 +52,9 @@ class Mixture:
             both = self._product(params, "gate_up_proj", copies, expert, order)
         forward = self.pointwise.clamped_forward if self.interleaved else self.pointwise.halves_forward
         product = _Gated.apply(both, self.interleaved, self.pointwise)  # type: ignore[no-untyped-call]
-        with derived(product, forward, both):
+        again = derived(product, forward, both)
+        del copies, both  # of which a forward that saves nothing has no more use
+        with again:
             outputs = self._product(params, "down_proj", product, expert, order)
         y: Tensor = _WeightedSum.apply(outputs, order, weights, output, self.pointwise)  # type: ignore[no-untyped-call]
         return y.view_as(x)
@@ -146,8 +148,8 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         outputs, order, weights = ctx.saved_tensors
         places = _places(order).view_as(weights)
-        d_outputs, d_weights = ctx.pointwise.weighted_sum_backward(grads[0], outputs, order, places, weights)
-        return d_outputs, None, d_weights, None, None
+        d_outputs = ctx.pointwise.summed_backward(grads[0], order, weights)
+        return d_outputs, None, ctx.pointwise.weights_backward(outputs, places, grads[0]), None, None
 
 
 class _ByExpert(torch.autograd.Function):

@@ -17,25 +17,37 @@ Mlp = Callable[[Mapping[str, Tensor], Tensor, bool], Tensor]  # parameters, inpu
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves its input, its weight and one factor per row; torch's composition saves copies of its input."""
+    """Saves its input, its weight and one factor per row; torch's composition saves copies of its input.
+
+    The input is an output, too: the gradient that it has from there is added by the kernel that makes the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> tuple[Tensor, Tensor]:
         # detached: a compiler makes another kernel for inputs that want gradients
         y, rstd = pointwise.rms_forward(x.detach(), weight.detach(), eps)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
         ctx.pointwise = pointwise
-        return y
+        return x, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        beside, dy = grads
+        if dy is None:
+            return beside, None, None, None
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = ctx.pointwise.rms_backward(grads[0], x, rstd, weight)
+        dx, dweight = ctx.pointwise.rms_backward(dy, x, rstd, weight, beside)
         return dx, dweight.to(weight.dtype), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN) -> Tensor:
     """RMSNorm over the last dimension, computed in at least fp32 and rounded once."""
+    return norm_beside(x, weight, eps, pointwise)[1]
+
+
+def norm_beside(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN) -> tuple[Tensor, Tensor]:
+    """x and its `rms_norm`, to be read in its place where both are read: backward need not sum their gradients then."""
     return _RMSNorm.apply(x, weight, eps, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,28 +18,35 @@ from torch import Tensor
 
 def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm over the last dimension in x's type, and 1 / sqrt(mean(x^2) + eps) in at least fp32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rstd * weight).to(x.dtype), rstd
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
+    return (x * rstd).mul_(weight).to(x.dtype), rstd
 
 
-def rms_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x (in x's type) and of weight (in rstd's type, summed over rows)."""
-    normed = x.to(rstd.dtype) * rstd
-    wide = dy.to(rstd.dtype)
+def rms_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (in x's type) and of weight (in rstd's type, summed over rows).
+
+    `beside` is the gradient that x has from elsewhere, added before what is computed in rstd's type is rounded.
+    """
+    normed, wide = x * rstd, dy.to(rstd.dtype)
+    dweight = (wide * normed).flatten(0, -2).sum(0)
     dnormed = wide * weight
-    dx = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (wide * normed).flatten(0, -2).sum(0)
+    del wide
+    mean = (dnormed * normed).mean(-1, keepdim=True)
+    dx = dnormed.sub_(normed.mul_(mean)).mul_(rstd)
+    return (dx if beside is None else dx.add_(beside)).to(x.dtype), dweight
 
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; silu(gate) is computed again, which is cheaper than keeping it."""
-    return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
+    return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
 
 
 def halves_forward(both: Tensor) -> Tensor:
@@ -61,10 +68,9 @@ def clamped_forward(both: Tensor) -> Tensor:
 
     Gate from above, up on both sides; gpt-oss' activation, computed in at least fp32 and rounded once.
     """
-    wide = both.to(torch.promote_types(both.dtype, torch.float32))
-    gate, up = wide[..., ::2], wide[..., 1::2]
-    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
-    return ((up + 1) * gate * torch.sigmoid(SLOPE * gate)).to(both.dtype)
+    wide = torch.promote_types(both.dtype, torch.float32)
+    gate, up = both[..., ::2].to(wide).clamp(max=CLAMP), both[..., 1::2].to(wide).clamp(-CLAMP, CLAMP)
+    return (up + 1).mul_(gate).mul_((SLOPE * gate).sigmoid_()).to(both.dtype)
 
 
 def clamped_backward(dy: Tensor, both: Tensor) -> Tensor:
@@ -83,12 +89,15 @@ def weighted_sum(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return (outputs[places] * weights[..., None]).sum(1).to(outputs.dtype)
 
 
-def weighted_sum_backward(
-    dy: Tensor, outputs: Tensor, order: Tensor, places: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of outputs and of weights; `order` [T k] has the number of the weight of each row of outputs."""
-    of_row = dy[order // weights.shape[1]] * weights.flatten()[order][:, None]
-    return of_row.to(outputs.dtype), (outputs[places].to(weights.dtype) * dy[:, None]).sum(-1)
+def summed_backward(dy: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of outputs, in dy's type; `order` [T k] has the number of the weight of each row of outputs."""
+    return dy[order // weights.shape[1]].mul_(weights.flatten()[order][:, None])  # computed in the wider type
+
+
+def weights_backward(outputs: Tensor, places: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of weights [T, k], in at least fp32."""
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return (outputs[places].to(wide) * dy[:, None]).sum(-1)
 
 
 def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,12 +112,14 @@ def cross_entropy(logits: Tensor, label: Tensor, total: int) -> tuple[Tensor, Te
     Overwrites the logits where they are in that type already.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_sum = wide.logsumexp(-1, keepdim=True)
-    loss = (log_sum - wide.gather(-1, label)).sum()
+    shifted = wide.sub_(wide.amax(-1, keepdim=True))
+    of_label = shifted.gather(-1, label)
     # softmax minus one at the label, in the logits' own memory
-    gradient = wide.sub_(log_sum).exp_()
-    gradient.scatter_add_(-1, label, torch.full_like(log_sum, -1.0))
-    return loss, gradient.div_(total).to(logits.dtype)
+    gradient = shifted.exp_()
+    summed = gradient.sum(-1, keepdim=True)
+    gradient.div_(summed * total)
+    gradient.scatter_add_(-1, label, torch.full_like(summed, -1.0 / total))
+    return (summed.log() - of_label).sum(), gradient.to(logits.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +127,7 @@ class Pointwise:
     """These functions, as they are to be called."""
 
     rms_forward: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = rms_forward
-    rms_backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rms_backward
+    rms_backward: Callable[..., tuple[Tensor, Tensor]] = rms_backward
     swiglu_forward: Callable[[Tensor, Tensor], Tensor] = swiglu_forward
     swiglu_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = swiglu_backward
     halves_forward: Callable[[Tensor], Tensor] = halves_forward
@@ -124,12 +135,45 @@ class Pointwise:
     clamped_forward: Callable[[Tensor], Tensor] = clamped_forward
     clamped_backward: Callable[[Tensor, Tensor], Tensor] = clamped_backward
     weighted_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = weighted_sum
-    weighted_sum_backward: Callable[..., tuple[Tensor, Tensor]] = weighted_sum_backward
+    summed_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_backward
+    weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     cross_entropy: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = cross_entropy
 
 
-PLAIN = Pointwise()
+def by_rows(function: Callable[..., Tensor], *, read_anywhere: int = 0) -> Callable[..., Tensor]:
+    """The same, for ROWS rows of its tensors at a time: it need not hold all of them in fp32 at once.
+
+    So many of its arguments come first that have no such rows.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Tensor) -> Tensor:
+        anywhere, of_rows = args[:read_anywhere], args[read_anywhere:]
+        rows = len(of_rows[0])
+        y = function(*anywhere, *(t[:ROWS] for t in of_rows))
+        if rows <= ROWS:
+            return y
+        whole = y.new_empty(rows, *y.shape[1:])
+        whole[:ROWS] = y
+        for start in range(ROWS, rows, ROWS):
+            part = slice(start, start + ROWS)
+            whole[part] = function(*anywhere, *(t[part] for t in of_rows))
+        return whole
+
+    return call
+
+
+ROWS = 8192
+FUSED = Pointwise()  # what a compiler makes kernels of
+PLAIN = replace(
+    FUSED,
+    halves_backward=by_rows(halves_backward),
+    clamped_forward=by_rows(clamped_forward),
+    clamped_backward=by_rows(clamped_backward),
+    weighted_sum=by_rows(weighted_sum, read_anywhere=1),
+    weights_backward=by_rows(weights_backward, read_anywhere=1),
+)
 SHAPES = 4096  # that a process may compile a function for
 
 
@@ -140,7 +184,7 @@ def compiled(backend: str = "inductor") -> Pointwise:
     Where a rounding between two steps falls away the result is closer to exact, so bits differ from PLAIN's.
     """
     names = [function.name for function in fields(Pointwise)]
-    return Pointwise(**{name: _compiled(getattr(PLAIN, name), backend) for name in names})
+    return Pointwise(**{name: _compiled(getattr(FUSED, name), backend) for name in names})
 
 
 def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:

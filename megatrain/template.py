@@ -21,7 +21,7 @@ from torch import Tensor
 from megatrain.attention import Attention, band
 from megatrain.autograd import Sink, again
 from megatrain.experts import Mixture
-from megatrain.layer_parts import mlp_again, rms_norm, rotate, swiglu
+from megatrain.layer_parts import mlp_again, norm_beside, rms_norm, rotate, swiglu
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
@@ -117,14 +117,17 @@ class Block:
 
         Without `output` only what backward reads is computed, and the result has no values.
         """
-        x = x + self._after_norm(x, params["input_layernorm.weight"], lambda y: self._attention(params, y))
+        x, branch = self._after_norm(x, params["input_layernorm.weight"], lambda y: self._attention(params, y))
+        x = x + branch
+        del branch
         norm = params["post_attention_layernorm.weight"]
-        return added(x, self._after_norm(x, norm, lambda y: self._mlp(params, y, output)), output)
+        x, branch = self._after_norm(x, norm, lambda y: self._mlp(params, y, output))
+        return added(x, branch, output)
 
-    def _after_norm(self, x: Tensor, weight: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        normed = rms_norm(x, weight, self.eps, self.pointwise)
+    def _after_norm(self, x: Tensor, weight: Tensor, branch: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        x, normed = norm_beside(x, weight, self.eps, self.pointwise)
         with self._derived(normed, lambda x, weight: self.pointwise.rms_forward(x, weight, self.eps)[0], x, weight):
-            return branch(normed)
+            return x, branch(normed)
 
     def _derived(self, t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
         return again(t, make, *inputs) if self.pointwise_again else nullcontext()
@@ -140,7 +143,9 @@ class Block:
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x)
         product = swiglu(gate, up, self.pointwise)
-        with self._derived(product, self.pointwise.swiglu_forward, gate, up):
+        derived = self._derived(product, self.pointwise.swiglu_forward, gate, up)
+        del gate, up  # of which a forward that saves nothing has no more use
+        with derived:
             return linear(params, "mlp.down_proj", product, output=output)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     and all weights, read once; adapters move their input and output and what lies between. Backward: twice the
     activations, since each product has two in its backward, the weights read and their gradients written. What runs
     for its activations alone leaves out the down projection, and gate and up where backward computes them again.
-    Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; fp32 logits
-    written by one product, and their gradient read by two.
+    Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; logits written by
+    one product, and their gradient read by two.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
     if not _is_computed(model, i, phase):
@@ -65,7 +65,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         return 0
     if i == model.head:
         chunks = -(-tokens // LOSS_CHUNK_TOKENS)
-        matrix, logits = model.vocab_size * model.hidden_size, tokens * model.vocab_size * FP32
+        matrix, logits = model.vocab_size * model.hidden_size, tokens * model.vocab_size * b.activation
         if workload.task == "evaluate":
             return chunks * matrix * b.weight + logits
         return chunks * matrix * 2 * (b.weight + (b.grad if workload.lora_rank is None else 0)) + 3 * logits
@@ -92,18 +92,24 @@ def pointwise_bytes(
 ) -> int:
     """Of `op_bytes` what kernels between products move.
 
-    Forward of a block, per token, in activation elements:
-    4h          two norms, read and written
-    2(q + kv)   rotary; again for qk_norm
-    3f          activation and product
-    6h          two residual sums; with experts also copies of the input, and the sum of what was chosen
-    and `_unfused_block_bytes` where kernels are not `fused`. Backward: twice that, as each reads what was saved and a
-    gradient, and once more what it computes again: norms with their copies for experts, and gate, up and their
-    product. What runs for its activations alone leaves out the last residual sum, with experts the sum of outputs,
-    and what backward computes again of an MLP.
+    Forward of a block, per token, in activation elements, and its backward:
+    4h          8h             two norms, read and written; gradient, input and what the input's gradient is added to
+                               read, the sum written
+    6h                         two residual sums, whose gradients are those of the norms' inputs
+    2(q + kv)   2(q + kv)      rotary, and back
+    2(q + kv)   3(q + kv)      qk_norm
+    3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
+                               read, both gradients written
+    (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
+    (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
+    Where kernels are not `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
+    Backward makes again what is computed again: norms with their copies for experts, and gate, up and their product.
+    What runs for its activations alone leaves out the last residual sum, with experts the sum of outputs, and what
+    backward computes again of an MLP.
     Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
     16 bits its terms are sorted and added up in fp32 first: eight passes.
-    Loss, per token: fp32 logits normalised and made into a gradient, and norm input, output and both gradients.
+    Loss, per token: logits read and made into their gradient, in fp32 where that is not `fused`; and norm input, output
+    and both gradients.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
@@ -113,13 +119,22 @@ def pointwise_bytes(
         widened = 8 * FP32 if b.grad < FP32 else 0
         return tokens * h * (b.activation + 2 * b.grad + widened)
     if i == model.head:
-        logits, hidden = tokens * model.vocab_size * FP32, model.hidden_bytes(workload)
-        return logits + 2 * hidden if workload.task == "evaluate" else 2 * logits + 8 * hidden
+        logits, hidden = tokens * model.vocab_size, model.hidden_bytes(workload)
+        if workload.task == "evaluate":
+            return logits * FP32 + 2 * hidden
+        return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
     copied = summed = h + model.num_experts_per_tok * h if model.num_experts else 0
-    elements = 10 * h + 2 * (q + kv) * (2 if model.qk_norm else 1) + 3 * f + copied + summed
-    nbytes = elements * b.activation + (0 if fused else _unfused_block_bytes(model, b.activation))
+    normed = q + kv if model.qk_norm else 0
+    nbytes = (10 * h + 2 * (q + kv) + 2 * normed + 3 * f + copied + summed) * b.activation
+    if not fused:
+        nbytes += _unfused_block_bytes(model, b.activation)
     if phase == Phase.BACKWARD:
-        nbytes *= 2
+        if fused:
+            of_router = 3 * h if model.num_experts else 0
+            elements = 8 * h + 2 * (q + kv) + 3 * normed + 5 * f + copied + of_router + 2 * summed
+            nbytes = elements * b.activation
+        else:
+            nbytes *= 2
         if workload.recompute != "none":
             nbytes += (4 * h + 3 * f + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
@@ -165,7 +180,9 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
-    gradient of it.
+    gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all.
+
+    The block's templates take no more, compiled or not, but for a recompute, whose backward takes more still.
     """
     if i == model.head:
         chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
@@ -203,4 +220,4 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         return largest + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
         return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a if output else tokens * (q + kv + h) * a
-    return max(tokens * (h + 3 * q + 3 * kv), tokens * 2 * h + chunk * 3 * f) * a
+    return max(tokens * (h + 3 * q + 3 * kv), tokens * 3 * h + chunk * 3 * f) * a

