@@ -24,6 +24,7 @@ from megatrain.terminal import scaled
 from megatrain.train import Debug, Trainer, as_they_are
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
+from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
 
@@ -131,6 +132,20 @@ def require_room(wanted: Sequence[tuple[str, Path, int]]) -> None:
             raise NotSaved(f"{told}, and {scaled(free, 'GB')} are free there: make room or choose another folder")
 
 
+def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Checkpoint | None, steps: int) -> None:
+    """Raises what `train` does of what it is to write."""
+    if files.every is not None and files.save is None:
+        raise InputError("every so many steps a checkpoint: say where to save it")
+    wanted = []
+    if files.save is not None:
+        saves = -(-steps // (files.every or steps))
+        wanted.append(("to save", files.save, checkpoint.require_folder(files.save, schedule, resumed, saves)))
+    if files.export is not None:
+        hf.require_writable(files.export, schedule.model, schedule.workload)
+        wanted.append(("to export", files.export, hf.written_bytes(schedule.model, schedule.workload)))
+    require_room(wanted)
+
+
 def train(
     verified: Verified,
     *,
@@ -173,17 +188,7 @@ def train(
         data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
     initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
     resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
-    if files.every is not None and files.save is None:
-        raise InputError("every so many steps a checkpoint: say where to save it")
-    room = []
-    if files.save is not None:
-        saves = -(-steps // (files.every or steps))
-        needed = checkpoint.require_folder(files.save, schedule, resumed, saves)
-        room.append(("to save", files.save, needed))
-    if files.export is not None:
-        hf.require_writable(files.export, model, workload)
-        room.append(("to export", files.export, hf.written_bytes(model, workload)))
-    require_room(room)
+    _require_room_for(files, schedule, resumed, steps)
     if on_start is not None:
         on_start()
     with Trainer(
