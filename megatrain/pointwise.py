@@ -107,18 +107,23 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, label: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Summed loss of logits [tokens, vocab] in at least fp32, and their gradient over `total`; label [tokens, 1].
+    """Summed loss of logits [tokens, vocab] in at least fp32, and their gradient over `total`; label [tokens, 1]."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_sum = wide.logsumexp(-1, keepdim=True)
+    # compared, not scattered: a compiler would write all of it in fp32 first
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == label
+    gradient = ((wide - log_sum).exp() - is_label.to(wide.dtype)) / total
+    return (log_sum - wide.gather(-1, label)).sum(), gradient.to(logits.dtype)
 
-    Overwrites the logits where they are in that type already.
-    """
+
+def cross_entropy_in_place(logits: Tensor, label: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """The same with one copy of the logits in at least fp32, or none where they are: these are overwritten."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     shifted = wide.sub_(wide.amax(-1, keepdim=True))
     of_label = shifted.gather(-1, label)
-    # softmax minus one at the label, in the logits' own memory
-    gradient = shifted.exp_()
-    summed = gradient.sum(-1, keepdim=True)
-    gradient.div_(summed * total)
-    gradient.scatter_add_(-1, label, torch.full_like(summed, -1.0 / total))
+    softmax = shifted.exp_()
+    summed = softmax.sum(-1, keepdim=True)
+    gradient = softmax.div_(summed * total).scatter_add_(-1, label, torch.full_like(summed, -1.0 / total))
     return (summed.log() - of_label).sum(), gradient.to(logits.dtype)
 
 
@@ -173,6 +178,7 @@ PLAIN = replace(
     clamped_backward=by_rows(clamped_backward),
     weighted_sum=by_rows(weighted_sum, read_anywhere=1),
     weights_backward=by_rows(weights_backward, read_anywhere=1),
+    cross_entropy=cross_entropy_in_place,
 )
 SHAPES = 4096  # that a process may compile a function for
 

@@ -159,11 +159,12 @@ def test_what_is_counted_between_products_is_what_is_read_and_written(model: Mod
     assert back + copied + again == pointwise_bytes(model, 0, Phase.BACKWARD, workload)
 
 
-def test_loss_and_gradient_of_logits_are_autograds() -> None:
+@pytest.mark.parametrize("pointwise", [FUSED, PLAIN], ids=["fused", "plain"])
+def test_loss_and_gradient_of_logits_are_autograds(pointwise: Pointwise) -> None:
     logits, label = (50 * torch.randn(6, 9)).requires_grad_(), torch.arange(6)[:, None]
     loss = torch.nn.functional.cross_entropy(logits, label[:, 0], reduction="sum")
     (right,) = torch.autograd.grad(loss / 8, logits)
-    found, gradient = FUSED.cross_entropy(logits.detach().clone(), label, 8)
+    found, gradient = pointwise.cross_entropy(logits.detach().clone(), label, 8)
     torch.testing.assert_close((found, gradient), (loss.detach(), right))
 
 
