@@ -119,7 +119,7 @@ class Block:
         """
         x, branch = self._after_norm(x, params["input_layernorm.weight"], lambda y: self._attention(params, y))
         x = x + branch
-        del branch
+        del branch  # which the MLP would not need beside it
         norm = params["post_attention_layernorm.weight"]
         x, branch = self._after_norm(x, norm, lambda y: self._mlp(params, y, output))
         return added(x, branch, output)
