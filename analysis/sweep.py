@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from schedules import policies
 from schedules.errors import InputError, Refused
+from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
@@ -173,7 +174,7 @@ def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> R
         "recompute": workload.recompute,
         "micro_batch_size": workload.micro_batch_size,
         "accumulation": workload.accumulation,
-        "flops_per_token": schedule.model.model_flops_per_step(workload) / workload.tokens_per_step,
+        "flops_per_token": model_flops_per_step(schedule.model, workload) / workload.tokens_per_step,
         "tokens_per_s": prediction.tokens_per_s,
         "step_s": prediction.period_ns / 1e9,
         "mfu": prediction.mfu,

@@ -38,8 +38,9 @@ import gpu_rows
 import gpu_steps
 import rehearsal
 import torch
+from gpu_arena import ArenaBackend
 from gpu_results import AGAIN, SMOKE, STOP, Results, Row, table
-from gpu_steps import PLANNED, ArenaBackend, Case
+from gpu_steps import PLANNED, Case
 from torch.utils import cpp_extension
 
 from schedules.errors import Refused

@@ -28,6 +28,7 @@ from megatrain.native import adam as native
 from megatrain.pinned import cpus_beside, pinned
 from schedules import presets
 from schedules.errors import Refused
+from schedules.flops import attention_flops
 from schedules.workload import PRECISIONS, Workload
 from sim import hardware
 
@@ -205,7 +206,7 @@ def attention() -> list[Row]:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     for seq in SEQUENCES:
         batch = max(1, TOKENS[-1] // seq)
-        flops = model.attention_flops(model.blocks[0], Workload(micro_batch_size=batch, seq_len=seq))
+        flops = attention_flops(model, model.blocks[0], Workload(micro_batch_size=batch, seq_len=seq))
         inputs = [
             torch.randn(batch, seq, count, model.head_dim, device=DEVICE).bfloat16().transpose(1, 2).requires_grad_()
             for count in (heads, kv_heads, kv_heads)

@@ -20,12 +20,11 @@ from typing import Any
 
 import gpu_rivals
 import torch
+from gpu_machine import Row
 
 from megatrain.backend import OpFailed
 from megatrain.session import machine_name
 from schedules.errors import Refused
-
-Row = dict[str, Any]
 
 SMOKE = "smoke"  # the part without which nothing is worth measuring
 STEPS = ("ways", "steps", "rivals")  # parts whose rows are steps

@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 import adam as adam_benchmark
 import gpu_machine
 import torch
-from gpu_steps import STEPS, WARM_UP, Case, Row
+from gpu_machine import Row
+from gpu_steps import STEPS, WARM_UP, Case
 from torch import Tensor, nn
 
 from schedules import presets
+from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
 
 BUCKET = 250_000_000  # elements; more than a layer, as DeepSpeed's prefetch wants it
@@ -85,7 +87,7 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
         "tokens_per_step": workload.tokens_per_step,
         "step_s": {"median": median, "least": min(found), "most": max(found)},
         "tokens_per_s": workload.tokens_per_step / median,
-        "model_TFLOP_s": spec.model_flops_per_step(workload) / median / 1e12,
+        "model_TFLOP_s": model_flops_per_step(spec, workload) / median / 1e12,
         "gpu_peak_GB": torch.cuda.max_memory_allocated() / 1e9,
         "host_threads": torch.get_num_threads(),
     }

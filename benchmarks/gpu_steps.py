@@ -16,10 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import gpu_machine
 import torch
+from gpu_arena import ArenaBackend
+from gpu_machine import Row
+from gpu_profile import machine_of, op_times, profile_of, timed
 from torch import Tensor
 from torch.autograd import DeviceType
 
@@ -34,24 +37,21 @@ from megatrain.profile import kind_of
 from megatrain.train import Trainer, as_they_are
 from schedules import policies, presets
 from schedules.errors import Refused
+from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
-from schedules.op import Buffer, Kind, Phase, Stream, Tier
+from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
-from sim import hardware
-from sim.cost import signature
-from sim.machine import HardwareProfile, Measured, Table, Value
+from sim.machine import HardwareProfile
 from sim.plan import plan
 from sim.prediction import predict
 
-Row = dict[str, Any]
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 B = TypeVar("B", bound=CudaBackend)
 
 PLANNED = "planned"
-SOURCE = "measured by benchmarks/gpu.py"
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
 PLANNING_S = 120.0  # at most
 ALONE_STEPS = {False: 2, True: 3}  # with every op by itself; the last one counts, and graphs are captured in the second
@@ -61,7 +61,6 @@ PLANNER = ProcessPoolExecutor(1)
 # For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
 DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made
-PAGE = 4096  # bytes: where buffers begin
 PIECE = 1 << 26  # random numbers made at a time
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
@@ -156,47 +155,6 @@ def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: Mem
     return found.result(PLANNING_S).schedule
 
 
-class ArenaBackend(CudaBackend):
-    """Its host buffers are parts of one pinned slab, kept for the next case: pinning 100 GB takes longer than one."""
-
-    arena: ClassVar[Tensor | None] = None
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__()
-        self._used = 0
-        sizes = [_whole_pages(buffer.nbytes) for buffer in schedule.buffers if buffer.tier == Tier.HOST]
-        if self.arena is None or self.arena.nbytes < sum(sizes):
-            self.release()
-            whole = Buffer(name="arena", tier=Tier.HOST, nbytes=sum(sizes))
-            type(self).arena = super().allocate(whole)
-
-    def allocate(self, buffer: Buffer) -> Tensor:
-        if buffer.tier != Tier.HOST:
-            return super().allocate(buffer)
-        assert self.arena is not None
-        begin, self._used = self._used, self._used + _whole_pages(buffer.nbytes)
-        return self.arena[begin : begin + buffer.nbytes]
-
-    @property
-    def unused(self) -> int:
-        """Bytes of the arena that are there for other cases only."""
-        return 0 if self.arena is None else self.arena.nbytes - self._used
-
-    @classmethod
-    def pinned(cls) -> int:
-        """Bytes that are pinned already."""
-        return 0 if cls.arena is None else cls.arena.nbytes
-
-    @classmethod
-    def release(cls) -> None:
-        """Unpin it."""
-        cls.arena = None
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
 def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
     """Layer -> random parameters as `initial.random_parameters`, made on the GPU, the same for blocks of a kind."""
     made: dict[str, Tensor] = {}  # of blocks: embedding and head are large, and asked for once
@@ -256,9 +214,9 @@ def measure(
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if traces is not None:
             trace.save(traces / f"{re.sub('[^A-Za-z0-9._-]+', '_', case.key_in_way)}.json")
-        if not all(key in known_ns for key in _timed(schedule).values()):
+        if not all(key in known_ns for key in timed(schedule).values()):
             durations_ns = _alone(trainer, backend, schedule, case)
-            known_ns.update(_op_times(schedule, durations_ns))
+            known_ns.update(op_times(schedule, durations_ns))
         profile = profile_of(schedule, machine, known_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
         row |= {
@@ -350,7 +308,7 @@ def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> R
         "tokens_per_step": workload.tokens_per_step,
         "step_s": {"median": step_s, "least": min(steps_s), "most": max(steps_s)},
         "tokens_per_s": workload.tokens_per_step / step_s,
-        "model_TFLOP_s": model.model_flops_per_step(workload) / step_s / 1e12,
+        "model_TFLOP_s": model_flops_per_step(model, workload) / step_s / 1e12,
         "executed_TFLOP_s": executed / step_s / 1e12,
         "busy": {str(s): trace.busy_ns(schedule, s, window) / span for s in schedule.streams},
         "compute_idle_ns": trace.idle_causes_ns(schedule, Stream.COMPUTE, window),
@@ -381,70 +339,6 @@ def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case
     return [int(span) for span in spans]
 
 
-def _value(number: float, unit: str) -> Value:
-    return Value(value=float(number), unit=unit, source=SOURCE)
-
-
-def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
-    """This machine for the planner: its GPU's datasheet, with the bandwidths and the slowdown that were measured."""
-    base = hardware.load(gpu_machine.datasheet())
-    links, host, gpu = base.links, base.host, base.gpu
-    if rows := machine.get("links"):
-        largest = rows[-1]
-        links = dataclasses.replace(
-            links,
-            h2d=dataclasses.replace(links.h2d, bandwidth=_value(largest["h2d_GB_s"]["median"] * 1e9, "B/s")),
-            d2h=dataclasses.replace(links.d2h, bandwidth=_value(largest["d2h_GB_s"]["median"] * 1e9, "B/s")),
-            duplex=_value(sum(one["median"] for one in largest["both_GB_s"]) * 1e9, "B/s"),
-        )
-    if rows := machine.get("dram"):
-        host = dataclasses.replace(host, memory_bandwidth=_value(max(row["GB_s"] for row in rows) * 1e9, "B/s"))
-    if rows := machine.get("gemm"):
-        slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
-        gpu = dataclasses.replace(gpu, copy_slowdown=_value(slowdown, "fraction"))
-    return dataclasses.replace(base, gpu=gpu, links=links, host=host)
-
-
-def _timed(schedule: Schedule) -> dict[int, str]:
-    """Place -> signature of the ops whose times a profile holds."""
-    return {
-        place: signature(op, schedule.model, schedule.workload)
-        for place, op in enumerate(schedule.ops)
-        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
-    }
-
-
-def _op_times(schedule: Schedule, durations_ns: list[int]) -> dict[str, float]:
-    """Signature -> median ns, from what each op of the schedule took."""
-    times: dict[str, list[int]] = defaultdict(list)
-    for place, key in _timed(schedule).items():
-        times[key].append(durations_ns[place])
-    return {key: round(statistics.median(found)) for key, found in times.items()}
-
-
-def profile_of(
-    schedule: Schedule, machine: dict[str, list[Row]], known_ns: dict[str, float], handing_ns: dict[str, float]
-) -> HardwareProfile:
-    """This machine for the simulator: as for the planner, with what this schedule's ops take alone."""
-    base, keys = machine_of(machine), _timed(schedule)
-    rates = [
-        op.params / known_ns[keys[place]] * 1e9
-        for place, op in enumerate(schedule.ops)
-        if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and known_ns[keys[place]]
-    ]
-    host, issue = base.host, base.issue
-    if rates:
-        host = dataclasses.replace(host, adam_params_per_s=_value(statistics.median(rates), "params/s"))
-    issue = dataclasses.replace(
-        issue,
-        compute=_value(handing_ns.get("compute", issue.compute.value), "ns"),
-        copy=_value(handing_ns.get("copy", issue.copy.value), "ns"),
-    )
-    op_times = {key: known_ns[key] for key in keys.values()}
-    measured = Measured(op_times=Table(values=op_times, unit="ns", source=f"{SOURCE}, each op alone, in place"))
-    return dataclasses.replace(base, mode="measured", host=host, issue=issue, measured=measured)
-
-
 def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:
     prediction = predict(schedule, profile)
     predicted_s, bound_s = prediction.period_ns / 1e9, prediction.bound_ns / 1e9
@@ -464,7 +358,7 @@ def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known
     are spun have none of these.
     """
     schedule = verified.schedule
-    durations_ns, keys = [0] * len(schedule.ops), _timed(schedule)
+    durations_ns, keys = [0] * len(schedule.ops), timed(schedule)
     for place, key in keys.items():
         durations_ns[place] = int(known_ns[key])
     works = spinning(schedule, trainer._actions.works(), durations_ns, backend.spin)

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from schedules import tensor as tensors
 from schedules import trained
+from schedules.flops import op_flops
 from schedules.model import ModelSpec
 from schedules.op import Phase
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Part, makes_output, parse
-from schedules.traffic import op_bytes, op_flops
+from schedules.traffic import op_bytes
 from schedules.workload import Workload
 
 

@@ -1,4 +1,4 @@
-"""What a compute op multiplies; what it moves through device memory and allocates for itself, by estimate."""
+"""What a compute op moves through device memory and allocates for itself, by estimate."""
 
 from __future__ import annotations
 
@@ -15,19 +15,6 @@ LOSS_CHUNK_TOKENS = 1024
 EMBED_CHUNK = 1 << 26
 # Nor does an MLP that is computed again in backward hold what is as wide as it for more tokens than this.
 MLP_CHUNK_TOKENS = 8192
-
-
-def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
-    """FLOPs of a compute op on layer i for one micro-batch, what it computes again included; see ModelSpec.
-
-    A block that runs again for its activations alone has no `output`, and does not compute what only that needs.
-    """
-    if phase == Phase.BACKWARD:
-        return model.backward_flops(i, workload) + model.recomputed_flops(i, workload)
-    if phase == Phase.LOSS:
-        return model.loss_flops(workload)
-    unread = 0 if output or phase != Phase.RECOMPUTE else model.unread_flops(i, workload)
-    return model.forward_flops(i, workload) - unread
 
 
 def op_bytes(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.errors import InputError
+from schedules.flops import attention_flops, op_flops
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
-from schedules.traffic import op_flops, product_bytes
+from schedules.traffic import product_bytes
 from schedules.workload import Workload
 from sim.coverage import command, covered
 from sim.machine import SHAPE, HardwareProfile, Table
@@ -307,7 +308,7 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
     """Which part of a block op's FLOPs is attention's: two products forward, four backward."""
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
-    attention = model.attention_flops(op.layer, workload) * (2 if op.phase == Phase.BACKWARD else 1)
+    attention = attention_flops(model, op.layer, workload) * (2 if op.phase == Phase.BACKWARD else 1)
     output = tensors.makes_output(access.tensor for access in op.writes)
     return attention / op_flops(model, op.layer, op.phase, workload, output=output)
 

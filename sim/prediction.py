@@ -10,6 +10,7 @@ import numpy as np
 
 from schedules import tensor as tensors
 from schedules.errors import Refused
+from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Ints, Trace
@@ -109,7 +110,7 @@ class Prediction:
     def model_flops_per_s(self) -> float:
         """FLOP/s of the model's forward and backward; what is computed twice counts once."""
         model, workload = self.schedule.model, self.schedule.workload
-        return model.model_flops_per_step(workload) / (self.period_ns / 1e9)
+        return model_flops_per_step(model, workload) / (self.period_ns / 1e9)
 
     @property
     def mfu(self) -> float:

@@ -15,6 +15,7 @@ from analysis import tables
 from analysis.compare import COLUMNS, compare, frame, measured_row, rows
 from schedules import policies, presets
 from schedules.errors import InputError
+from schedules.flops import model_flops_per_step
 from schedules.workload import MemoryBudget, Workload
 from sim.hardware import load
 from sim.prediction import memory_of, predict
@@ -45,7 +46,7 @@ def test_a_row_is_what_the_prediction_says() -> None:
     assert row.digest == schedule.digest
     assert row.step_s == prediction.period_ns / 1e9
     assert row.tokens_per_s == pytest.approx(STEP.tokens_per_step / row.step_s)
-    assert row.model_tflops_per_s == pytest.approx(TINY.model_flops_per_step(STEP) / row.step_s / 1e12)
+    assert row.model_tflops_per_s == pytest.approx(model_flops_per_step(TINY, STEP) / row.step_s / 1e12)
     assert row.bound_s * (1 + row.gap) == pytest.approx(row.step_s)
     assert row.binding == prediction.binding
 

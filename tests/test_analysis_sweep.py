@@ -19,6 +19,7 @@ from analysis import buying, costs, prices, sweep, tables
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
 from schedules import presets
 from schedules.errors import InputError
+from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
 from sim.hardware import HardwareError
 
@@ -87,7 +88,7 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
             "drive_days": 10.0 if machine == "rtx4090" else None, "flops_per_token": flops,
         }  # fmt: skip
 
-    flops = presets.load("qwen2.5-7b").model_flops_per_step(Workload(micro_batch_size=1, seq_len=1024)) / 1024
+    flops = model_flops_per_step(presets.load("qwen2.5-7b"), Workload(micro_batch_size=1, seq_len=1024)) / 1024
 
     rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
     with_rent = some_prices(rentals=(rental,), host_memory_per_gb=1.0)
@@ -341,7 +342,7 @@ def test_a_model_that_is_no_preset_is_priced(tmp_path: Path) -> None:
     points = sweep.points([model], ["h200"], [], ["streamed"], seq_len=16, tokens_per_step=64)
     rental = Rental(name="node", machine="h100", gpus=8, mfu=0.4, rent_per_hour=20.0, source="made up")
     rows = sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)
-    assert rows[0]["flops_per_token"] == model.model_flops_per_step(Workload(micro_batch_size=4, seq_len=16)) / 64
+    assert rows[0]["flops_per_token"] == model_flops_per_step(model, Workload(micro_batch_size=4, seq_len=16)) / 64
     table = costs.priced(rows, some_prices(rentals=(rental,)), 1e9)
     assert table["model"].tolist() == ["my-own"] and table[costs.months_column("node")].notna().all()
 

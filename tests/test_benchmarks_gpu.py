@@ -285,7 +285,7 @@ def test_a_part_begins_on_a_machine_where_nothing_is_left(tmp_path: Path) -> Non
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-import gpu, gpu_machine, gpu_results, gpu_rows, gpu_steps, rehearsal
+import gpu, gpu_arena, gpu_machine, gpu_results, gpu_rows, gpu_steps, rehearsal
 from schedules.op import Buffer, Tier
 rehearsal.install(gpu)
 rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
@@ -298,13 +298,13 @@ torch.cuda.set_per_process_memory_fraction = whole.append
 large = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 20)])
 small = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 14)])
 for schedule in (large, small):
-    backend = gpu_steps.ArenaBackend(schedule)
+    backend = gpu_arena.ArenaBackend(schedule)
     backend.allocate(schedule.buffers[0])
     backend.close()
-assert gpu_steps.ArenaBackend.pinned() == 1 << 20 and backend.unused == (1 << 20) - (1 << 14)
+assert gpu_arena.ArenaBackend.pinned() == 1 << 20 and backend.unused == (1 << 20) - (1 << 14)
 torch.set_num_threads(7)
 assert gpu.alone(lambda: {"case": "a"}) == {"case": "a"}
-assert ended == ["engine"] and gpu.gpu_rivals.Zero3.kept() is None and gpu_steps.ArenaBackend.pinned() == 0
+assert ended == ["engine"] and gpu.gpu_rivals.Zero3.kept() is None and gpu_arena.ArenaBackend.pinned() == 0
 assert whole and set(whole) == {1.0} and torch.get_num_threads() != 7
 counts = []
 median = gpu_machine.statistics.median

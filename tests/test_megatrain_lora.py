@@ -15,6 +15,7 @@ from megatrain.linear import LORA_SCALE
 from megatrain.template import templates, views
 from megatrain.train import Trainer
 from schedules import policies, presets, trained
+from schedules.flops import attention_flops, backward_flops, forward_flops, loss_flops, model_flops_per_step
 from schedules.model import ModelSpec
 from schedules.op import Kind, Tier
 from schedules.schedule import Schedule
@@ -74,16 +75,16 @@ def test_what_is_counted_is_what_is_computed() -> None:
     plain, adapted = workload(), workload(lora_rank=4)
     tokens, small = plain.tokens_per_microbatch, trained.params(MODEL, adapted, 0)
     assert small == sum(4 * (sum(s)) for n, s in MODEL.parameter_shapes(0).items() if n.endswith("_proj.weight"))
-    assert MODEL.forward_flops(0, adapted) == MODEL.forward_flops(0, plain) + 2 * tokens * small
-    attention = MODEL.attention_flops(0, plain)
-    matrices = MODEL.forward_flops(0, plain) - attention
-    assert MODEL.backward_flops(0, adapted) == matrices + 2 * attention + 2 * (2 * tokens * small)
-    assert MODEL.loss_flops(adapted) == 2 * MODEL.forward_flops(MODEL.head, plain)
+    assert forward_flops(MODEL, 0, adapted) == forward_flops(MODEL, 0, plain) + 2 * tokens * small
+    attention = attention_flops(MODEL, 0, plain)
+    matrices = forward_flops(MODEL, 0, plain) - attention
+    assert backward_flops(MODEL, 0, adapted) == matrices + 2 * attention + 2 * (2 * tokens * small)
+    assert loss_flops(MODEL, adapted) == 2 * forward_flops(MODEL, MODEL.head, plain)
     evaluated = workload(task="evaluate")
-    assert MODEL.model_flops_per_step(evaluated) == sum(MODEL.forward_flops(i, plain) for i in MODEL.layers)
+    assert model_flops_per_step(MODEL, evaluated) == sum(forward_flops(MODEL, i, plain) for i in MODEL.layers)
     for build in (schedule(), policies.build("flexgen_block", MODEL, workload(), ROOM)):
         executed = sum(op.flops for op in build.ops if op.kind == Kind.COMPUTE)
-        assert executed == MODEL.model_flops_per_step(build.workload), build.policy
+        assert executed == model_flops_per_step(MODEL, build.workload), build.policy
 
 
 def test_training_adapters_needs_a_sixth_of_the_memory_and_less_time() -> None:

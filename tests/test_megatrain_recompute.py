@@ -20,9 +20,9 @@ from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained
+from schedules.flops import attention_flops, model_flops_per_step, op_flops
 from schedules.op import Kind, Phase, Tier
 from schedules.schedule import Schedule
-from schedules.traffic import op_flops
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
@@ -194,7 +194,7 @@ def test_what_is_computed_again_is_executed_and_not_counted() -> None:
     )
     assert [op.flops for op in cheap.ops] == [op.flops for op in plain.ops]
     assert sum(op.nbytes for op in cheap.ops) > sum(op.nbytes for op in plain.ops)
-    assert MODEL.model_flops_per_step(plain.workload) == MODEL.model_flops_per_step(again.workload)
+    assert model_flops_per_step(MODEL, plain.workload) == model_flops_per_step(MODEL, again.workload)
     extra = {op.name: op.flops for op in again.ops}
     for op in plain.ops:
         gate_and_up = 2 * 2 * plain.workload.tokens_per_microbatch * MODEL.hidden_size * MODEL.mlp_width
@@ -247,7 +247,7 @@ def test_what_is_counted_is_what_is_multiplied(mode: str, rank: int | None, outp
     x = torch.randn(2, 16, MODEL.hidden_size)
     with FlopCounterMode(display=False) as ran:
         _, saved = autograd.forward(layers.blocks[MODEL.layer_kind(0)], params, x, trained=names, output=output)
-    attention = MODEL.attention_flops(0, work)  # which the counter does not know on the CPU
+    attention = attention_flops(MODEL, 0, work)  # which the counter does not know on the CPU
     assert ran.get_total_flops() == op_flops(MODEL, 0, Phase.RECOMPUTE, work, output=output) - attention
     assert saved.nbytes == MODEL.saved_bytes(0, work)
     grads = {name: torch.empty(shapes[name]) for name in names}

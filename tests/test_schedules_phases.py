@@ -11,10 +11,10 @@ from hand_written import on_device, small, two_slots
 
 from schedules import policies
 from schedules.amounts import Amounts
+from schedules.flops import op_flops
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
-from schedules.traffic import op_flops
 from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget, Workload
 

@@ -8,6 +8,7 @@ import pytest
 from strategies import MODEL, WORKLOAD, round_profile
 
 from schedules.errors import InputError
+from schedules.flops import forward_flops
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -168,7 +169,7 @@ def test_the_roofline_of_a_compute_op(phase: Phase) -> None:
 
 def test_attention_has_its_own_efficiency() -> None:
     workload = Workload(micro_batch_size=2, seq_len=100)
-    flops = MODEL.forward_flops(0, workload)
+    flops = forward_flops(MODEL, 0, workload)
     attention = 4 * 2 * (100 * 101 // 2) * MODEL.num_attention_heads * MODEL.head_dim
     op = compute(Phase.FORWARD, layer=0, flops=1000 * flops)
     expected = 1000 * ((flops - attention) / 500e12 + attention / 250e12) * 1e9

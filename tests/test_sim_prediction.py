@@ -8,6 +8,7 @@ import pytest
 from strategies import MODEL, bare, round_profile, schedule_of
 
 from schedules import policies, presets
+from schedules.flops import forward_flops
 from schedules.op import Buffer, Kind, Stream, Tier, Wait
 from schedules.schedule import Schedule
 from schedules.traffic import workspace_bytes
@@ -30,7 +31,7 @@ def schedule() -> Schedule:
 def test_rates_follow_from_the_period(schedule: Schedule) -> None:
     found = predict(schedule, PROFILE)
     seconds = found.period_ns / 1e9
-    flops = 3 * 2 * sum(schedule.model.forward_flops(i, schedule.workload) for i in schedule.model.layers)
+    flops = 3 * 2 * sum(forward_flops(schedule.model, i, schedule.workload) for i in schedule.model.layers)
     assert found.tokens_per_s == pytest.approx(2 * 2 * 64 / seconds)
     assert found.mfu == pytest.approx(flops / seconds / 1000e12)
     executed = sum(op.flops for op in schedule.ops if op.kind == Kind.COMPUTE)

@@ -1,0 +1,82 @@
+"""The GPU's machine as a hardware profile: what was measured of its links and memory, and what ops take alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+
+import gpu_machine
+from gpu_machine import Row
+
+from schedules.op import Kind, Phase, Stream
+from schedules.schedule import Schedule
+from sim import hardware
+from sim.cost import signature
+from sim.machine import HardwareProfile, Measured, Table, Value
+
+SOURCE = "measured by benchmarks/gpu.py"
+
+
+def _value(number: float, unit: str) -> Value:
+    return Value(value=float(number), unit=unit, source=SOURCE)
+
+
+def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
+    """This machine for the planner: its GPU's datasheet, with the bandwidths and the slowdown that were measured."""
+    base = hardware.load(gpu_machine.datasheet())
+    links, host, gpu = base.links, base.host, base.gpu
+    if rows := machine.get("links"):
+        largest = rows[-1]
+        links = dataclasses.replace(
+            links,
+            h2d=dataclasses.replace(links.h2d, bandwidth=_value(largest["h2d_GB_s"]["median"] * 1e9, "B/s")),
+            d2h=dataclasses.replace(links.d2h, bandwidth=_value(largest["d2h_GB_s"]["median"] * 1e9, "B/s")),
+            duplex=_value(sum(one["median"] for one in largest["both_GB_s"]) * 1e9, "B/s"),
+        )
+    if rows := machine.get("dram"):
+        host = dataclasses.replace(host, memory_bandwidth=_value(max(row["GB_s"] for row in rows) * 1e9, "B/s"))
+    if rows := machine.get("gemm"):
+        slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
+        gpu = dataclasses.replace(gpu, copy_slowdown=_value(slowdown, "fraction"))
+    return dataclasses.replace(base, gpu=gpu, links=links, host=host)
+
+
+def timed(schedule: Schedule) -> dict[int, str]:
+    """Place -> signature of the ops whose times a profile holds."""
+    return {
+        place: signature(op, schedule.model, schedule.workload)
+        for place, op in enumerate(schedule.ops)
+        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
+    }
+
+
+def op_times(schedule: Schedule, durations_ns: list[int]) -> dict[str, float]:
+    """Signature -> median ns, from what each op of the schedule took."""
+    times: dict[str, list[int]] = defaultdict(list)
+    for place, key in timed(schedule).items():
+        times[key].append(durations_ns[place])
+    return {key: round(statistics.median(found)) for key, found in times.items()}
+
+
+def profile_of(
+    schedule: Schedule, machine: dict[str, list[Row]], known_ns: dict[str, float], handing_ns: dict[str, float]
+) -> HardwareProfile:
+    """This machine for the simulator: as for the planner, with what this schedule's ops take alone."""
+    base, keys = machine_of(machine), timed(schedule)
+    rates = [
+        op.params / known_ns[keys[place]] * 1e9
+        for place, op in enumerate(schedule.ops)
+        if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and known_ns[keys[place]]
+    ]
+    host, issue = base.host, base.issue
+    if rates:
+        host = dataclasses.replace(host, adam_params_per_s=_value(statistics.median(rates), "params/s"))
+    issue = dataclasses.replace(
+        issue,
+        compute=_value(handing_ns.get("compute", issue.compute.value), "ns"),
+        copy=_value(handing_ns.get("copy", issue.copy.value), "ns"),
+    )
+    op_times = {key: known_ns[key] for key in keys.values()}
+    measured = Measured(op_times=Table(values=op_times, unit="ns", source=f"{SOURCE}, each op alone, in place"))
+    return dataclasses.replace(base, mode="measured", host=host, issue=issue, measured=measured)

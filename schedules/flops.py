@@ -1,0 +1,124 @@
+"""What is multiplied: FLOPs of a layer, of an op, and of a step as MFU counts them."""
+
+from __future__ import annotations
+
+import math
+
+from schedules.model import MLP_PROJECTIONS, ModelError, ModelSpec
+from schedules.op import Phase
+from schedules.workload import Workload
+
+
+def attended_pairs(model: ModelSpec, i: int, seq_len: int) -> int:
+    """(query, key) pairs that causal attention of block i computes in one sequence.
+
+    Query t (from 1) sees min(t, window) keys.
+    """
+    reach = min(seq_len, model.window(i) or seq_len)
+    return reach * (reach + 1) // 2 + (seq_len - reach) * reach
+
+
+def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
+    """FLOPs of one micro-batch through layer i, a multiply-add being 2.
+
+    Matrix products only: 2 * tokens * weights of every matrix a token meets, and 4 * pairs * heads *
+    head_dim for QK^T and PV over the pairs the causal mask leaves. Norms, rotary, softmax and biases are
+    not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The
+    embedding is a lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied.
+    Adapters are matrices like others.
+    """
+    tokens, h = workload.tokens_per_microbatch, model.hidden_size
+    if i == model.embed:
+        return 0
+    if i == model.head:
+        return 2 * tokens * h * model.vocab_size
+    projections = 2 * h * model.q_width + 2 * h * model.kv_width
+    mlp = 3 * h * model.mlp_width + h * model.num_experts  # the router is a matrix of h x experts
+    matrices = projections + mlp + _adapter_params(model, i, workload)
+    return 2 * tokens * matrices + attention_flops(model, i, workload)
+
+
+def attention_flops(model: ModelSpec, i: int, workload: Workload) -> int:
+    """The part of a block's forward FLOPs that attention has, QK^T and PV."""
+    return 4 * workload.micro_batch_size * attended_pairs(model, i, workload.seq_len) * model.q_width
+
+
+def backward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
+    """Twice the forward: one product for the input's gradient and one for the weight's. No recompute.
+
+    A frozen matrix needs the first only.
+    """
+    forward = forward_flops(model, i, workload)
+    if workload.lora_rank is None:
+        return 2 * forward
+    trained = 2 * workload.tokens_per_microbatch * _adapter_params(model, i, workload)
+    return forward + trained + (attention_flops(model, i, workload) if model.is_block(i) else 0)
+
+
+def recomputed_flops(model: ModelSpec, i: int, workload: Workload) -> int:
+    """FLOPs that the backward of block i spends on what the workload wants computed again.
+
+    Gate and up with their adapters, and the first matrix of the adapter beside down.
+    """
+    if workload.recompute != "mlp" or not model.is_block(i):
+        return 0
+    if model.num_experts:
+        raise ModelError(f"{model.name}: experts are not computed again inside a block, only what is pointwise")
+    again = 2 * model.hidden_size * model.mlp_width
+    if workload.lora_rank is not None:
+        again += workload.lora_rank * (2 * (model.hidden_size + model.mlp_width) + model.mlp_width)
+    return 2 * workload.tokens_per_microbatch * again
+
+
+def unread_flops(model: ModelSpec, i: int, workload: Workload) -> int:
+    """The part of block i's forward FLOPs that only its output needs, and nothing that it keeps.
+
+    The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
+    computes it again. None with experts, whose outputs are kept.
+    """
+    if model.num_experts:
+        return 0
+    per_token = model.hidden_size * model.mlp_width
+    rank = workload.lora_rank or 0
+    if workload.recompute == "mlp":
+        return (
+            2
+            * workload.tokens_per_microbatch
+            * MLP_PROJECTIONS
+            * (per_token + rank * (model.hidden_size + model.mlp_width))
+        )
+    return 2 * workload.tokens_per_microbatch * (per_token + rank * model.hidden_size)
+
+
+def loss_flops(model: ModelSpec, workload: Workload) -> int:
+    """FLOPs of the loss op: the head forward, and backward unless the task is to evaluate."""
+    forward = forward_flops(model, model.head, workload)
+    return forward if workload.task == "evaluate" else forward + backward_flops(model, model.head, workload)
+
+
+def model_flops_per_step(model: ModelSpec, workload: Workload) -> int:
+    """FLOPs of one step as MFU counts them: forward and backward of every micro-batch, or forward alone."""
+    inner = [i for i in model.layers if i != model.head]
+    once = sum(forward_flops(model, i, workload) for i in inner) + loss_flops(model, workload)
+    if workload.task == "train":
+        once += sum(backward_flops(model, i, workload) for i in inner)
+    return workload.accumulation * once
+
+
+def _adapter_params(model: ModelSpec, i: int, workload: Workload) -> int:
+    if workload.lora_rank is None:
+        return 0
+    return sum(math.prod(shape) for shape in model.adapter_shapes(i, workload.lora_rank).values())
+
+
+def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
+    """FLOPs of a compute op on layer i for one micro-batch, what it computes again included.
+
+    A block that runs again for its activations alone has no `output`, and does not compute what only that needs.
+    """
+    if phase == Phase.BACKWARD:
+        return backward_flops(model, i, workload) + recomputed_flops(model, i, workload)
+    if phase == Phase.LOSS:
+        return loss_flops(model, workload)
+    unread = 0 if output or phase != Phase.RECOMPUTE else unread_flops(model, i, workload)
+    return forward_flops(model, i, workload) - unread
