@@ -10,9 +10,12 @@ of every schedule of the language that trains exactly, because each inequality b
   D2H           gradients whose weights the CPU updates; state that passed through; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
-                again, the state that lives there, what the loss touches, and the largest workspace
+                again, the state that lives there, what the op at the turn touches, and the largest workspace
   host memory   state that is neither on the device nor on NVMe, weights not on the device, activations sent away
   slowdown      GPU work is slower while a copy runs: the time that each link is busy costs the GPU its share
+
+The op at the turn from forward to backward is the loss, or the backward of the last block, which asks for more where
+blocks are larger than the head: all this holds for either, and the bound is the larger of the two.
 
 With one micro-batch a step falls into two windows that cannot overlap, since the next step's forward begins with a
 layer whose gradient comes last: a forward, in which activations leave, and a backward, in which they and weights
@@ -28,7 +31,7 @@ their turns. Squares are replaced by tangents, x^2 >= 2 t x - t^2, which keeps a
   sums          until the first backward there is no sum of gradients; if J turns pass before it, the last y of them in
                 spite of kept activations, a f >= (y^2 + y) / 2 + k - y. At the others the sum is on the device, or
                 has been sent down since the backward before: S times for A turns, a f >= (A^2 / S + A) / 2
-  updates       the CPU updates nothing between the first turn and the last. What is not in flight at the last has run
+  updates       the CPU updates nothing between the first loss and the last. What is not in flight at the last has run
                 backward by then, what is not at the first has not run forward: its GPU time comes on top of the CPU's,
                 and what is in flight has its kept activations on the device at that one turn
 
@@ -40,30 +43,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from schedules import policies
 from schedules.model import ModelSpec
-from schedules.op import Kind, Op, Phase, Stream, Tier
-from schedules.schedule import Schedule
-from schedules.sizes import tensor_bytes
-from schedules.tensor import SAVED, STATE, parse
+from schedules.op import Kind, Phase, Tier
+from schedules.tensor import GRAD, SAVED, WEIGHT
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import D2H, GPU, H2D, MissingCost, Terms, demands
+from sim.areas import OPTIMIZER, Areas, LayerAreas, together
+from sim.cost import D2H, GPU, H2D
 from sim.machine import HardwareProfile
 from sim.prediction import memory_of
 
-OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
 FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
 MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
 SLACK = 1e-9  # relative: what the solver may be off by when it solves again
-_ALONE = Terms(issue=False, size_dependent_bandwidth=False, compute_slowdown=False)
-_ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
-Areas = Mapping[str, float]  # resource -> ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +127,29 @@ def placement_bound(
         MissingCost: the profile is a measured one and lacks a time that every schedule needs.
         NoPlacement: the model does not fit all tiers together.
     """
+    budget = budget or memory_of(profile)
+    costs = LayerAreas(model, workload, profile)
+    turns = [model.head] if workload.task == "evaluate" else [model.head, model.blocks[-1]]
+    return max((_bound(costs, profile, budget, turn) for turn in turns), key=lambda found: found.period_ns)
+
+
+def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, turn: int) -> PlacementBound:
+    """The bound where memory is counted at the loss, if `turn` is the head, or at the backward of that block."""
     from scipy.optimize import linprog
 
-    budget = budget or memory_of(profile)
-    costs = _Costs(model, workload, profile)
+    model, workload = costs.model, costs.workload
     windows = workload.accumulation == 1
     lp, fixed = _Program(), Counter[str]()
-    device_free = float(budget.device_bytes) - _always_on_device(model, workload, profile)
-    for layers in _alike(model):
+    device_free = float(budget.device_bytes) - _always_on_device(costs, profile, turn)
+    before = (Phase.EMBED, Phase.FORWARD, *([Phase.LOSS] if turn != model.head else []))
+    for layers in _alike(model, turn):
         i, n = layers[0], len(layers)
         for phase in (Phase.EMBED, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
             areas = costs.compute(i, phase, n * workload.accumulation)
-            window = FORWARD if phase in (Phase.EMBED, Phase.FORWARD) else BACKWARD
-            _add(fixed, _in_window(areas, window) if windows else areas)
-            if phase == Phase.LOSS:  # but for the last one's
+            _add(fixed, _in_window(areas, FORWARD if phase in before else BACKWARD) if windows else areas)
+            if phase == Phase.LOSS and turn == model.head:  # but for the last one's
                 _add(fixed, {MIDDLE: areas.get(GPU, 0.0)}, 1.0 - 1.0 / workload.accumulation)
-        _place(lp, costs, i, n, has_nvme=profile.nvme is not None)
+        _place(lp, costs, i, n, turn, has_nvme=profile.nvme is not None)
     columns = len(lp.areas)  # three more variables: the period and its windows, in units of `scale`
     scale = max(fixed.values())
     rows: list[np.ndarray] = []
@@ -222,26 +226,24 @@ def _weighed(areas: Areas, parts: Mapping[str, float]) -> float:
     return sum(areas.get(name, 0.0) * factor for name, factor in parts.items())
 
 
-def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> None:
-    """The choices for `n` layers like layer i."""
+def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nvme: bool) -> None:
+    """The choices for `n` layers like layer i. What the op at the turn touches is among what is always there."""
     block, passes = costs.model.is_block(i), costs.workload.accumulation
     windows = passes == 1
     weight, state = (n * costs.nbytes(t, i) for t in ("w", "o"))
     if block:
         saved = n * costs.nbytes("s", i)
-        keep = lp.column(device=saved if windows else 0.0, label="activations kept", nbytes=saved)
+        keep = lp.column(device=saved if windows and i != turn else 0.0, label="activations kept", nbytes=saved)
         leave, come = (costs.copy("s", i, kind, n * passes) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
         twice = costs.compute(i, Phase.RECOMPUTE, n * passes)
         if windows:
             leave, come, twice = (
                 _in_window(leave, FORWARD), _in_window(come, BACKWARD), _in_window(twice, BACKWARD)
             )  # fmt: skip
-        away = lp.column(_sum(leave, come), host=saved, label="activations on host", nbytes=saved)
+        away = lp.column(together(leave, come), host=saved, label="activations on host", nbytes=saved)
         again = lp.column(twice, label="activations recomputed", nbytes=saved)
         lp.exactly.append(({keep: 1, away: 1, again: 1}, 1.0))
-    # at the turn the loss reads the head's weights, so those are among what is always there
-    on_device = 0.0 if i == costs.model.head else weight
-    retained = lp.column(device=on_device, label="weights on device", nbytes=weight)
+    retained = lp.column(device=0.0 if i == turn else weight, label="weights on device", nbytes=weight)
     elsewhere = lp.column(host=weight, label="weights on host", nbytes=weight)
     places = {retained: 1.0, elsewhere: 1.0}
     reload = {elsewhere: 1.0}
@@ -264,20 +266,22 @@ def _place(lp: _Program, costs: _Costs, i: int, n: int, *, has_nvme: bool) -> No
         load = costs.copy("w", i, Kind.PREFETCH, n)
         once = lp.column(load)
         lp.exactly.append(({once: 1, cpu: -1}, 0.0))
+        if i == turn:
+            return
         # in units of one load in each of the micro-batches' backwards
         returned = lp.column(_in_window(load, BACKWARD) if windows else costs.copy("w", i, Kind.PREFETCH, n * passes))
         lp.at_most.append(({**reload, returned: -passes}, 0.0))
         if passes > 1:
-            _in_turns(lp, costs, i, n, keep=keep, others=(away, again), retained=retained, returned=returned)
+            _in_turns(lp, costs, i, n, keep=keep, retained=retained, returned=returned)
+            if turn == costs.model.head:
+                _between_losses(lp, costs, i, n, keep=keep, others=(away, again))
     else:
         once = lp.column(costs.copy("w", i, Kind.PREFETCH, n))
         lp.at_most.append(({cpu: 1, once: -1}, 0.0))
         lp.at_most.append(({**reload, once: -1}, 0.0))
 
 
-def _in_turns(
-    lp: _Program, costs: _Costs, i: int, n: int, *, keep: int, others: Sequence[int], retained: int, returned: int
-) -> None:
+def _in_turns(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int, retained: int, returned: int) -> None:
     """What several micro-batches need at their turns, see above: all in fractions of them, loads and sends too."""
     a = costs.workload.accumulation
     saved, summed = n * costs.nbytes("s", i), n * costs.nbytes("g", i)
@@ -292,6 +296,11 @@ def _in_turns(
         lp.at_most.append(({keep: t + 0.5, held: 0.5 - t, returned: -(t**2) / 2, flying: -a}, 0.0))
         lp.at_most.append(({keep: 1, before: t - 0.5, flying: -a}, t**2 / (2 * a)))
         lp.at_most.append(({sum_away: t + 0.5, sent: -(t**2) / 2, flying: -a}, 0.0))
+
+
+def _between_losses(lp: _Program, costs: LayerAreas, i: int, n: int, *, keep: int, others: Sequence[int]) -> None:
+    """What the GPU does of these layers between the first loss and the last, when the CPU updates nothing."""
+    a, saved = costs.workload.accumulation, n * costs.nbytes("s", i)
     forward, backward = (costs.compute(i, phase, n * a).get(GPU, 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD))
     lasting = lp.column(device_last=saved * a)  # kept, and in flight at the last turn, and so at the first
     lp.at_most.append(({lasting: 1, keep: -1}, 0.0))
@@ -304,119 +313,22 @@ def _powers_up_to(limit: int) -> list[float]:
     return [*(2.0**k for k in range(math.ceil(math.log2(limit)))), float(limit)]
 
 
-class _Costs:
-    """Areas of what may be done to a layer, taken from the cost model by way of ops that schedules really have."""
-
-    def __init__(self, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> None:
-        self.model, self.workload = model, workload
-        self._found: dict[tuple[object, ...], Areas] = {}
-        # one block of each kind stands for all, and two micro-batches for any more
-        first = sorted({model.layer_kind(i): i for i in reversed(model.blocks)}.values())
-        self._stands_for = {model.layer_kind(i): place for place, i in enumerate(first)}
-        kinds = tuple(model.layer_types[i] for i in first) if model.layer_types else ()
-        small = replace(model, num_hidden_layers=len(first), layer_types=kinds)
-        step = replace(workload, accumulation=min(workload.accumulation, 2))
-        blocks = len(first)
-        probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
-        probes += [{"resident": blocks + 2}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
-        missing: MissingCost | None = None
-        for knobs in probes:
-            schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)
-            try:
-                self._learn(schedule, profile)
-            except MissingCost as error:  # what no profile can time, no schedule can use
-                missing = error
-        if not self._found and missing is not None:
-            raise missing
-
-    def nbytes(self, cls: str, i: int) -> int:
-        name = self.model.layer_name(i)
-        return tensor_bytes(f"{cls}.{name}.0" if cls == SAVED else f"{cls}.{name}", self.model, self.workload)
-
-    def compute(self, i: int, phase: Phase, times: float = 1) -> Areas:
-        return self._times(("compute", i, phase), times)
-
-    def copy(self, cls: str, i: int, kind: Kind, times: float = 1) -> Areas:
-        """Of a layer's tensor over the link; of a state, as that of its weights by the bytes it has."""
-        if cls == STATE:
-            times *= self.nbytes(STATE, i) / self.nbytes("w", i)
-            cls = "w"
-        if kind == Kind.OFFLOAD and cls == "w":  # gradients go that way, weights in some policies only
-            times *= self.nbytes("w", i) / self.nbytes("g", i)
-            cls = "g"
-        return self._times(("copy", i, cls, kind), times)
-
-    def update(self, i: int, tier: Tier, times: float) -> Areas:
-        return self._times(("update", i, tier), times)
-
-    def on_cpu(self, i: int, times: float) -> Areas:
-        """The gradient comes down, the optimizer runs."""
-        return _sum(self.update(i, Tier.HOST, times), self.copy("g", i, Kind.OFFLOAD, times))
-
-    def through(self, i: int, times: float) -> Areas:
-        """The state comes, is updated, and goes."""
-        moved = _sum(self.copy(STATE, i, Kind.PREFETCH, times), self.copy(STATE, i, Kind.OFFLOAD, times))
-        return _sum(self.update(i, Tier.DEVICE, times), moved)
-
-    def drive(self, cls: str, i: int, times: float) -> Areas:
-        """Read from the drive and written back, once a step."""
-        times *= self.nbytes(cls, i) / self.nbytes(STATE, i)
-        read, written = (self._times(("drive", kind), times) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
-        per_block = self.nbytes(STATE, i) / self.nbytes(STATE, 0)
-        return {name: ns * per_block for name, ns in _sum(read, written).items()}
-
-    def _times(self, key: tuple[object, ...], times: float) -> Areas:
-        kind, *rest = key
-        if kind != "drive":  # ops of the small model are known by their place in it
-            rest[0] = self._place(rest[0])
-        return {name: ns * times for name, ns in self._found.get((kind, *rest), {}).items()}
-
-    def _place(self, i: Any) -> int:
-        if not self.model.is_block(i):
-            return -1 if i == self.model.embed else len(self._stands_for)
-        return self._stands_for[self.model.layer_kind(i)]
-
-    def _learn(self, schedule: Schedule, profile: HardwareProfile) -> None:
-        for op, cost in zip(schedule.ops, demands(schedule, profile, _ALONE), strict=True):
-            areas = {name: cost.duration_ns * share for name, share in cost.usage.items()}
-            key = _key(op, schedule)
-            if key is None:
-                continue
-            if key[0] == "update" and key[2] == Tier.HOST:
-                areas[OPTIMIZER] = float(cost.duration_ns)
-            # variants of an op differ where they are measured: any schedule may have the quicker one
-            known = self._found.get(key)
-            self._found[key] = areas if known is None else {r: min(known.get(r, 0.0), ns) for r, ns in areas.items()}
-
-
-def _key(op: Op, schedule: Schedule) -> tuple[object, ...] | None:
-    if op.kind == Kind.COMPUTE:
-        return ("compute", op.layer, op.phase)
-    if op.phase == Phase.ADAM:
-        return ("update", op.layer, Tier.HOST if op.stream == Stream.CPU else Tier.DEVICE)
-    if op.phase != Phase.COPY:
-        return None
-    if op.stream in (Stream.NVME_READ, Stream.NVME_WRITE):
-        return ("drive", op.kind) if op.layer == 0 else None
-    return ("copy", op.layer, parse(op.reads[0].tensor).cls, op.kind)
-
-
-def _always_on_device(model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
-    """Bytes that every schedule has there at the turn, in the loss op, and the largest workspace of any op."""
-    head = model.layer_name(model.head)
-    held = sum(tensor_bytes(f"{cls}.{head}", model, workload) for cls in ("w", "g"))
+def _always_on_device(costs: LayerAreas, profile: HardwareProfile, turn: int) -> float:
+    """Bytes that every schedule has there in the op at the turn, and the largest workspace of any op."""
+    model, workload = costs.model, costs.workload
+    classes = (WEIGHT, GRAD, SAVED) if model.is_block(turn) else (WEIGHT, GRAD)
     # a measured workspace may be smaller than the estimate, so only the estimate's absence is safe there
     measured = profile.measured is not None and profile.measured.workspace is not None
     phases = [(model.head, Phase.LOSS), *((i, Phase.BACKWARD) for i in model.blocks[:1])]
     workspace = 0 if measured else max(workspace_bytes(model, i, phase, workload) for i, phase in phases)
-    return held + model.hidden_bytes(workload) + workspace
+    return sum(costs.nbytes(cls, turn) for cls in classes) + model.hidden_bytes(workload) + workspace
 
 
-def _alike(model: ModelSpec) -> list[Sequence[int]]:
-    """Layers of one kind and size, the first of each standing for all."""
-    groups: dict[tuple[str, int], list[int]] = {}
+def _alike(model: ModelSpec, turn: int) -> list[Sequence[int]]:
+    """Layers of one kind and size, the first of each standing for all; the one at the turn by itself."""
+    groups: dict[tuple[str, int, bool], list[int]] = {}
     for i in model.layers:
-        groups.setdefault((model.layer_kind(i), model.params(i)), []).append(i)
+        groups.setdefault((model.layer_kind(i), model.params(i), i == turn), []).append(i)
     return list(groups.values())
 
 
@@ -441,11 +353,3 @@ def _row(terms: Mapping[int, float], columns: int) -> np.ndarray:
 def _add(total: Counter[str], areas: Areas, times: float = 1.0) -> None:
     for name, ns in areas.items():
         total[name] += ns * times  # type: ignore[assignment]
-
-
-def _sum(*parts: Areas) -> Areas:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, ns in part.items():
-            total[name] = total.get(name, 0.0) + ns
-    return total

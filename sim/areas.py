@@ -1,0 +1,131 @@
+"""How long each resource is busy with what may be done to a layer: the areas that a placement is made of.
+
+They are taken from the cost model by way of ops that schedules really have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from schedules import policies
+from schedules.model import ModelSpec
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.sizes import tensor_bytes
+from schedules.tensor import SAVED, STATE, parse
+from schedules.workload import MemoryBudget, Workload
+from sim.cost import MissingCost, Terms, demands
+from sim.machine import HardwareProfile
+
+OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
+_ALONE = Terms(issue=False, size_dependent_bandwidth=False, compute_slowdown=False)
+_ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
+Areas = Mapping[str, float]  # resource -> ns
+
+
+def together(*parts: Areas) -> Areas:
+    """What several things keep busy, one after another."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, ns in part.items():
+            total[name] = total.get(name, 0.0) + ns
+    return total
+
+
+class LayerAreas:
+    """Areas of what may be done to a layer, taken from the cost model by way of ops that schedules really have."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> None:
+        self.model, self.workload = model, workload
+        self._found: dict[tuple[object, ...], Areas] = {}
+        # one block of each kind stands for all, and two micro-batches for any more
+        first = sorted({model.layer_kind(i): i for i in reversed(model.blocks)}.values())
+        self._stands_for = {model.layer_kind(i): place for place, i in enumerate(first)}
+        kinds = tuple(model.layer_types[i] for i in first) if model.layer_types else ()
+        small = replace(model, num_hidden_layers=len(first), layer_types=kinds)
+        step = replace(workload, accumulation=min(workload.accumulation, 2))
+        blocks = len(first)
+        probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
+        probes += [{"resident": blocks + 2}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
+        missing: MissingCost | None = None
+        for knobs in probes:
+            schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)
+            try:
+                self._learn(schedule, profile)
+            except MissingCost as error:  # what no profile can time, no schedule can use
+                missing = error
+        if not self._found and missing is not None:
+            raise missing
+
+    def nbytes(self, cls: str, i: int) -> int:
+        name = self.model.layer_name(i)
+        return tensor_bytes(f"{cls}.{name}.0" if cls == SAVED else f"{cls}.{name}", self.model, self.workload)
+
+    def compute(self, i: int, phase: Phase, times: float = 1) -> Areas:
+        return self._times(("compute", i, phase), times)
+
+    def copy(self, cls: str, i: int, kind: Kind, times: float = 1) -> Areas:
+        """Of a layer's tensor over the link; of a state, as that of its weights by the bytes it has."""
+        if cls == STATE:
+            times *= self.nbytes(STATE, i) / self.nbytes("w", i)
+            cls = "w"
+        if kind == Kind.OFFLOAD and cls == "w":  # gradients go that way, weights in some policies only
+            times *= self.nbytes("w", i) / self.nbytes("g", i)
+            cls = "g"
+        return self._times(("copy", i, cls, kind), times)
+
+    def update(self, i: int, tier: Tier, times: float) -> Areas:
+        return self._times(("update", i, tier), times)
+
+    def on_cpu(self, i: int, times: float) -> Areas:
+        """The gradient comes down, the optimizer runs."""
+        return together(self.update(i, Tier.HOST, times), self.copy("g", i, Kind.OFFLOAD, times))
+
+    def through(self, i: int, times: float) -> Areas:
+        """The state comes, is updated, and goes."""
+        moved = together(self.copy(STATE, i, Kind.PREFETCH, times), self.copy(STATE, i, Kind.OFFLOAD, times))
+        return together(self.update(i, Tier.DEVICE, times), moved)
+
+    def drive(self, cls: str, i: int, times: float) -> Areas:
+        """Read from the drive and written back, once a step."""
+        times *= self.nbytes(cls, i) / self.nbytes(STATE, i)
+        read, written = (self._times(("drive", kind), times) for kind in (Kind.PREFETCH, Kind.OFFLOAD))
+        per_block = self.nbytes(STATE, i) / self.nbytes(STATE, 0)
+        return {name: ns * per_block for name, ns in together(read, written).items()}
+
+    def _times(self, key: tuple[object, ...], times: float) -> Areas:
+        kind, *rest = key
+        if kind != "drive":  # ops of the small model are known by their place in it
+            rest[0] = self._place(rest[0])
+        return {name: ns * times for name, ns in self._found.get((kind, *rest), {}).items()}
+
+    def _place(self, i: Any) -> int:
+        if not self.model.is_block(i):
+            return -1 if i == self.model.embed else len(self._stands_for)
+        return self._stands_for[self.model.layer_kind(i)]
+
+    def _learn(self, schedule: Schedule, profile: HardwareProfile) -> None:
+        for op, cost in zip(schedule.ops, demands(schedule, profile, _ALONE), strict=True):
+            areas = {name: cost.duration_ns * share for name, share in cost.usage.items()}
+            key = _key(op, schedule)
+            if key is None:
+                continue
+            if key[0] == "update" and key[2] == Tier.HOST:
+                areas[OPTIMIZER] = float(cost.duration_ns)
+            # variants of an op differ where they are measured: any schedule may have the quicker one
+            known = self._found.get(key)
+            self._found[key] = areas if known is None else {r: min(known.get(r, 0.0), ns) for r, ns in areas.items()}
+
+
+def _key(op: Op, schedule: Schedule) -> tuple[object, ...] | None:
+    if op.kind == Kind.COMPUTE:
+        return ("compute", op.layer, op.phase)
+    if op.phase == Phase.ADAM:
+        return ("update", op.layer, Tier.HOST if op.stream == Stream.CPU else Tier.DEVICE)
+    if op.phase != Phase.COPY:
+        return None
+    if op.stream in (Stream.NVME_READ, Stream.NVME_WRITE):
+        return ("drive", op.kind) if op.layer == 0 else None
+    return ("copy", op.layer, parse(op.reads[0].tensor).cls, op.kind)
