@@ -33,6 +33,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
             "parts": [*parts],
             "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
             "slabs": [1, 2, 4, 8],
+            "slots": [1, 2, 3, 4],
             "grad_slots": [1, 2],
             "every": [1, 2, 4],
         }

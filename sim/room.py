@@ -178,6 +178,10 @@ class Room:
     def _all_on_the_drive(self, start: Candidate) -> int:
         return self._model.num_hidden_layers * (start.count("parts") + 1)
 
+    def on_the_drive(self, candidate: Candidate) -> int:
+        """Bytes on NVMe, if no more is there than the host has no room for."""
+        return self._built(self.rebalanced(candidate)).allocated_bytes(Tier.NVME)
+
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes."""
         least = Candidate(policy=OURS, workload=workload)

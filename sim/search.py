@@ -40,8 +40,13 @@ GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
-# where a drive is the limit: what buffers do not take stays off it
-FEW_BUFFERS: tuple[dict[str, Knob], ...] = ({"slabs": 2}, {"slabs": 1, "grad_slots": 1, "nvme_slots": 3})
+# where a drive is the limit: what buffers and blocks' inputs do not take stays off it
+FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
+    {"slabs": 2},
+    {"slabs": 1, "grad_slots": 1, "nvme_slots": 3},
+    {"slabs": 1, "grad_slots": 1, "nvme_slots": 3, "slots": 1},
+)
+SHARED_INPUTS = (2, 4)  # blocks that run forward again from one input, to begin with
 FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
@@ -168,7 +173,7 @@ class Search:
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search with our own knobs all splits that could fit; if none does, once more with one block at a time."""
         self.modes(bounded)
-        if self.at is None:
+        if not self._has_begun(bounded):
             self.one_block = True
             self.modes(bounded)
 
@@ -179,12 +184,16 @@ class Search:
         for place, mode in enumerate(modes):
             aside = self.effort // ASIDE if mode != modes[-1] else 0
             self.effort -= aside
-            worth_it = self.effort > 0 or self.at is None or self.few(bounded[0][1])
+            worth_it = self.effort > 0 or not self._has_begun(bounded) or self.few(bounded[0][1])
             if self.at is not None:
                 self.as_before(mode)
             if worth_it:
                 self.in_mode(place, [(found, workload) for found, workload in bounded if workload.recompute == mode])
             self.effort = max(self.effort, 0) + aside
+
+    def _has_begun(self, bounded: list[tuple[PlacementBound, Workload]]) -> bool:
+        """Whether there is a place to search from, not merely a schedule of a part of the step."""
+        return self.at is not None and (self.begun or not bounded or self.few(bounded[0][1]))
 
     def in_mode(self, place: int, some: list[tuple[PlacementBound, Workload]]) -> None:
         """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
@@ -331,10 +340,16 @@ class Search:
             if stay := min(most, self.room.stays(there)):
                 self.evaluate(there.with_knobs({"stay": stay}))
             return
-        for few in FEW_BUFFERS:
-            there = start.with_knobs(few)
-            there = there.with_knobs({"stay": self.room.stays(there)})
+        thrifty = [start.with_knobs({**few, "every": every}) for every in SHARED_INPUTS for few in FEW_BUFFERS]
+        thrifty.sort(key=lambda candidate: self.room.on_the_drive(self._staying(candidate)))
+        effort = self.effort
+        for there in map(self._staying, (*(start.with_knobs(few) for few in FEW_BUFFERS), *thrifty[:STARTS])):
             self.evaluate(*(there.with_knobs({"defer": n}) for n in (0, self.model.num_hidden_layers // 8)))
+        self.effort = effort  # there are few: what follows may still take its own
+
+    def _staying(self, candidate: Candidate) -> Candidate:
+        """With as many parts of blocks' states on the device as have room there."""
+        return candidate.with_knobs({"stay": self.room.stays(candidate)})
 
     def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
         """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
