@@ -142,7 +142,7 @@ def plan(
             raise KeyboardInterrupt
         if lacking is not None and (search.best is not None or search.shortest is None):
             raise MissingCost(lacking, measure_with)
-        told = search.nothing_fits(steps[-1])
+        told = search.room.nothing_fits(steps[-1], search.shortest)
         others = f"; others were not measured, as they would be by: {measure_with}"
         raise NothingFits(told + others if measure_with else told)
     verify(search.best.schedule)

@@ -191,6 +191,31 @@ class Room:
         thriftiest = policies.build_without_waits(OURS, self._model, workload, _ENDLESS, **dict(least.knobs))
         return peak_bytes(thriftiest, self._profile)
 
+    def nothing_fits(self, workload: Workload, closest: tuple[int, Tier] | None) -> str:
+        """Why nothing runs on the machine: what is lacking for the thriftiest schedule, or for the closest one tried.
+
+        `closest` is how many bytes that lacked, and where.
+        """
+        model = self._model
+        state = model.total_params * workload.bytes.per_param
+        have = sum(self.limits.values())
+        told = [f"no schedule of {model.name} fits {self._profile.name}"]
+        if state > have:
+            told.append(
+                f"weights, gradients and optimizer state take {state / 1e9:,.1f} GB, all its memory together is "
+                f"{have / 1e9:,.1f} GB"
+            )
+        least = self.least(workload)
+        over = {tier: peak - self.limits[tier] for tier, peak in least.items() if peak > self.limits[tier]}
+        if state <= have and not over and closest is not None:
+            lacking, where = closest
+            told.append(f"the closest one tried lacks {_gigabytes(where, lacking)}")
+        takes = [_gigabytes(tier, peak) for tier, peak in least.items() if peak]
+        told.append(f"the thriftiest one takes {_listed(takes)}")
+        if over:
+            told[-1] += f", and lacks {_listed([_gigabytes(tier, nbytes) for tier, nbytes in over.items()])}"
+        return "; ".join(told)
+
     def might_hold(self, workload: Workload) -> bool:
         """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together."""
         least, limits = self.least(workload), self.limits
@@ -208,3 +233,11 @@ def _first(values: range, holds: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
+
+
+def _gigabytes(tier: Tier, nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB of {'NVMe' if tier == Tier.NVME else f'{tier} memory'}"
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

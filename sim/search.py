@@ -60,14 +60,6 @@ class NothingFits(Refused):
     """No schedule fits; the message says what is lacking."""
 
 
-def _gigabytes(tier: Tier, nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB of {'NVMe' if tier == Tier.NVME else f'{tier} memory'}"
-
-
-def _listed(words: list[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
-
-
 def _words(workload: Workload) -> str:
     clip = "no clipping" if workload.grad_clip is None else f"clipped to {workload.grad_clip:g}"
     size = f"{workload.accumulation} x {workload.micro_batch_size} sequences of {workload.seq_len:,} tokens"
@@ -461,26 +453,3 @@ class Search:
             self.shortest = tried.over, verdict.lacking
         if self.progress is not None:
             self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
-
-    def nothing_fits(self, workload: Workload) -> str:
-        """Why nothing runs on the machine: what is lacking for the thriftiest schedule, or for the closest one."""
-        model = self.model
-        state = model.total_params * workload.bytes.per_param
-        limits = self.room.limits
-        have = sum(limits.values())
-        told = [f"no schedule of {model.name} fits {self.profile.name}"]
-        if state > have:
-            told.append(
-                f"weights, gradients and optimizer state take {state / 1e9:,.1f} GB, all its memory together is "
-                f"{have / 1e9:,.1f} GB"
-            )
-        least = self.room.least(workload)
-        over = {tier: peak - limits[tier] for tier, peak in least.items() if peak > limits[tier]}
-        if state <= have and not over and self.shortest is not None:
-            lacking, where = self.shortest
-            told.append(f"the closest one tried lacks {_gigabytes(where, lacking)}")
-        takes = [_gigabytes(tier, peak) for tier, peak in least.items() if peak]
-        told.append(f"the thriftiest one takes {_listed(takes)}")
-        if over:
-            told[-1] += f", and lacks {_listed([_gigabytes(tier, nbytes) for tier, nbytes in over.items()])}"
-        return "; ".join(told)

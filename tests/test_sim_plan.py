@@ -30,7 +30,8 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, peak_bytes, predict
-from sim.search import EFFORT, PART, NothingFits, Search
+from sim.room import Room
+from sim.search import EFFORT, PART, NothingFits
 
 ROOMY = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40)
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
@@ -376,11 +377,9 @@ def test_where_the_thriftiest_schedule_lacks_something_it_is_named() -> None:
 
 
 def test_where_the_thriftiest_has_room_the_closest_is_told_in_a_sentence() -> None:
-    search = Search(shallow(2), machine("h200", device_gb=8, host_gb=16), ROOMY, lambda some, best: [])
-    search.shortest = 3_000_000_000, Tier.HOST
-    assert "; the closest one tried lacks 3.0 GB of host memory; the thriftiest one takes " in search.nothing_fits(
-        step(1)
-    )
+    room = Room(shallow(2), machine("h200", device_gb=8, host_gb=16), ROOMY)
+    told = room.nothing_fits(step(1), (3_000_000_000, Tier.HOST))
+    assert "; the closest one tried lacks 3.0 GB of host memory; the thriftiest one takes " in told
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
