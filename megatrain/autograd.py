@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,10 @@ class Sink:
         """The gradient is zero."""
         if not self.accumulate:
             self.view.zero_()
+
+    def part(self, index: tuple[Any, ...]) -> Sink:
+        """Part of the place, for as much of the gradient."""
+        return Sink(self.view[index], self.accumulate)
 
     def adding(self) -> Sink:
         """The same place, for the second and later terms of a sum."""

@@ -16,11 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain.autograd import sink_of
 from megatrain.linear import unread
 from megatrain.pointwise import PLAIN, Pointwise
+from schedules.traffic import EXPERTS_CHUNK
 
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
 Derived = Callable[..., AbstractContextManager[None]]
+
+ALIGNED = 64  # columns: grouped products want rows that begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +157,10 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _ByExpert(torch.autograd.Function):
-    """rows [T k, in], sorted by expert, times each expert's own matrix, and its bias [n, out] added."""
+    """rows [T k, in], sorted by expert, times each expert's own matrix, and its bias [n, out] added.
+
+    The gradient of the matrices goes to the layer's gradient slab some columns at a time.
+    """
 
     @staticmethod
     def forward(
@@ -161,6 +168,7 @@ class _ByExpert(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, stored, expert, order)
         ctx.in_out = in_out
+        ctx.sink = sink_of(stored) if ctx.needs_input_grad[1] else None
         whose = expert.flatten()[order]
         y = _products(rows, stored if in_out else stored.transpose(1, 2), _ends(whose, len(stored)))
         return y if bias is None else y.add_(bias[whose])
@@ -173,7 +181,12 @@ class _ByExpert(torch.autograd.Function):
         d_rows = _products(dy, stored.transpose(1, 2) if ctx.in_out else stored, ends)
         d_stored, d_bias = None, None
         if ctx.needs_input_grad[1]:
-            d_stored = _outer_products(rows, dy, ends) if ctx.in_out else _outer_products(dy, rows, ends)
+            a, b = (rows, dy) if ctx.in_out else (dy, rows)
+            if ctx.sink is None:
+                d_stored = _outer_products(a, b, ends)
+            elif (sink := ctx.sink()) is not None:
+                for columns in _some_columns(stored):
+                    sink.part((..., columns)).put(_outer_products(a, b[:, columns], ends))
         if ctx.needs_input_grad[2]:  # a product, since adding rows up by index has no fixed order on a GPU
             mine = whose == torch.arange(len(stored), device=whose.device)[:, None]
             d_bias = mine.to(dy.dtype) @ dy
@@ -207,6 +220,13 @@ def _outer_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if a.is_cuda:
         return F.grouped_mm(a.t(), b, offs=ends)
     return torch.stack([a[part].t() @ b[part] for part in _parts(ends)])
+
+
+def _some_columns(stored: Tensor) -> list[slice]:
+    """All columns of matrices [n, p, q], those together whose gradient has EXPERTS_CHUNK elements at most."""
+    n, p, q = stored.shape
+    width = max(EXPERTS_CHUNK // (n * p * ALIGNED) * ALIGNED, ALIGNED)
+    return [slice(start, min(start + width, q)) for start in range(0, q, width)]
 
 
 def _parts(ends: Tensor) -> list[slice]:

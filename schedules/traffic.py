@@ -15,6 +15,8 @@ LOSS_CHUNK_TOKENS = 1024
 EMBED_CHUNK = 1 << 26
 # Nor does an MLP that is computed again in backward hold what is as wide as it for more tokens than this.
 MLP_CHUNK_TOKENS = 8192
+# Nor are more elements of the gradient of a mixture's matrices held outside the slab that they go to.
+EXPERTS_CHUNK = 1 << 29
 
 
 def op_bytes(
@@ -89,7 +91,8 @@ def pointwise_bytes(
                                read, both gradients written
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
-    Where kernels are not `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
+    The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
+    `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
     Backward makes again what is computed again: norms with their copies for experts, and gate, up and their product.
     What runs for its activations alone leaves out the last residual sum, with experts the sum of outputs, and what
     backward computes again of an MLP.
@@ -126,7 +129,14 @@ def pointwise_bytes(
             nbytes += (4 * h + 3 * f + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
         nbytes -= (3 * h + summed + (3 * f if workload.recompute == "mlp" else 0)) * b.activation
-    return tokens * nbytes
+    moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
+    return tokens * nbytes + moved
+
+
+def _of_experts(model: ModelSpec, workload: Workload, i: int) -> int:
+    """Elements of the gradients of block i's experts' matrices."""
+    trained = shapes(model, workload, i).items()
+    return sum(math.prod(shape) for name, shape in trained if ".experts." in name and len(shape) == 3)
 
 
 def _is_computed(model: ModelSpec, i: int, phase: Phase) -> bool:
@@ -157,7 +167,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
 
     Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
     hidden states, since the norm's backward works in fp32.
-    Backward of a block: the gradient of its largest parameter, held until it is in its buffer, and the
+    Backward of a block: the gradient of its largest parameter, of experts EXPERTS_CHUNK at a time, and the
     larger of the MLP's gradients (product, gate, up, and two hidden) and attention's (output, q, k, v,
     two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
     Forward, which may run without saving: the larger of what lives at once in attention (normalised
@@ -186,6 +196,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         return _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
+        largest = min(largest, EXPERTS_CHUNK) if model.num_experts else largest
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest * workload.bytes.grad + tokens * per_token
     if phase == Phase.RECOMPUTE:

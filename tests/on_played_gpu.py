@@ -144,6 +144,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
         ("llama-3.1-8b", "mlp"),
         ("gpt-oss-20b", "none"),
         ("gpt-oss-20b", "pointwise"),
+        ("gpt-oss-120b", "none"),
     ],
 )
 def test_ops_of_a_large_block_take_no_more_than_is_counted(name: str, recompute: str, pointwise: Pointwise) -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain import autograd, initial, reference
+from megatrain import autograd, experts, initial, reference
 from megatrain.adam import Adam
 from megatrain.attention import Attention, _attend, _attend_backward, band
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
-from megatrain.experts import Mixture, _outer_products, _products, route
+from megatrain.experts import Mixture, _outer_products, _products, _some_columns, route
 from megatrain.pointwise import PLAIN, clamped_backward, clamped_forward, compiled
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
@@ -90,6 +90,37 @@ def test_an_expert_that_nobody_chooses_has_gradient_zero() -> None:
     autograd.backward(saved, params, x, torch.ones_like(x), sinks(grad, shapes, accumulate=False))
     per_expert = views(grad, shapes)["mlp.experts.down_proj"].abs().amax((1, 2))
     assert (per_expert > 0).sum() == 2 and (per_expert == 0).sum() == 6
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gradient_comes_to_its_slab_some_columns_at_a_time(
+    name: str, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]
+    shapes, flat = model.parameter_shapes(0), 0.2 * randn(model.params(0), dtype=torch.float32)
+    block = templates(model, seq_len=9, device=CPU, dtype=torch.float32).blocks[model.layer_kind(0)]
+    x, dy = (randn(1, 9, model.hidden_size, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    largest, made = 0, experts._outer_products
+
+    def told(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        nonlocal largest
+        found = made(a, b, ends)
+        largest = max(largest, found.numel())
+        return found
+
+    def gradient() -> Tensor:
+        grad = torch.ones_like(flat)
+        _, saved = autograd.forward(block, views(flat, shapes), x)
+        autograd.backward(saved, views(flat, shapes), x, dy, sinks(grad, shapes, accumulate=accumulate))
+        return grad
+
+    whole = gradient()
+    monkeypatch.setattr(experts, "_outer_products", told)
+    monkeypatch.setattr(experts, "ALIGNED", 4)
+    monkeypatch.setattr(experts, "EXPERTS_CHUNK", 3 * 4 * model.num_experts * model.hidden_size)
+    torch.testing.assert_close(gradient(), whole)
+    assert 0 < largest <= experts.EXPERTS_CHUNK < model.num_experts * model.hidden_size * model.moe_intermediate_size
 
 
 # ---- what lies between
@@ -198,7 +229,7 @@ def test_training_by_schedule_is_plain_training(kind: str, name: str, recompute:
 # ---- on a GPU, as far as shapes and types tell
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b"])
 def test_a_gpus_products_take_these_shapes(name: str) -> None:
     model = presets.load(name)
     with torch.no_grad(), FakeTensorMode():
@@ -209,6 +240,9 @@ def test_a_gpus_products_take_these_shapes(name: str) -> None:
             assert _products(a, stored, ends).shape == b.shape
             assert _products(b, stored.transpose(1, 2), ends).shape == a.shape
             assert _outer_products(a, b, ends).shape == stored.shape
+            for columns in _some_columns(stored):
+                some = b.narrow(1, columns.start, columns.stop - columns.start)
+                assert _outer_products(a, some, ends).shape == (*stored.shape[:2], some.shape[1])
 
 
 def test_a_gpus_attention_takes_windows() -> None:

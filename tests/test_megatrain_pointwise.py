@@ -116,8 +116,9 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not self.inside and func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.mul):
-            self.add(*args, found)
+        aten = torch.ops.aten
+        if not self.inside and func.overloadpacket in (aten.add, aten.add_, aten.mul, aten.copy_):
+            self.add(*(args[1:] if func.overloadpacket == aten.copy_ else args), found)
         return found
 
     def of(self, work: Callable[[], Any]) -> tuple[Any, int]:
