@@ -175,7 +175,7 @@ def test_ops_of_a_large_block_take_no_more_than_is_counted(name: str, recompute:
     _, saved = autograd.forward(block, params, x)
     assert saved.nbytes == model.saved_bytes(0, workload)  # to the byte; what ops take for a while is an estimate
     assert peak_bytes(again) - saved.nbytes < counted[Phase.BACKWARD]  # which is to come
-    assert 0.7 < peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks)) / counted[Phase.BACKWARD] < 1
+    assert 0.65 < peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks)) / counted[Phase.BACKWARD] < 1
 
 
 TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
