@@ -35,7 +35,10 @@ def together(*parts: Areas) -> Areas:
 
 
 class LayerAreas:
-    """Areas of what may be done to a layer, taken from the cost model by way of ops that schedules really have."""
+    """Areas of what may be done to a layer of a model, `times` over; ns by resource, as if each op ran alone.
+
+    Raises MissingCost where a measured profile has no times for any way to run the step.
+    """
 
     def __init__(self, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> None:
         self.model, self.workload = model, workload
@@ -60,10 +63,12 @@ class LayerAreas:
             raise missing
 
     def nbytes(self, cls: str, i: int) -> int:
+        """Of layer i's tensor of that class; of activations, one micro-batch's."""
         name = self.model.layer_name(i)
         return tensor_bytes(f"{cls}.{name}.0" if cls == SAVED else f"{cls}.{name}", self.model, self.workload)
 
     def compute(self, i: int, phase: Phase, times: float = 1) -> Areas:
+        """An op of that phase; nothing if layer i has none."""
         return self._times(("compute", i, phase), times)
 
     def copy(self, cls: str, i: int, kind: Kind, times: float = 1) -> Areas:
@@ -77,6 +82,7 @@ class LayerAreas:
         return self._times(("copy", i, cls, kind), times)
 
     def update(self, i: int, tier: Tier, times: float) -> Areas:
+        """The optimizer's step, on the device or the host."""
         return self._times(("update", i, tier), times)
 
     def on_cpu(self, i: int, times: float) -> Areas:
