@@ -43,7 +43,7 @@ def smoke() -> Check:
 def checks() -> Iterator[Check]:
     """All others."""
     yield tests("tests", takes_s=100.0)
-    train = ("megatrain.cli", "run", "demo", "--backend", BACKEND, "--precision", "bf16")
+    train = ("megatrain", "run", "demo", "--backend", BACKEND, "--precision", "bf16")
     for policy, *more in (("streamed",), ("streamed", "-k", "offload=2", "-k", "keep=1"), ("megatrain",)):
         yield Check(
             name=f"stream sanitizer, {' '.join((policy, *more))}",

@@ -20,7 +20,7 @@ ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 
 
 
 def megatrain(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatrain.cli", *arguments]
+    command = [sys.executable, "-m", "megatrain", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd or ROOT, timeout=120)
 
 
@@ -198,7 +198,7 @@ def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_who_interrupts_a_training_is_told_what_is_kept(how: signal.Signals, tmp_path: Path) -> None:
     options = ["--steps", "1000000", "--save", str(tmp_path / "run"), "--every", "5", "--nvme", str(tmp_path)]
-    command = [sys.executable, "-m", "megatrain.cli", "run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16"]
+    command = [sys.executable, "-m", "megatrain", "run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16"]
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=_hears) as run:
         until = time.monotonic() + 60
         while not list(tmp_path.glob("run/*/training.json")) and time.monotonic() < until:

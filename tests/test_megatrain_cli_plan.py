@@ -23,7 +23,7 @@ STEP = ("-t", "256", "-s", "64")
 
 
 def megatrain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatrain.cli", *arguments]
+    command = [sys.executable, "-m", "megatrain", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
@@ -129,7 +129,7 @@ def test_a_plan_is_written_before_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "megatrain.cli", "plan", "tiny", *STEP, "-o", str(file)]
+    command = [sys.executable, "-m", "megatrain", "plan", "tiny", *STEP, "-o", str(file)]
     subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, timeout=120)
     os.close(writer)
     assert megatrain("verify", str(file)).returncode == 0

@@ -55,7 +55,7 @@ def test_larger_models_are_compared_with_the_same_state(monkeypatch: pytest.Monk
 
 
 def test_an_interrupt_ends_the_demo_and_leaves_no_half_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatrain.cli", "demo", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "megatrain", "demo", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out").exists() and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def test_an_interrupt_ends_the_demo_and_leaves_no_half_file(tmp_path: Path) -> N
 
 
 def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_measured() -> None:
-    command = [sys.executable, "-m", "megatrain.cli", "demo", "--out", "/proc/nowhere"]
+    command = [sys.executable, "-m", "megatrain", "demo", "--out", "/proc/nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "/proc/nowhere" in done.stderr and "Traceback" not in done.stderr
