@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,14 @@ NAMED = 30  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
 _LINE = 0.19  # inches that a line of the legend takes
 _CLOSE = 10  # points of 1/72 inch between marks that have one label
+_CHARACTER = 0.3 * FONT_PT  # points that one takes on either side of a label's middle
 
 
 def price_against_throughput(table: pd.DataFrame, currency: str, ax: Axes | None = None) -> Axes:
     """Of one model: cost of an hour, in `currency`, against tokens/s, and the front that no other point beats.
 
-    Points have numbers, in the order of their cost, and the legend their names; those that lie on one another have
-    their numbers in one label.
+    Points have numbers, in the order of their cost, and the legend their names; those whose numbers would lie on one
+    another have them in one label.
     """
     fits = table[table["fits"].astype(bool)].sort_values(["cost_per_hour", "tokens_per_s"])
     front, beaten = fits[fits["pareto"].astype(bool)], fits[~fits["pareto"].astype(bool)]
@@ -61,15 +63,24 @@ def _write_numbers(ax: Axes, named: pd.DataFrame) -> None:
     figure.figure_of(ax).draw_without_rendering()  # what is close is known once the layout is
     places = named[["cost_per_hour", "tokens_per_s"]].to_numpy(dtype=float)
     drawn = ax.transData.transform(places) * 72 / figure.figure_of(ax).dpi
-    labels: dict[int, list[str]] = {}  # by the first of those that are close
     sides = [7 if best else -7 for best in named["pareto"]]
-    for number, (place, side) in enumerate(zip(drawn, sides, strict=True)):
-        close = (i for i in labels if sides[i] == side and max(abs(drawn[i] - place)) < _CLOSE)
-        labels.setdefault(next(close, number), []).append(str(number + 1))
-    for i, numbers in labels.items():
+
+    def text(label: list[int]) -> str:
+        return ", ".join(str(number + 1) for number in sorted(label))
+
+    def overlap(a: list[int], b: list[int]) -> bool:
+        wide = max(_CLOSE, _CHARACTER * len(text(a) + text(b)))
+        return sides[a[0]] == sides[b[0]] and bool((abs(drawn[a[0]] - drawn[b[0]]) < (wide, _CLOSE)).all())
+
+    labels = [[number] for number in range(len(places))]  # each stands at the first of its points
+    while pair := next(((a, b) for a, b in itertools.combinations(labels, 2) if overlap(a, b)), None):
+        labels.remove(pair[1])
+        pair[0].extend(pair[1])
+    for label in labels:
+        side = sides[label[0]]
         ax.annotate(
-            ", ".join(numbers), places[i], xytext=(0, sides[i]), textcoords="offset points", ha="center",
-            va="bottom" if sides[i] > 0 else "top", fontsize=FONT_PT,
+            text(label), places[label[0]], xytext=(0, side), textcoords="offset points", ha="center",
+            va="bottom" if side > 0 else "top", fontsize=FONT_PT,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )  # fmt: skip
 
