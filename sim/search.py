@@ -47,6 +47,7 @@ FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3, "slots": 1},
 )
 SHARED_INPUTS = (2, 4)  # blocks that run forward again from one input, to begin with
+THRIFTIEST = 3  # so many of those with which the drive holds least are tried
 FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates of which few are expected to be any better
@@ -335,7 +336,7 @@ class Search:
         thrifty = [start.with_knobs({**few, "every": every}) for every in SHARED_INPUTS for few in FEW_BUFFERS]
         thrifty.sort(key=lambda candidate: self.room.on_the_drive(self._staying(candidate)))
         effort = self.effort
-        for there in map(self._staying, (*(start.with_knobs(few) for few in FEW_BUFFERS), *thrifty[:STARTS])):
+        for there in map(self._staying, (*(start.with_knobs(few) for few in FEW_BUFFERS), *thrifty[:THRIFTIEST])):
             self.evaluate(*(there.with_knobs({"defer": n}) for n in (0, self.model.num_hidden_layers // 8)))
         self.effort = effort  # there are few: what follows may still take its own
 
