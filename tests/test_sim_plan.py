@@ -292,6 +292,20 @@ def test_a_drive_holds_no_more_than_must_be() -> None:
     assert whole.buffer["update.state0"].nbytes > found.schedule.buffer["update.state0"].nbytes
 
 
+def test_where_a_drive_is_the_limit_blocks_come_one_at_a_time() -> None:
+    """A second slot for weights would have state of as many bytes go to the drive."""
+    large = presets.load("gpt-oss-20b")
+    model, workload = replace(large, num_hidden_layers=6, layer_types=large.layer_types[:6]), step(2, seq=2048)
+    held = state_bytes(model) / 1e9
+    profile = machine("h100", device_gb=0.3 * held, host_gb=0.6 * held)
+    found = searched(model, profile, workload)
+    assert found.schedule.knobs["slots"] == 1 and found.prediction.bound.binding == "nvme.both"
+    knobs = {**found.schedule.knobs, "slots": 2}
+    assert not predict(
+        policies.build("streamed", model, found.schedule.workload, memory_of(profile), **knobs), profile
+    ).fits
+
+
 def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
     model, workload = shallow(6), step(4, seq=4096, accumulation=16)
     inputs = 6 * workload.accumulation * model.hidden_bytes(workload) / 1e9
