@@ -153,6 +153,33 @@ def test_a_block_larger_than_the_head_needs_room_for_its_own_backward() -> None:
     assert ample["state on device"] > short["state on device"] > 0.0
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_nothing_random_is_below_the_bound_or_fits_where_it_says_that_nothing_does(seed: int) -> None:
+    """Blocks larger than the head and smaller ones, in little memory."""
+    chance = random.Random(seed)
+    blocks, large = chance.choice([1, 2, 4]), presets.load("gpt-oss-120b")
+    mixture = replace(large, num_hidden_layers=blocks, layer_types=large.layer_types[:blocks], num_experts=16)
+    model = chance.choice([shallow(blocks), replace(mixture, vocab_size=8192)])
+    workload = step(chance.choice([1, 16, 64]), accumulation=chance.choice([1, 2, 8]))
+    held = state_bytes(model) / 1e9
+    device, host = chance.uniform(0.2, 1.5) * held + 0.5, chance.uniform(0.3, 2.0) * held
+    profile = machine(chance.choice(MACHINES), device_gb=device, host_gb=host)
+    try:
+        least = placement_bound(model, workload, profile).period_ns
+    except NoPlacement:
+        least = math.inf
+    for _ in range(6):
+        parts = chance.choice([1, 2, 4])
+        counts = ("offload", "inputs", "resident", "through", "defer", "hold")
+        knobs: dict[str, Knob] = {name: chance.choice([0, 0, chance.randint(1, blocks)]) for name in counts}
+        knobs |= {name: chance.choice([1, 2]) for name in ("slots", "grad_slots", "slabs", "every")}
+        knobs |= {"parts": parts, "stay": chance.choice([0, chance.randint(1, blocks * parts)])}
+        if profile.nvme is not None:
+            knobs["nvme"] = chance.randint(0, blocks * parts)
+        prediction = predict(policies.build("streamed", model, workload, memory_of(profile), **knobs), profile)
+        assert not prediction.fits or prediction.period_ns >= least, knobs
+
+
 def test_state_that_lies_on_nvme_is_counted_where_it_is_updated_and_once() -> None:
     model, profile = shallow(4), hardware.load("h200")
     host = 0.2 * state_bytes(model)
