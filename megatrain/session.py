@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,37 +174,39 @@ def train(
         OpFailed: an op failed.
         Refused, TemplateError: this schedule or model cannot be run here, or not so.
     """
-    machine = backend_of(backend)
-    if graphs and machine.device.type != "cuda":
-        machine.close()
-        raise Refused("CUDA graphs need a GPU; run without them")
-    require_memory(verified, machine.device)
-    require_drive(verified, nvme)
-    schedule = verified.schedule
-    model, workload = schedule.model, schedule.workload
-    data: TokenSource
-    if files.tokens is not None:
-        data = TokenFile(path=files.tokens, vocab_size=model.vocab_size, workload=workload, seed=seed)
-    else:
-        data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
-    initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
-    resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
-    _require_room_for(files, schedule, resumed, steps)
-    if on_start is not None:
-        on_start()
-    with Trainer(
-        verified,
-        machine,
-        data,
-        hyper,
-        initial=initial,
-        resume=resumed,
-        debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
-        record=True,
-        nvme=nvme,
-        pointwise=compiled() if fused else PLAIN,
-        prepare=replayed if graphs else as_they_are,
-    ) as trainer:
+    with ExitStack() as opened:
+        machine = opened.enter_context(closing(backend_of(backend)))
+        if graphs and machine.device.type != "cuda":
+            raise Refused("CUDA graphs need a GPU; run without them")
+        require_memory(verified, machine.device)
+        require_drive(verified, nvme)
+        schedule = verified.schedule
+        model, workload = schedule.model, schedule.workload
+        data: TokenSource
+        if files.tokens is not None:
+            data = TokenFile(path=files.tokens, vocab_size=model.vocab_size, workload=workload, seed=seed)
+        else:
+            data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
+        initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
+        resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
+        _require_room_for(files, schedule, resumed, steps)
+        if on_start is not None:
+            on_start()
+        trainer = opened.enter_context(
+            Trainer(
+                verified,
+                machine,
+                data,
+                hyper,
+                initial=initial,
+                resume=resumed,
+                debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
+                record=True,
+                nvme=nvme,
+                pointwise=compiled() if fused else PLAIN,
+                prepare=replayed if graphs else as_they_are,
+            )
+        )
         losses: list[float] = []
         saved: int | None = None  # the last step after which this run has saved
 
