@@ -4,11 +4,12 @@
     python benchmarks/gpu.py --rehearse --out results/rehearsal
 
 Each row is written to gpu.json in the folder as soon as it is there, and a table of all to gpu.md; a row that is there
-is not measured again, so the same command goes on where it was stopped, here or in a later run on a GPU of that name
-(`--again` takes those up that ended in an error, and checks that failed). The rows that tell most come first; none is
-begun that is expected to end after the budget. What did not fit or is not installed is a row too, and says why. All is
-measured in a process of its own, and in a new one after an error that may have left the GPU unusable, a row that hangs,
-or one for which the system ended the process. Nothing more is measured where the smoke test fails.
+is not measured again, so the same command goes on where it was stopped, with the row that was cut off, here or in a
+later run on a GPU of that name (`--again` takes those up that ended in an error, and checks that failed). The rows that
+tell most come first; none is begun that is expected to end after the budget. What did not fit or is not installed is
+a row too, and says why. All is measured in a process of its own, and in a new one after an error that may have left the
+GPU unusable, a row that hangs, or one for which the system ended the process. Nothing more is measured where the smoke
+test fails.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ KERNELS_OF = Case(
     model="llama-3.1-8b", policy=PLANNED, seq_len=4096, micro_batch_size=4, accumulation=4, precision="bf16_16bit"
 )
 GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
+WENT_ON = "--went-on"
 HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
 
@@ -64,7 +66,7 @@ HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
     """Run this file as `--once` until it has measured all that fits into the budget; its last exit status.
 
-    Whoever ends this process ends that one with it, and what that has begun.
+    Whoever ends this process ends that one with it (`gpu_steps.end_with_parent`), and what that has begun.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -84,7 +86,7 @@ def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
         if status in (0, STOP) or _content(results) == known:  # nothing was begun: it would be so again
             break
         print(f"the process ended with status {status}: another goes on", file=sys.stderr, flush=True)
-        arguments = [argument for argument in arguments if argument != "--again"]
+        arguments = [*(argument for argument in arguments if argument not in ("--again", WENT_ON)), WENT_ON]
     return status
 
 
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
     parser.add_argument("--again", action="store_true", help="measure again what ended in an error or failed")
     parser.add_argument("--once", action="store_true", help="in this process, and in no other after it")
+    parser.add_argument(WENT_ON, action="store_true", help="the process before was ended by the row that was cut off")
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -229,6 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.once:
         sys.exit(supervise(sys.argv[1:], options.out / "gpu.json", options.budget_s))
+    gpu_steps.end_with_parent()
     gpu_steps.PLANNER.submit(os.getpid).result()
     if options.rehearse:
         rehearsal.install(sys.modules[__name__])
@@ -237,7 +241,8 @@ def main() -> None:
         print("torch finds no GPU here: nothing was measured", file=sys.stderr)
         sys.exit(STOP)
     try:
-        results = Results(options.out, options.budget_s, again=options.again)
+        results = Results(options.out, options.budget_s, again=options.again, went_on=options.went_on)
+        gpu_machine.datasheet()  # of a GPU that nobody knows nothing is expected
     except Refused as error:
         print(error, file=sys.stderr)
         sys.exit(STOP)

@@ -1,6 +1,7 @@
 """The rows of `gpu.py`, in a file, whatever ends the process that measures them.
 
-Before a row is begun the file says that it did not end; what it finds replaces that. So no row can end two processes.
+Before a row is begun the file says that it was cut off; what it finds replaces that. If it ended its process, the next
+one says so, and no row can end two of them; if the whole benchmark was ended, the next call measures the row.
 Each row tells the number of its run: which machine measured it, when, by which command and versions.
 """
 
@@ -31,17 +32,20 @@ STEPS = ("ways", "steps", "rivals")  # parts whose rows are steps
 AGAIN = 3  # exit status: measured what could be, the rest wants a new process
 STOP = 2  # exit status: another process would come no further
 HANGS_AFTER_S = 150.0  # a row of which nothing is expected; else three times what is
+OVER_S = 100.0  # a row may take so much longer than the time there is for all
 DID_NOT_END = "did not end: it ended the process, or was stopped since it took too long"
+CUT_OFF = "cut off: what ended the benchmark came before its end"
 
 
 class Results:
     """Rows by part and name, from `folder`/gpu.json on; none is begun that is expected to end after `budget_s`.
 
     A smoke test that failed is forgotten; with `again`, so is every other check that did, and what ended in an error.
+    With `went_on`, in a process that follows another of the same call, a row that was cut off has ended that one.
     Raises Refused where the rows that are there are another GPU's.
     """
 
-    def __init__(self, folder: Path, budget_s: float, *, again: bool) -> None:
+    def __init__(self, folder: Path, budget_s: float, *, again: bool, went_on: bool = False) -> None:
         self.folder, self._end = folder, time.monotonic() + budget_s
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "gpu.json"
@@ -63,6 +67,9 @@ class Results:
         if others:
             raise Refused(f"{folder} holds rows of {', '.join(others)}, this is {self._run['gpu']}: give another --out")
         for part, rows in self.body["rows"].items():
+            for row in rows.values():
+                if went_on and row.get("error") == CUT_OFF:
+                    row["error"] = DID_NOT_END
             forgotten = [key for key, row in rows.items() if _wanted_again(part, row, again)]
             for key in forgotten:
                 del rows[key]
@@ -91,9 +98,10 @@ class Results:
             self.body["runs"].append(self._run)
         begun, sound = time.monotonic(), True
         told: Row = {"run": len(self.body["runs"]) - 1}
-        known[key] = {"case": key, "error": DID_NOT_END, **told}
+        known[key] = {"case": key, "error": CUT_OFF, **told}
         self.save()
-        faulthandler.dump_traceback_later(max(HANGS_AFTER_S, 3 * takes_s), exit=True)
+        hangs_after_s = min(max(HANGS_AFTER_S, 3 * takes_s), self._end - begun + OVER_S)
+        faulthandler.dump_traceback_later(hangs_after_s, exit=True)
         try:
             found = work()
         except Exception as error:  # out of memory, or a fault of ours: the other rows are still wanted
@@ -124,7 +132,9 @@ class Results:
 
 
 def _wanted_again(part: str, row: Row, again: bool) -> bool:
-    return (again and "error" in row) or ((again or part == SMOKE) and not row.get("passed", True))
+    if "error" in row:
+        return again or bool(row["error"] == CUT_OFF)
+    return (again or part == SMOKE) and not row.get("passed", True)
 
 
 def _sound(error: Exception) -> bool:

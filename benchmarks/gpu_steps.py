@@ -6,10 +6,12 @@ Nothing is fitted to a step that is then predicted: the profile holds what links
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import os
 import re
+import signal
 import statistics
 import time
 from collections import defaultdict
@@ -56,8 +58,16 @@ WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: fi
 PLANNING_S = 120.0  # at most
 ALONE_STEPS = {False: 2, True: 3}  # with every op by itself; the last one counts, and graphs are captured in the second
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that began it ends, however that was ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 # Asked before CUDA starts, the process is there from then on: one forked later has locks, and not the threads in them.
-PLANNER = ProcessPoolExecutor(1)
+PLANNER = ProcessPoolExecutor(1, initializer=end_with_parent)
 # For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
 DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made

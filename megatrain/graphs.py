@@ -25,6 +25,10 @@ PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 EAGER_CALLS = 1  # libraries set themselves up in the first
 
 
+class NotCaptured(RuntimeError):
+    """An op failed while it was captured. torch's allocator may be left in that capture: end the process."""
+
+
 class Pool:
     """The memory that all graphs of one run work in."""
 
@@ -39,10 +43,10 @@ class Pool:
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         try:
             work(step)
-        except BaseException:
+        except Exception as error:
             with contextlib.suppress(Exception):  # what it would say of a broken capture hides why it broke
                 graph.capture_end()
-            raise
+            raise NotCaptured(f"not captured as a CUDA graph: {error}") from error
         graph.capture_end()
         return graph
 

@@ -22,6 +22,7 @@ from torch import Tensor
 HUGE_PAGE = 1 << 21
 TOUCHING_THREADS = 16  # more gain nothing: they wait for the kernel's lock of the address space
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+NORESERVE = 0x4000  # Linux' MAP_NORESERVE, which `mmap` has from Python 3.13 on
 
 
 class Runtime(Protocol):
@@ -33,7 +34,7 @@ class Runtime(Protocol):
 
 
 class PinError(RuntimeError):
-    """CUDA refused to pin memory, often because of a limit on locked memory."""
+    """The system had no such memory, or CUDA refused to pin it, often because of a limit on locked memory."""
 
 
 def pinned(nbytes: int, runtime: Runtime, *, cpus: Sequence[int] = ()) -> Tensor:
@@ -43,8 +44,12 @@ def pinned(nbytes: int, runtime: Runtime, *, cpus: Sequence[int] = ()) -> Tensor
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    # address space for the alignment costs nothing: what is not touched takes no memory
-    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Address space for the alignment costs nothing: what is not touched takes no memory. Without a reservation, since
+    # Linux refuses one of more than the memory that it sees, which on some virtual machines grows as it is used.
+    try:
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    except OSError as error:
+        raise PinError(f"{nbytes / 1e9:.2f} GB of host memory could not be had: {error}") from error
     base = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping))
     offset = -base % HUGE_PAGE
     # A process that is forked gets nothing of it: the kernel would copy pinned pages for it at once, all of them.

@@ -68,8 +68,8 @@ class Embed:
         """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, also on a GPU.
 
         Summed in at least fp32: of a token's thousands of terms in bf16 the later ones would be lost. Each different
-        token has a row for its sum, and rows that are left over are added, as zeros, to token 0; EMBED_CHUNK elements
-        at a time.
+        token has a row for its sum, and rows that are left over are added, as zeros, to one token each, since a GPU
+        adds a token's rows one after another; EMBED_CHUNK elements at a time.
         """
         table, flat, rows = sink.view, tokens.flatten(), dy.flatten(0, -2)
         sink.put_zero()
@@ -80,7 +80,7 @@ class Embed:
         ordered, order = flat.sort(stable=True)
         place = torch.zeros_like(flat)
         place[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-        owner = torch.zeros_like(flat).scatter_(0, place, ordered)
+        owner = torch.arange(len(flat), device=flat.device).remainder_(len(table)).scatter_(0, place, ordered)
         columns = max(1, EMBED_CHUNK // len(flat))
         for start in range(0, table.shape[1], columns):
             part = slice(start, start + columns)

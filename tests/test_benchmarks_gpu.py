@@ -130,7 +130,7 @@ F = Op(name="F.1", kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE
 ONE = {"median": 1.0, "least": 1.0, "most": 1.0}
 torch.cuda.get_device_name = lambda: "none"
 gpu_results.HANGS_AFTER_S = 0.5
-rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=len(sys.argv) > 2)
+rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again="again" in sys.argv, went_on="went on" in sys.argv)
 rows.measure("steps", "killed", lambda: os.kill(os.getpid(), 9))
 rows.measure("steps", "hangs", lambda: time.sleep(60))
 rows.measure("steps", "wrong", lambda: 1 / 0)
@@ -154,20 +154,22 @@ def test_no_row_ends_two_processes(tmp_path: Path) -> None:
         rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]["steps"]
         return done.returncode, {name: row.get("error", "")[:11] for name, row in rows.items()}
 
-    assert run() == (-9, {"killed": "did not end"})
-    assert "| killed | did not end" in (tmp_path / "gpu.md").read_text()
-    assert run() == (1, {"killed": "did not end", "hangs": "did not end"})
-    status, rows = run()  # what an error has left is not trusted
+    assert run() == (-9, {"killed": "cut off: wh"})
+    assert "| killed | cut off" in (tmp_path / "gpu.md").read_text()
+    assert run() == (-9, {"killed": "cut off: wh"})  # a new call, not told that the row has ended the process before
+    assert run("went on") == (1, {"killed": "did not end", "hangs": "cut off: wh"})
+    status, rows = run("went on")  # what an error has left is not trusted
+    assert (rows["killed"], rows["hangs"]) == ("did not end", "did not end")
     assert status == 3 and rows["wrong"] == "ZeroDivisio" and len(rows) == 3
-    status, rows = run()
+    status, rows = run("went on")
     assert status == 3 and rows["fault in an op"] == "F.1 of step" and len(rows) == 4
     status, rows = run()  # too little memory leaves a GPU as it was, and so does what was never begun
     assert status == 0 and rows["op too large"] == "F.1 of step" and rows["too large"] == "OutOfMemory"
     assert rows["not here"] == "does not fi" and rows["right"] == ""
     assert run() == (status, rows)
-    assert json.loads((tmp_path / "gpu.json").read_text())["rows"]["checks"]["fails"]["run"] == 4
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"]["checks"]["fails"]["run"] == 5
     status, rows = run("again")
-    assert status == -9 and rows == {"right": "", "killed": "did not end"}
+    assert status == -9 and rows == {"right": "", "killed": "cut off: wh"}
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"]["checks"] == {}
 
 
@@ -200,7 +202,8 @@ sys.exit(gpu.supervise([sys.argv[2]], Path(sys.argv[1]).with_name("gpu.json"), 6
     assert python(code, str(child), last).returncode == 1
 
 
-def test_whoever_ends_the_benchmark_ends_what_it_has_begun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_whoever_ends_the_benchmark_ends_what_it_has_begun(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), "--parts", "ways", "steps"]
     with subprocess.Popen(command, cwd=ROOT, env=BESIDE, stderr=subprocess.DEVNULL) as process:
         waited_until = time.monotonic() + 100
@@ -208,8 +211,8 @@ def test_whoever_ends_the_benchmark_ends_what_it_has_begun(tmp_path: Path) -> No
             time.sleep(0.05)
         begun = under(tmp_path)
         assert len(begun) > 2  # this one, the one that measures, and its planner
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(30) == (128 + number if number == signal.SIGTERM else -number)
     waited_until = time.monotonic() + 10
     while under(tmp_path) and time.monotonic() < waited_until:
         time.sleep(0.05)
