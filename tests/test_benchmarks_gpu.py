@@ -316,3 +316,25 @@ gpu_machine.rates([(torch.cuda.Stream(), lambda: torch.ones(1000).sum(), 1.0)] *
 assert counts == [gpu_machine.WINDOWS] * 2, counts"""
     done = python(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_rival_pins_is_exact_and_goes_with_its_data() -> None:
+    code = """import gc
+import torch
+import gpu_rivals
+pinned = {}
+class Runtime:
+    def cudaHostRegister(self, address, nbytes, flags):
+        pinned[address] = nbytes
+        return 0
+    def cudaHostUnregister(self, address):
+        del pinned[address]
+torch.cuda.cudart = Runtime
+wanted = torch.randn(3, 5).bfloat16()
+found = gpu_rivals.exactly_pinned(wanted)
+assert torch.equal(found, wanted) and list(pinned.values()) == [30]
+found.data = torch.empty(0)  # as DeepSpeed does, when it moves a parameter to where all are
+gc.collect()
+assert not pinned"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
