@@ -123,6 +123,7 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
     away = sum(
         op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s" for op in schedule.ops
     )
+    deep = sum(op.stream == Stream.NVME_WRITE and op.reads[0].tensor[0] == "s" for op in schedule.ops)
     runs = model.num_hidden_layers * workload.accumulation
     return [
         ("layers whose weights never leave the device", count(tensors.WEIGHT, Tier.DEVICE, only=True)),
@@ -132,6 +133,7 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
         ("layers updated on the device, on the CPU", f"{updated[False]:.3g}, {updated[True]:.3g}"),
         ("loads of weights in a step", f"{loads}"),
         ("activations kept, to the host, recomputed", f"{runs - again - away}, {away}, {again} of {runs}"),
+        *([("of those on the host, on to NVMe", f"{deep}")] if deep else []),
     ]
 
 

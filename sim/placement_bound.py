@@ -11,7 +11,7 @@ of every schedule of the language that trains exactly, because each inequality b
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
                 again, the state that lives there, what the op at the turn touches, and the largest workspace
-  host memory   state that is neither on the device nor on NVMe, weights not on the device, activations sent away
+  host memory   state and weights that are neither on the device nor on NVMe, activations sent away and not on to NVMe
   slowdown      GPU work is slower while a copy runs: the time that each link is busy costs the GPU its share
 
 The op at the turn from forward to backward is the loss, or the backward of the last block, which asks for more where
@@ -242,7 +242,11 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
             )  # fmt: skip
         away = lp.column(together(leave, come), host=saved, label="activations on host", nbytes=saved)
         again = lp.column(twice, label="activations recomputed", nbytes=saved)
-        lp.exactly.append(({keep: 1, away: 1, again: 1}, 1.0))
+        made = [away, again]
+        if has_nvme:
+            on_drive = together(leave, come, costs.drive("s", i, n * passes))
+            made.append(lp.column(on_drive, nvme=saved, label="activations on NVMe", nbytes=saved))
+        lp.exactly.append(({keep: 1, **dict.fromkeys(made, 1)}, 1.0))
     retained = lp.column(device=0.0 if i == turn else weight, label="weights on device", nbytes=weight)
     elsewhere = lp.column(host=weight, label="weights on host", nbytes=weight)
     places = {retained: 1.0, elsewhere: 1.0}
@@ -274,7 +278,7 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
         if passes > 1:
             _in_turns(lp, costs, i, n, keep=keep, retained=retained, returned=returned)
             if turn == costs.model.head:
-                _between_losses(lp, costs, i, n, keep=keep, others=(away, again))
+                _between_losses(lp, costs, i, n, keep=keep, others=made)
     else:
         once = lp.column(costs.copy("w", i, Kind.PREFETCH, n))
         lp.at_most.append(({cpu: 1, once: -1}, 0.0))

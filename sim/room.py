@@ -137,10 +137,11 @@ class Room:
     def rebalanced(self, candidate: Candidate) -> Candidate:
         """The same with no more on NVMe than the host has no room for; as it is if there is nothing, or no room.
 
-        What one part more takes off the host is known, so that few schedules need be built.
+        What one part more takes off the host is known, so that few schedules need be built. Where state is on the host,
+        it is activations that go on.
         """
         if not candidate.value("nvme"):
-            return candidate
+            return self._sending_on(candidate) if self._profile.nvme is not None else candidate
         model, workload = self._model, candidate.workload
         parts = candidate.count("parts")
         of_state, of_weights = _state(model, workload) // parts, tensor_bytes(named("w", "0"), model, workload)
@@ -157,6 +158,18 @@ class Room:
                 return there
             at = min(max(at + step, 0), self._all_on_the_drive(candidate))
         return self._on_the_drive(candidate, self._in_the_host) or candidate
+
+    def _sending_on(self, candidate: Candidate) -> Candidate:
+        """With as many blocks' activations on NVMe as the host has no room for, of those that are sent away."""
+        candidate, most = candidate.with_knobs({"nvme_offload": 0}), candidate.count("offload")
+        one = self._model.saved_bytes(0, candidate.workload)
+        while most and one:
+            over = self._over(Tier.HOST, candidate.with_knobs({"keep": 0}))
+            deep = candidate.count("nvme_offload")
+            if over is None or over <= 0 or deep == most:
+                break
+            candidate = candidate.with_knobs({"nvme_offload": min(deep - (-over // one), most)})
+        return candidate
 
     def _in_the_host(self, candidate: Candidate) -> bool:
         return self.on(Tier.HOST, candidate.with_knobs({"keep": 0}))  # what is kept is on the device

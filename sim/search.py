@@ -306,7 +306,8 @@ class Search:
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
         late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": 16}
-        away: dict[str, Knob] = {"offload": math.floor(placed.get("activations on host", 0.0) * blocks)}
+        sent = placed.get("activations on host", 0.0) + placed.get("activations on NVMe", 0.0)
+        away: dict[str, Knob] = {"offload": math.floor(sent * blocks)}
         through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
         # fractions need no buffers to pass through: less of what needs them until there is room
         for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):

@@ -76,7 +76,7 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, hold=3, order=microbatches": {"hold": 3, "order": "microbatches", "defer": 1},
     "streamed, singly=2": {"singly": 2, "hold": 1, "resident": 1},
     "streamed, singly=3, offload=4": {"singly": 3, "keep": 0, "offload": 4, "through": 1, "defer": 1},
-    "streamed, offload=2, swap=nvme": {"keep": 0, "offload": 2, "swap": "nvme"},
+    "streamed, offload=2, nvme_offload=1": {"keep": 0, "offload": 2, "nvme_offload": 1},
     "gemini, every=4": {"every": 4, "placement": "auto"},
     "gemini, placement=auto": {"placement": "auto"},
     "paged_optimizer, pressure=1": {"pressure": 1.0},

@@ -241,7 +241,7 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "nvme_weights": st.integers(0, 7),
             "nvme_slots": st.integers(1, 3),
             "nvme_inputs": st.integers(0, 7),
-            "swap": st.sampled_from(["host", "nvme"]),
+            "nvme_offload": st.integers(0, 7),
             "every": st.integers(1, 4),
             "hold": st.integers(0, 7),
             "order": st.sampled_from(["layers", "microbatches"]),
@@ -264,7 +264,7 @@ def _at_most(name: str, value: Knob, layers: int, parts: Knob) -> Knob:
     """A knob of `streamed` that counts no more than there are."""
     most = {"resident": layers + 2, "stay": layers * parts, "nvme": layers * parts}
     most |= dict.fromkeys(("keep", "offload", "inputs", "defer", "hold", "through", "singly"), layers)
-    most |= dict.fromkeys(("nvme_weights", "nvme_inputs"), layers)
+    most |= dict.fromkeys(("nvme_weights", "nvme_inputs", "nvme_offload"), layers)
     return min(value, most[name]) if value is not None and name in most else value
 
 

@@ -175,7 +175,7 @@ def test_nothing_random_is_below_the_bound_or_fits_where_it_says_that_nothing_do
         knobs |= {name: chance.choice([1, 2]) for name in ("slots", "grad_slots", "slabs", "every")}
         knobs |= {"parts": parts, "stay": chance.choice([0, chance.randint(1, blocks * parts)])}
         if profile.nvme is not None:
-            knobs["nvme"] = chance.randint(0, blocks * parts)
+            knobs |= {"nvme": chance.randint(0, blocks * parts), "nvme_offload": chance.choice([0, blocks])}
         prediction = predict(policies.build("streamed", model, workload, memory_of(profile), **knobs), profile)
         assert not prediction.fits or prediction.period_ns >= least, knobs
 
@@ -339,6 +339,20 @@ def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
     found = searched(model, machine("rtx4090", device_gb=0.6 * inputs, host_gb=0.6 * inputs), workload)
     assert found.prediction.fits
     assert found.schedule.knobs["nvme_inputs"]
+
+
+def test_activations_that_the_host_cannot_hold_go_to_nvme_and_the_bound_knows_it() -> None:
+    """A drive fast enough for it, and a host with room for three blocks' activations."""
+    model, workload = shallow(8), step(16, seq=4096)
+    one, state = model.saved_bytes(0, workload) / 1e9, state_bytes(model) / 1e9
+    room = {"device_gb": 1.2 * one + 0.7 * state + 1, "host_gb": 3 * one + state}
+    profile = hardware.override(machine("rtx4090", **room), ["nvme.read=40GB/s", "nvme.write=40GB/s"])
+    found = searched(model, profile, workload)
+    knobs = {**found.schedule.knobs, "nvme_offload": 0}
+    assert found.schedule.knobs["nvme_offload"]
+    built = policies.build("streamed", model, found.schedule.workload, memory_of(profile), **knobs)
+    assert predict(built, profile).peak_bytes[Tier.HOST] > profile.host.memory.value
+    assert found.prediction.period_ns >= found.lower_bound_ns
 
 
 def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:
@@ -539,6 +553,7 @@ def test_an_mlp_computed_again_lets_a_sequence_fit_that_does_not_otherwise() -> 
     model, profile = presets.load("qwen2.5-7b"), hardware.load("gh200")
     found = plan(model, profile, seq_len=1 << 19, micro_batch_size=1, effort=20)
     assert found.schedule.workload.recompute == "mlp"
-    assert all(
-        found.prediction.peak_bytes[tier] <= limit for tier, limit in zip(Tier, (100.9e9, 480e9, 0), strict=True)
-    )
+    drive = profile.nvme
+    assert drive is not None
+    limits = (100.9e9, 480e9, drive.capacity.value)
+    assert all(found.prediction.peak_bytes[tier] <= limit for tier, limit in zip(Tier, limits, strict=True))

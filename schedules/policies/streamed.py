@@ -54,7 +54,6 @@ def policy(
     offload: int = 0,
     inputs: int = 0,
     slack: int = 1,
-    swap: Literal["host", "nvme"] = "host",
     every: int = 1,
     defer: int = 0,
     resident: int = 0,
@@ -65,6 +64,7 @@ def policy(
     nvme_weights: int = 0,
     nvme_slots: int = 2,
     nvme_inputs: int = 0,
+    nvme_offload: int = 0,
     parts: int = 1,
     order: Literal["layers", "microbatches"] = "layers",
     singly: int = 0,
@@ -80,7 +80,6 @@ def policy(
         inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
             do not fit the device together.
         slack: how many visits ahead of their need activations come back, and after their making they leave.
-        swap: where the activations of these blocks go.
         every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
@@ -94,6 +93,7 @@ def policy(
             all do with clipping, waits there.
         nvme_slots: host buffers for state on its way from and to NVMe.
         nvme_inputs: of how many of the blocks whose inputs go to the host they go on to NVMe.
+        nvme_offload: of how many of the blocks whose activations go to the host they go on to NVMe.
         parts: in how many parts the states are that pass through the device, or of which some live elsewhere.
         order: all micro-batches of a layer, or all layers of a micro-batch.
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
@@ -102,18 +102,20 @@ def policy(
     blocks = len(model.blocks)
     at_most(blocks, "blocks", keep=keep, offload=offload, inputs=inputs, defer=defer, hold=hold, through=through)
     at_most(blocks, "blocks", singly=singly, nvme_weights=nvme_weights, nvme_inputs=nvme_inputs)
+    at_most(blocks, "blocks", nvme_offload=nvme_offload)
     at_most(len(model.layers), "layers", resident=resident)
     at_most(blocks * parts, "parts of blocks' states", stay=stay, nvme=nvme)
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
     alone = singly if len(groups[0]) > 1 else 0
     away, leaving = spread(model.blocks, offload), spread(model.blocks, inputs)
+    on_nvme = spread(sorted(away), nvme_offload)
     others = [i for i in model.blocks if i not in away]
 
     def build(keep: int) -> Program:
         kept = Kept(
             on_device=others[max(len(others) - keep, 0) :],
-            on_host=away if swap == "host" else (),
-            on_nvme=away if swap == "nvme" else (),
+            on_host=away - on_nvme,
+            on_nvme=on_nvme,
             inputs=leaving,
             inputs_on_nvme=spread(sorted(leaving), nvme_inputs),
             slack=slack,
