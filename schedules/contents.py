@@ -271,10 +271,18 @@ class Contents:
 
     def _accumulate(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
-        parts = [part for content in found.values() for part in content.parts]
-        if op.reads:
-            self._write(op, target, replace(found[op.reads[0]], parts=tuple(sorted(parts))))
-        yield from ()
+        terms = list(found.values())
+        if len({term.scaled for term in terms}) > 1:
+            yield Violation(
+                rule="gradient clipping",
+                op=op.name,
+                buffer=target.buffer,
+                message=f"{op.name} adds up {describe(target.tensor)} from one that is clipped and one that is not",
+                fix="add up the whole gradient before it is clipped",
+            )
+        parts = tuple(sorted(part for term in terms for part in term.parts))
+        oldest, scaled = min(term.version for term in terms), any(term.scaled for term in terms)
+        self._write(op, target, Content(target.tensor, oldest, parts, scaled))
 
     def _norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
@@ -294,6 +302,7 @@ class Contents:
         (target,) = op.writes
         yield from self._whole_norm(op, found)
         gradient = found[target]
+        yield from self._whole_gradient(op, target, gradient)
         if gradient.scaled:
             yield self._clipped_before(op, target, gradient)
         self._write(op, target, replace(gradient, scaled=True))

@@ -141,8 +141,6 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         source, target = op.reads[0].tensor, op.writes[0].tensor
         if op.phase == Phase.COPY and source != target:
             yield _wrong(op, f"{op.name} copies {source} into {target}", "a copy keeps the tensor's name")
-        if parse(source).layer != parse(target).layer:
-            yield _wrong(op, f"{op.name} makes {target} of {source}", "stay in one layer")
     if op.phase in (Phase.ACCUMULATE, Phase.NORM, Phase.SCALE) and len(op.writes) != 1:
         yield _wrong(op, f"{op.name} ({op.phase}) writes {len(op.writes)} buffers", "write one")
     if op.kind == Kind.UPDATE and op.layer not in (None, *schedule.model.layers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from schedules import tensor as tensors
@@ -52,20 +52,40 @@ def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
 
 def misused(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     """What is wrong with the accesses of one op of a known layer, whatever the others do: in words, and what to do."""
-    for side, accesses in (("reads", op.reads), ("writes", op.writes)):
-        for access, times in Counter(accesses).items():
-            if times > 1 and op.phase != Phase.SYNC:  # what is waited for twice is waited for once
-                yield f"{op.name} {side} {access.tensor} in {access.buffer} {times} times", "name it once"
+    if op.phase != Phase.SYNC:  # what is waited for twice is waited for once
+        yield from _in_one_place(op)
     if op.phase in COMPUTE:
         yield from _compute(schedule, op)
     elif op.phase == Phase.ACCUMULATE:
         yield from _accumulate(op)
     elif op.phase == Phase.CAST:
         yield from _cast(op)
-    elif op.phase == Phase.SCALE and not set(op.writes) <= set(op.reads):
-        yield f"{op.name} scales {_names(op.writes)} without reading it", "read what it writes"
+    elif op.phase == Phase.NORM:
+        yield from _norm(op)
+    elif op.phase in (Phase.SCALE, Phase.ZERO):
+        yield from _in_place(op)
     elif op.phase == Phase.ADAM:
         yield from _adam(schedule, op)
+
+
+def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
+    """Who runs an op looks for one buffer of each tensor."""
+    for side, accesses in (("reads", op.reads), ("writes", op.writes)):
+        buffers = defaultdict[str, list[str]](list)
+        for access, times in Counter(accesses).items():
+            if times > 1:
+                yield f"{op.name} {side} {access.tensor} in {access.buffer} {times} times", "name it once"
+            buffers[access.tensor].append(access.buffer)
+        for tensor, places in buffers.items():
+            if len(places) > 1 and (side, op.phase, parse(tensor).cls) not in _IN_SEVERAL:
+                yield f"{op.name} {side} {tensor} in {' and '.join(places)}", "name one of these buffers"
+
+
+_IN_SEVERAL = {  # what an op may name in several buffers
+    *(("writes", phase, tensors.OUTPUT) for phase in (Phase.FORWARD, Phase.RECOMPUTE)),  # an output and its copies
+    *(("reads", Phase.ACCUMULATE, cls) for cls in tensors.GRADIENTS),  # what is added, and what it is added to
+    *(("writes", Phase.ZERO, cls) for cls in tensors.GRADIENTS),
+}
 
 
 def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
@@ -77,33 +97,64 @@ def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     if op.phase not in phases:
         yield f"{op.name} computes {op.phase} of layer {model.layer_name(i)}", f"that layer has {', '.join(phases)}"
         return
-    may = needed(schedule, op)[1]
+    must, may = needed(schedule, op)
+    summed = {access for access in op.writes if parse(access.tensor).cls in tensors.GRADIENTS}
+    if read := [access for access in op.reads if access.tensor not in must and access not in summed]:
+        what = f"{op.name} ({op.phase} of layer {model.layer_name(i)}) reads {_names(read)}"
+        yield what, "name what it computes with, and a gradient where it adds to it"
     if op.phase in (Phase.FORWARD, Phase.RECOMPUTE):
         may += [str(Tensor(cls, model.layer_name(i), m)) for cls in (tensors.OUTPUT, tensors.SAVED)]
     if made := [access for access in op.writes if access.tensor not in may]:
         yield f"{op.name} ({op.phase} of layer {model.layer_name(i)}) writes {_names(made)}", "it makes no such tensor"
-    read = {access.buffer: access.tensor for access in op.reads}
+    held = {access.buffer: access.tensor for access in op.reads}
     for access in op.writes:
-        over = read.get(access.buffer, access.tensor)
-        # a gradient is written while the op still reads; an output is when it has read all
-        if over != access.tensor and parse(access.tensor).cls in tensors.GRADIENTS:
+        over = held.get(access.buffer, access.tensor)
+        # an output is written when the op has read all, a gradient of weights while it still reads; the loss writes
+        # chunk after chunk of tokens, and needs the weights for the next
+        early = parse(access.tensor).cls in tensors.GRADIENTS or (
+            op.phase == Phase.LOSS and parse(over).cls in tensors.PARAMETERS
+        )
+        if over != access.tensor and early:
             yield f"{op.name} writes {access.tensor} over {over}, which it reads, in {access.buffer}", "write elsewhere"
 
 
 def _accumulate(op: Op) -> Iterator[tuple[str, str]]:
+    yield from _over_itself(op)
     sources = set(op.reads) - set(op.writes)
     if len(sources) != 1:
         yield f"{op.name} adds {len(sources)} gradients to {_names(op.writes)}", "add one"
-    if len({parse(access.tensor).layer for access in op.accesses}) > 1 or not all(
-        parse(access.tensor).cls in tensors.GRADIENTS for access in op.accesses
-    ):
+    if not _one_layer(op) or not all(parse(access.tensor).cls in tensors.GRADIENTS for access in op.accesses):
         yield f"{op.name} adds {_names(tuple(sources))} to {_names(op.writes)}", "add up gradients of one layer"
 
 
 def _cast(op: Op) -> Iterator[tuple[str, str]]:
-    classes = {parse(access.tensor).cls for access in op.accesses}
-    if len(classes) > 1 and not classes <= tensors.GRADIENTS:
+    yield from _over_itself(op)
+    named = {parse(access.tensor) for access in op.accesses}
+    # a gradient has two names, one for each of its types; all else keeps its name
+    if len(named) > 1 and not ({name.cls for name in named} <= tensors.GRADIENTS and _one_layer(op)):
         yield f"{op.name} makes {_names(op.writes)} of {_names(op.reads)}", "a cast keeps what a tensor is"
+
+
+def _over_itself(op: Op) -> Iterator[tuple[str, str]]:
+    """Elements of another size would be written over those that are yet to be read."""
+    for source in op.reads:
+        for target in op.writes:
+            if source.buffer == target.buffer and source.tensor != target.tensor:
+                yield f"{op.name} makes {target.tensor} of {source.tensor} in {source.buffer}", "use two buffers"
+
+
+def _norm(op: Op) -> Iterator[tuple[str, str]]:
+    for access in op.reads:
+        if access.tensor == tensors.NORM and access not in op.writes:
+            yield f"{op.name} reads the norm in {access.buffer} and does not write it there", "add to it where it is"
+
+
+def _in_place(op: Op) -> Iterator[tuple[str, str]]:
+    """Gradients that are scaled or cleared where they are."""
+    if others := [access for access in op.writes if parse(access.tensor).cls not in tensors.GRADIENTS]:
+        yield f"{op.name} ({op.phase}) writes {_names(others)}", "name a gradient"
+    if op.phase == Phase.SCALE and not set(op.writes) <= set(op.reads):
+        yield f"{op.name} scales {_names(op.writes)} without reading it", "read what it writes"
 
 
 def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
@@ -114,6 +165,15 @@ def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     if op.layer is None or len(layers) > 1:
         whose = ", ".join(sorted(layers))
         yield f"{op.name} updates with tensors of layers {whose}", "name gradient, weights and state of its own layer"
+    for accesses in (op.reads, op.writes):
+        for classes in (tensors.GRADIENTS, {tensors.STATE}):
+            found = [access for access in accesses if parse(access.tensor).cls in classes]
+            if len({access.tensor for access in found}) > 1:
+                yield f"{op.name} updates with {_names(found)}", "name one gradient, and one part of the state"
+
+
+def _one_layer(op: Op) -> bool:
+    return len({parse(access.tensor).layer for access in op.accesses}) == 1
 
 
 def _names(accesses: Sequence[Access]) -> str:

@@ -134,6 +134,110 @@ def a_cast_into_another_kind(s: Schedule) -> Schedule:
     return after(s, "B.2.0", cast)
 
 
+def spare(s: Schedule, like: Access, name: str = "spare", tier: Tier | None = None) -> tuple[Schedule, Access]:
+    """With one more buffer, for the same tensor."""
+    buffer = s.buffer[like.buffer]
+    more = replace(buffer, name=name, tier=tier or buffer.tier)
+    return replace(s, buffers=(*s.buffers, more)), Access(name, like.tensor)
+
+
+def access_of(s: Schedule, name: str, tensor: str) -> Access:
+    return next(access for access in op_of(s, name).accesses if access.tensor == tensor)
+
+
+def also(s: Schedule, name: str, side: str, tensor: str) -> Schedule:
+    """An op reads or writes a tensor in one more buffer, where it is."""
+    s, more = spare(s, access_of(s, name, tensor))
+    s = edited(s, name, **{side: (*getattr(op_of(s, name), side), more)})
+    return s if side == "writes" else before(s, name, copy_to(access_of(s, name, tensor), more, s))
+
+
+def copy_to(source: Access, target: Access, s: Schedule, stream: Stream = Stream.COMPUTE, name: str = "copy") -> Op:
+    nbytes = Amounts(s.model, s.workload).tensor(source.tensor)
+    kind, reads, writes = Kind.PREFETCH, (source,), (target,)
+    return Op(name=name, kind=kind, phase=Phase.COPY, stream=stream, reads=reads, writes=writes, nbytes=nbytes)
+
+
+def before(s: Schedule, name: str, *new: Op) -> Schedule:
+    ops = list(s.ops)
+    at = [op.name for op in ops].index(name)
+    return with_ops(s, [*ops[:at], *new, *ops[at:]])
+
+
+def gradient_of_a_backward_twice(s: Schedule) -> Schedule:
+    return also(s, "B.1.0", "writes", "g.1")
+
+
+def gradient_of_a_loss_twice(s: Schedule) -> Schedule:
+    return also(s, "L.head.0", "writes", "g.head")
+
+
+def saved_twice(s: Schedule) -> Schedule:
+    return also(s, "F.1.0", "writes", "s.1.0")
+
+
+def embedded_twice(s: Schedule) -> Schedule:
+    return also(s, "F.embed.0", "writes", "x.embed.0")
+
+
+def input_read_twice(s: Schedule) -> Schedule:
+    return also(s, "F.1.0", "reads", "x.0.0")
+
+
+def output_gradient_read_twice(s: Schedule) -> Schedule:
+    return also(s, "B.1.0", "reads", "d.1.0")
+
+
+def weights_updated_in_two_buffers(s: Schedule) -> Schedule:
+    return also(s, "U.1", "writes", "w.1")
+
+
+def gradient_applied_from_two_buffers(s: Schedule) -> Schedule:
+    return also(s, "U.1", "reads", "g.1")
+
+
+def both_gradients_applied(s: Schedule) -> Schedule:
+    s, wide = spare(s, on("g.1"))
+    cast = replace(scaling(s, "C"), phase=Phase.CAST, reads=(on("g.1"),), writes=(Access(wide.buffer, "g32.1"),))
+    s = before(s, "U.1", cast)
+    return edited(s, "U.1", reads=(*op_of(s, "U.1").reads, cast.writes[0]))
+
+
+def another_output_read(s: Schedule) -> Schedule:
+    return edited(s, "F.2.0", reads=(*op_of(s, "F.2.0").reads, access_of(s, "F.1.0", "x.0.0")))
+
+
+def a_cast_over_itself(s: Schedule) -> Schedule:
+    wide = Access(on("g.1").buffer, "g32.1")
+    cast = replace(scaling(s, "C"), phase=Phase.CAST, reads=(on("g.1"),), writes=(wide,))
+    s = edited(before(s, "N", cast), "U.1", reads=swapped(op_of(s, "U.1").reads, "g.1", wide))
+    return edited(s, "N", reads=swapped(op_of(s, "N").reads, "g.1", wide))
+
+
+def a_sum_over_itself(s: Schedule) -> Schedule:
+    s = a_cast_over_itself(s)
+    return edited(s, "C", phase=Phase.ACCUMULATE)
+
+
+def norm_added_to_another(s: Schedule) -> Schedule:
+    """The executor adds to what it writes: what the first op counted would be lost."""
+    norm = op_of(s, "N")
+    s, first = spare(s, norm.writes[0])
+    half = len(norm.reads) // 2
+    s = edited(s, "N", reads=(*norm.reads[half:], first))
+    return before(s, "N", replace(norm, name="N0", reads=norm.reads[:half], writes=(first,)))
+
+
+def scaled_output(s: Schedule) -> Schedule:
+    output = access_of(s, "F.1.0", "x.0.0")
+    return after(s, "F.0.0", replace(scaling(s, "S"), layer=0, reads=(output,), writes=(output,)))
+
+
+def cleared_weights(s: Schedule) -> Schedule:
+    s, copy = spare(s, on("w.1"))
+    return after(s, "N", replace(scaling(s, "Z"), phase=Phase.ZERO, reads=(), writes=(copy,)))
+
+
 def nothing_added(s: Schedule) -> Schedule:
     gradient = on("g.1")
     return after(s, "B.1.0", replace(scaling(s, "A"), phase=Phase.ACCUMULATE, reads=(gradient,), writes=(gradient,)))
@@ -157,6 +261,21 @@ def nothing_added(s: Schedule) -> Schedule:
         (loss_of_a_block, "B.1.0 computes loss of layer 1"),
         (a_cast_into_another_kind, "C makes d.1.0 of x.1.0"),
         (nothing_added, "A adds 0 gradients to g.1"),
+        (gradient_of_a_backward_twice, r"B\.1\.0 writes g\.1 in device\.g\.1 and spare"),
+        (gradient_of_a_loss_twice, r"L\.head\.0 writes g\.head in device\.g\.head and spare"),
+        (saved_twice, r"F\.1\.0 writes s\.1\.0 in \w+ and spare"),
+        (embedded_twice, r"F\.embed\.0 writes x\.embed\.0 in \w+ and spare"),
+        (input_read_twice, r"F\.1\.0 reads x\.0\.0 in \w+ and spare"),
+        (output_gradient_read_twice, r"B\.1\.0 reads d\.1\.0 in \w+ and spare"),
+        (weights_updated_in_two_buffers, r"U\.1 writes w\.1 in device\.w\.1 and spare"),
+        (gradient_applied_from_two_buffers, r"U\.1 reads g\.1 in device\.g\.1 and spare"),
+        (both_gradients_applied, r"U\.1 updates with g\.1, g32\.1"),
+        (another_output_read, r"F\.2\.0 \(forward of layer 2\) reads x\.0\.0"),
+        (a_cast_over_itself, r"C makes g32\.1 of g\.1 in device\.g\.1"),
+        (a_sum_over_itself, r"C makes g32\.1 of g\.1 in device\.g\.1"),
+        (norm_added_to_another, "N reads the norm in spare and does not write it there"),
+        (scaled_output, r"S \(scale\) writes x\.0\.0"),
+        (cleared_weights, r"Z \(zero\) writes w\.1"),
     ],
 )
 def test_what_would_train_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
@@ -169,6 +288,52 @@ def test_what_would_train_something_else_is_refused(change: Callable[[Schedule],
 def test_a_gradient_clipped_by_itself_is_clipped_once() -> None:
     s = on_device(MODEL, WORK)
     assert verify(without_clipping(after(s, "N", scaling(s))))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_clipped_gradient_and_one_that_is_not_are_no_sum_in_either_order(back: bool) -> None:
+    s, rest = spare(on_device(MODEL, WORK), on("g.1"))
+    reads = (on("g.1"), rest) if back else (rest, on("g.1"))
+    added = replace(scaling(s, "A"), phase=Phase.ACCUMULATE, reads=reads)
+    wrong = without_clipping(after(s, "N", copy_to(on("g.1"), rest, s), scaling(s), added))
+    with pytest.raises(ScheduleError, match="A adds up the gradient of layer 1 from one that is clipped and one that"):
+        verify(wrong)
+
+
+def test_part_of_a_gradient_is_not_clipped() -> None:
+    s = on_device(MODEL, replace(WORK, accumulation=2, grad_clip=None))
+    half = replace(scaling(s), reads=(on("g.1"),))
+    assert verify(after(s, "B.1.1", half))
+    with pytest.raises(ScheduleError, match=r"S\.g\.1 uses the gradient of layer 1 without backward of 1\.1"):
+        verify(after(s, "B.1.0", half))
+
+
+def test_a_micro_batch_does_not_take_the_place_of_another() -> None:
+    """By a cast, which keeps names; else micro-batch 1 would be trained on the data of micro-batch 0."""
+    model, work = small(blocks=1), replace(WORK, accumulation=2, grad_clip=None)
+    s = policies.build("streamed", model, work, ROOM)
+    mine, other = access_of(s, "F.0.0", "x.embed.0"), access_of(s, "F.0.1", "x.embed.1")
+    cast = replace(op_of(s, "U.0"), name="C", phase=Phase.CAST, stream=Stream.COMPUTE, layer=model.embed)
+    with pytest.raises(ScheduleError, match=r"C makes x\.embed\.1 of x\.embed\.0"):
+        verify(before(s, "F.0.1", replace(cast, reads=(mine,), writes=(other,))))
+
+
+@pytest.mark.parametrize(("tied", "over"), [(False, "w.head"), (True, "w.head"), (True, "w.embed"), (True, "x.2.0")])
+def test_the_loss_does_not_write_over_weights_that_it_reads_chunk_after_chunk(tied: bool, over: str) -> None:
+    s = two_slots(small(tied=tied, blocks=3), replace(WORK, grad_clip=None))
+    place, back = access_of(s, "L.head.0", over), access_of(s, "L.head.0", "d.2.0")
+    there = Access(place.buffer, back.tensor)
+
+    def moved(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
+        return tuple(there if access == back else access for access in accesses)
+
+    ops = [replace(op, reads=moved(op.reads), writes=moved(op.writes)) for op in s.ops]
+    wrong = with_ops(s, ops)
+    if over == "x.2.0":
+        assert verify(wrong)
+        return
+    with pytest.raises(ScheduleError, match=rf"L\.head\.0 writes d\.2\.0 over {over}, which it reads, in weight"):
+        verify(wrong)
 
 
 def test_two_gradients_are_not_added_at_once() -> None:
