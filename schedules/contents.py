@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.op import Access, Op, Phase
+from schedules.op import Access, Op, Phase, Tier
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
 from schedules.tensor import describe, parse
@@ -25,7 +25,8 @@ class Content:
 
     tensor: str
     version: int
-    parts: tuple[str, ...] = ()  # gradients: the passes in it, sorted; norm: the gradients in it; weights: see _adam
+    # gradients: the passes in it, sorted; norm: the gradients in it; weights: see _adam; saved: the op that ended it
+    parts: tuple[str, ...] = ()
     scaled: bool = False  # gradients: multiplied by the clipping coefficient
     writer: str = ""  # the op that wrote it, for messages
 
@@ -148,6 +149,16 @@ class Contents:
                 message=f"{op.name} reads {describe(held.tensor)} while only {_listed(held.parts)} updated",
                 fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
             )
+        if cls == tensors.SAVED and held.parts:
+            return Violation(
+                rule="stale read",
+                op=op.name,
+                on=held.parts[0],
+                buffer=held.tensor,
+                message=f"{op.name} reads {describe(held.tensor)} where they ended with {held.parts[0]}: "
+                "one backward uses them up, and a copy to the device moves them",
+                fix="run one backward of them, and read them where they were last copied to",
+            )
         if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._miscounted:
             return None
         oldest = self._step - (stale if cls in {*tensors.PARAMETERS, *tensors.GRADIENTS, tensors.NORM} else 0)
@@ -221,8 +232,19 @@ class Contents:
     def _copy(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (source,) = op.reads
         for target in op.writes:
+            if parse(target.tensor).cls == tensors.SAVED and self._tier(target.buffer) == Tier.DEVICE:
+                self._end(op, target.tensor, Tier.DEVICE)
             self._write(op, target, found[source])
         yield from ()
+
+    def _tier(self, buffer: str) -> Tier:
+        return self._schedule.buffer[buffer].tier
+
+    def _end(self, op: Op, saved: str, *tiers: Tier) -> None:
+        """Activations saved in a layer are one thing, in however many buffers: what binds them anew ends the others."""
+        for buffer, content in self._held.items():
+            if content.tensor == saved and self._tier(buffer) in tiers:
+                self._held[buffer] = replace(content, parts=(op.name,))
 
     def _compute(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         yield from self._complete_op(op)
@@ -235,6 +257,9 @@ class Contents:
                 assert op.layer is not None
                 parts = tuple(sorted([*before, f"{self._model.layer_name(op.layer)}.{op.microbatch}"]))
             self._write(op, access, Content(access.tensor, self._step, parts))
+        for access in found if op.phase == Phase.BACKWARD else ():
+            if parse(access.tensor).cls == tensors.SAVED:
+                self._end(op, access.tensor, *Tier)
 
     def _complete_op(self, op: Op) -> Iterator[Violation]:
         """A compute op must name all that its phase needs."""

@@ -11,7 +11,7 @@ from schedules.contents import Violation
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.schedule import Schedule
-from schedules.tensor import NORM, TensorError, describe, parse
+from schedules.tensor import NORM, SAVED, TensorError, describe, parse
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
@@ -195,10 +195,20 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
     if op.kind == Kind.COMPUTE or op.phase == Phase.SYNC:
         return
     copies, on_gpu = op.phase == Phase.COPY, op.stream in DEVICE_STREAMS
-    tiers = {access.buffer: schedule.buffer[access.buffer].tier for access in op.accesses if access.tensor != NORM}
+    tiers = {
+        access.buffer: tier
+        for access in op.accesses
+        if (tier := schedule.buffer[access.buffer].tier) == Tier.NVME or access.tensor != NORM
+    }
     if on_gpu and copies and Tier.DEVICE not in tiers.values():
         fix = "name a buffer on the device, or queue it on cpu"
         yield _wrong(op, f"{op.name} copies on {op.stream}, but nothing to or from the device", fix)
+    # saved activations are bound to memory as they move; a drive reads and writes memory, not another drive
+    moves_saved = (copies or op.phase == Phase.CAST) and any(parse(a.tensor).cls == SAVED for a in op.accesses)
+    if len(set(tiers.values())) == 1 and (moves_saved or (copies and Tier.NVME in tiers.values())):
+        tier, fix = next(iter(tiers.values())), "copy between device and host, or between host and NVMe"
+        tensor = op.accesses[0].tensor
+        yield _wrong(op, f"{op.name} ({op.phase}) moves {describe(tensor)} from {tier} to {tier}", fix)
     in_reach = {Tier.DEVICE} if on_gpu else {Tier.HOST}
     if copies:
         in_reach.add(Tier.HOST if on_gpu else Tier.NVME)

@@ -228,6 +228,10 @@ def norm_added_to_another(s: Schedule) -> Schedule:
     return before(s, "N", replace(norm, name="N0", reads=norm.reads[:half], writes=(first,)))
 
 
+def norm_on_a_drive(s: Schedule) -> Schedule:
+    return replace(s, buffers=tuple(replace(b, tier=Tier.NVME) if b.name == "norm" else b for b in s.buffers))
+
+
 def scaled_output(s: Schedule) -> Schedule:
     output = access_of(s, "F.1.0", "x.0.0")
     return after(s, "F.0.0", replace(scaling(s, "S"), layer=0, reads=(output,), writes=(output,)))
@@ -236,6 +240,51 @@ def scaled_output(s: Schedule) -> Schedule:
 def cleared_weights(s: Schedule) -> Schedule:
     s, copy = spare(s, on("w.1"))
     return after(s, "N", replace(scaling(s, "Z"), phase=Phase.ZERO, reads=(), writes=(copy,)))
+
+
+def backward_twice(s: Schedule) -> Schedule:
+    op = op_of(s, "B.1.0")
+    writes: list[Access] = []
+    for access in op.writes:
+        s, more = spare(s, access, f"spare.{access.tensor}")
+        writes.append(more)
+    return after(s, "B.1.0", replace(op, name="B2", reads=op.reads, writes=tuple(writes)))
+
+
+def read_where_they_were_before_they_moved(s: Schedule) -> Schedule:
+    saved = access_of(s, "F.1.0", "s.1.0")
+    s, host = spare(s, saved, "host.s", Tier.HOST)
+    s, other = spare(s, saved, "other.s")
+    away = copy_to(saved, host, s, Stream.D2H, "away")
+    return after(s, "F.1.0", away, copy_to(host, other, s, Stream.H2D, "back"))
+
+
+def saved_within_the_device(s: Schedule) -> Schedule:
+    saved = access_of(s, "F.1.0", "s.1.0")
+    s, other = spare(s, saved)
+    return edited(after(s, "F.1.0", copy_to(saved, other, s)), "B.1.0", reads=replaced(s, "B.1.0", saved, other))
+
+
+def saved_within_the_host(s: Schedule) -> Schedule:
+    saved = access_of(s, "F.1.0", "s.1.0")
+    s, first = spare(s, saved, "host.s", Tier.HOST)
+    s, second = spare(s, first, "host.t")
+    return after(s, "F.1.0", copy_to(saved, first, s, Stream.D2H, "away"), copy_to(first, second, s, Stream.CPU))
+
+
+def saved_by_a_cast(s: Schedule) -> Schedule:
+    s = saved_within_the_device(s)
+    return edited(s, "copy", kind=Kind.UPDATE, phase=Phase.CAST, layer=1)
+
+
+def from_drive_to_drive(s: Schedule) -> Schedule:
+    s, first = spare(s, on("w.1"), "drive.w", Tier.NVME)
+    s, second = spare(s, first, "drive.v")
+    return before(s, s.ops[0].name, copy_to(first, second, s, Stream.NVME_READ))
+
+
+def replaced(s: Schedule, name: str, old: Access, new: Access) -> tuple[Access, ...]:
+    return tuple(new if access == old else access for access in op_of(s, name).reads)
 
 
 def nothing_added(s: Schedule) -> Schedule:
@@ -274,8 +323,15 @@ def nothing_added(s: Schedule) -> Schedule:
         (a_cast_over_itself, r"C makes g32\.1 of g\.1 in device\.g\.1"),
         (a_sum_over_itself, r"C makes g32\.1 of g\.1 in device\.g\.1"),
         (norm_added_to_another, "N reads the norm in spare and does not write it there"),
+        (norm_on_a_drive, r"N \(norm\) runs on compute, a stream of the GPU, and touches norm, on nvme"),
         (scaled_output, r"S \(scale\) writes x\.0\.0"),
         (cleared_weights, r"Z \(zero\) writes w\.1"),
+        (backward_twice, r"B2 reads the saved activations of layer 1, micro-batch 0 where they ended with B\.1\.0"),
+        (read_where_they_were_before_they_moved, r"B\.1\.0 reads the saved activations .* ended with back"),
+        (saved_within_the_device, "copy .* moves the saved activations of .* from device to device"),
+        (saved_within_the_host, "copy .* moves the saved activations of .* from host to host"),
+        (saved_by_a_cast, "copy .* moves the saved activations of .* from device to device"),
+        (from_drive_to_drive, r"copy \(copy\) moves the weights of layer 1 from nvme to nvme"),
     ],
 )
 def test_what_would_train_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
