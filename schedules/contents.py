@@ -55,6 +55,11 @@ class Contents:
         self._trained = trained.cls(schedule.workload)
         self._layers = trained.layers(schedule.model, schedule.workload)
         self._held: dict[str, Content] = {}
+        self._may_hold: dict[str, set[str]] = {}  # saved activations -> all buffers that they are ever written to
+        for op in schedule.ops:
+            for access in op.writes:
+                if parse(access.tensor).cls == tensors.SAVED:
+                    self._may_hold.setdefault(access.tensor, set()).add(access.buffer)
         self._step = 0
         self._updated: dict[str, str] = {}  # layer -> the op that updated it, or the last part of it, in this step
         self._begun: set[str] = set()  # layers of which something was updated in this step
@@ -242,8 +247,9 @@ class Contents:
 
     def _end(self, op: Op, saved: str, *tiers: Tier) -> None:
         """Activations saved in a layer are one thing, in however many buffers: what binds them anew ends the others."""
-        for buffer, content in self._held.items():
-            if content.tensor == saved and self._tier(buffer) in tiers:
+        for buffer in self._may_hold.get(saved, ()):
+            content = self._held.get(buffer)
+            if content is not None and content.tensor == saved and self._tier(buffer) in tiers:
                 self._held[buffer] = replace(content, parts=(op.name,))
 
     def _compute(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 
 from schedules import tensor as tensors
 from schedules import trained
@@ -58,6 +59,14 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
                 message=f"wait {wait.op} on {wait.on} has distance {wait.distance}",
                 fix="use 0 for this step or 1 for the step before",
             )
+    updating: dict[Stream, Op] = {}
+    for op in schedule.ops:
+        if op.phase == Phase.ADAM and op.stream not in DEVICE_STREAMS:
+            updating.setdefault(op.stream, op)
+    for first, other in pairwise(updating.values()):
+        # an update takes all threads already: on two streams they would be counted twice
+        what = f"{first.name} updates on {first.stream} and {other.name} on {other.stream}"
+        yield _wrong(other, what, "let the CPU run all its updates on one stream")
     amounts = Amounts(schedule.model, schedule.workload)
     for op in schedule.ops:
         yield from list(_op_accesses(schedule, op, amounts)) or [*_op_form(schedule, op), *_op_reach(schedule, op)]

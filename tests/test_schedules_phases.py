@@ -429,3 +429,12 @@ def test_weights_that_are_never_updated_are_found_whatever_the_staleness(stalene
     )
     with pytest.raises(ScheduleError, match="reads the weights of layer 1 in version 0 where"):
         verify(wrong)
+
+
+def test_the_cpu_runs_its_updates_on_one_stream() -> None:
+    """On two they would be counted twice: an update takes all threads already."""
+    schedule = policies.build("streamed", MODEL, replace(WORK, grad_clip=None), ROOM)
+    verify(schedule)
+    told = r"U\.0 updates on host and U\.\w+ on cpu|U\.\w+ updates on cpu and U\.0 on host"
+    with pytest.raises(ScheduleError, match=told):
+        verify(edited(schedule, "U.0", stream=Stream.HOST))

@@ -100,9 +100,8 @@ def policy(
             the backward of all micro-batches by the others. Has no meaning with order=microbatches.
     """
     blocks = len(model.blocks)
-    at_most(blocks, "blocks", keep=keep, offload=offload, inputs=inputs, defer=defer, hold=hold, through=through)
-    at_most(blocks, "blocks", singly=singly, nvme_weights=nvme_weights, nvme_inputs=nvme_inputs)
-    at_most(blocks, "blocks", nvme_offload=nvme_offload)
+    at_most(blocks, "blocks", keep=keep, offload=offload, inputs=inputs, defer=defer, through=through, singly=singly)
+    at_most(blocks, "blocks", hold=hold, nvme_weights=nvme_weights, nvme_inputs=nvme_inputs, nvme_offload=nvme_offload)
     at_most(len(model.layers), "layers", resident=resident)
     at_most(blocks * parts, "parts of blocks' states", stay=stay, nvme=nvme)
     groups = [list(workload.microbatches)] if order == "layers" else [[m] for m in workload.microbatches]
