@@ -7,6 +7,7 @@ stated here per architecture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,15 @@ ENCODERS = (
     "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
 )  # fmt: skip
 ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian")
+
+# What each kind of rope_scaling must have, and what else of it is a number.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+ORIGINAL = "original_max_position_embeddings"
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
 
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -168,11 +178,31 @@ def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str,
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ModelError(f"{name}: rope_scaling must be a dictionary, not {scaling!r}")
-    pairs = {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
+    pairs = {"rope_type" if key == "type" else key: value for key, value in scaling.items() if value is not None}
     theta = pairs.pop("rope_theta", settings.get("rope_theta", 10000.0))
-    if pairs.get("rope_type", "default") == "default":
+    kind = pairs.get("rope_type", "default")
+    if kind == "default":
         return theta, ()
+    if kind not in ROPE_NEEDS:
+        raise ModelError(
+            f"{name}: rope_scaling of type {kind!r} is not supported; supported are default, {', '.join(ROPE_NEEDS)}"
+        )
+    if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
+        pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
+    for key in ROPE_NEEDS[kind]:
+        if key not in pairs:
+            raise ModelError(f"{name}: rope_scaling of type {kind!r} lacks {key!r}")
+    for key in ROPE_NUMBERS:
+        if key in pairs and not positive(pairs[key]):
+            raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
+    if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
+        raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
     return theta, tuple(sorted(pairs.items()))
+
+
+def positive(value: object) -> bool:
+    """A finite number above zero; NaN is neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _biases_and_norms(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:

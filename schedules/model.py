@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from schedules.hf_config import ARCHITECTURES, ModelError, read_config
+from schedules.hf_config import ARCHITECTURES, ModelError, positive, read_config
 from schedules.workload import Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
@@ -91,7 +91,7 @@ class ModelSpec:
             least = 0 if optional else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ModelError(f"{self.name}: {name} must be a whole number of at least {least}, not {value!r}")
-        if kind == "float" and not _positive(value):
+        if kind == "float" and not positive(value):
             raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
         if kind == "str" and not (isinstance(value, str) and value):
             raise ModelError(f"{self.name}: {name} must be a non-empty string, not {value!r}")
@@ -364,8 +364,3 @@ class ModelSpec:
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is a matrix, or several in one tensor: what weight decay is for. Norms and biases are not."""
     return len(shape) > 1 and not name.endswith("bias")
-
-
-def _positive(value: object) -> bool:
-    """A finite number above zero; NaN is neither."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

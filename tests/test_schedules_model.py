@@ -203,6 +203,7 @@ def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
 
 
 NAN = float("nan")
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +223,15 @@ NAN = float("nan")
         ({"rms_norm_eps": NAN}, "rms_norm_eps must be a positive finite number, not nan"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive finite number, not inf"),
         ({"rope_scaling": 2.0}, "rope_scaling must be a dictionary"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic' is not supported; supported are default, ",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "type 'llama3' lacks 'low_freq_factor'"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "high_freq_factor must be above its low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": NAN}}, "factor must be a positive finite number, not nan"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "32"}}, "beta_fast must be a positive"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by 5 attention heads"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
@@ -263,6 +273,9 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
     assert old == new
     assert old.rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
+    for scaling in (LLAMA3, {"rope_type": "yarn", "factor": 4.0, "attention_factor": None}):
+        read = dict(spec(rope_scaling=scaling, max_position_embeddings=512).rope_scaling)
+        assert read["original_max_position_embeddings"] == 512 and None not in read.values()
 
 
 def test_from_dict_names_the_field_at_fault() -> None:
