@@ -29,6 +29,9 @@ class Activations:
         """The activations that have been made and not freed, sorted."""
         return sorted(self._live)
 
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._live
+
     def where(self, tensor: str) -> str:
         """The buffer that holds `tensor`. Raises ProgramError if none does."""
         if tensor not in self._live:

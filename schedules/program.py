@@ -28,6 +28,7 @@ from schedules.workload import MemoryBudget, Workload
 Keep = Literal["all", "input", "nothing"]
 E = TypeVar("E", bound=StrEnum)
 _TOLD = 3  # activations never freed, of what may be hundreds
+MOST_OPS = 200_000  # of a step, which take some five minutes to build, prove and simulate, and a gigabyte
 
 
 class Program:
@@ -40,6 +41,9 @@ class Program:
     """
 
     def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0, fused: bool = True) -> None:
+        # a forward and, in training, a backward of every layer: too many are told before they are written
+        passes = 2 if workload.task == "train" else 1
+        _require_few(passes * len(model.blocks) * workload.accumulation, workload)
         self.model = model
         self.workload = workload
         self._staleness = staleness
@@ -231,6 +235,12 @@ class Program:
         blocking: bool = False,
     ) -> None:
         """Run block i again for its activations (`keep="all"`), for its output, or for both."""
+        if keep == "all" and self.saved(i, m) in self._activations:
+            at = f"({self.model.layer_name(i)}, {m})"
+            raise ProgramError(
+                f'{describe(self.saved(i, m))}, are kept already: call forward{at} with keep="input", '
+                f"or leave out recompute{at}"
+            )
         self._run_block(Phase.RECOMPUTE, i, m, weights, keep, output=output, blocking=blocking)
 
     def _run_block(
@@ -541,6 +551,7 @@ class Program:
         fresh: int = 0,
         blocking: bool = False,
     ) -> None:
+        _require_few(len(self._ops) + 1, self.workload)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
         for pair in (*reads, *writes):
@@ -575,6 +586,14 @@ class Program:
             raise ProgramError(f"{name}: there is no buffer {buffer}; declare it with buffer() or slots()")
         self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
         return Access(buffer, tensor)
+
+
+def _require_few(ops: int, workload: Workload) -> None:
+    if ops > MOST_OPS:
+        raise ProgramError(
+            f"a step of {workload.accumulation:,} micro-batches has more than {MOST_OPS:,} ops, too many to simulate: "
+            "give fewer micro-batches, each of more sequences"
+        )
 
 
 def _one_of(words: type[E], value: E, where: str) -> E:

@@ -549,10 +549,10 @@ BLOCKS = TINY.num_hidden_layers
         ({"slots": True}, "knob slots must be a whole number, not True"),
         ({"slots": 2.0}, "knob slots must be a whole number, not 2.0"),
         ({"slot": 2}, "streamed has no knob 'slot'; nearest: slots"),
-        ({"slots": 0}, "ProgramError: weight: a ring needs at least one slot, not 0"),
-        ({"every": 0}, "ProgramError: every: blocks that share an input, at least 1, not 0"),
+        ({"slots": 0}, "streamed: slots=0: weight: a ring needs at least one slot, not 0"),
+        ({"every": 0}, "streamed: every: blocks that share an input, at least 1, not 0"),
         *(
-            ({name: BLOCKS + 1}, f"ProgramError: {name}={BLOCKS + 1}: there are {BLOCKS} blocks")
+            ({name: BLOCKS + 1}, f"streamed: {name}={BLOCKS + 1}: there are {BLOCKS} blocks")
             for name in (
                 "keep",
                 "offload",
@@ -565,8 +565,8 @@ BLOCKS = TINY.num_hidden_layers
                 "nvme_inputs",
             )
         ),
-        ({"resident": BLOCKS + 3}, f"ProgramError: resident={BLOCKS + 3}: there are {BLOCKS + 2} layers"),
-        ({"nvme": BLOCKS + 1}, f"ProgramError: nvme={BLOCKS + 1}: there are {BLOCKS} parts of blocks' states"),
+        ({"resident": BLOCKS + 3}, f"streamed: resident={BLOCKS + 3}: there are {BLOCKS + 2} layers"),
+        ({"nvme": BLOCKS + 1}, f"streamed: nvme={BLOCKS + 1}: there are {BLOCKS} parts of blocks' states"),
         ({"stay": 2 * BLOCKS + 1, "parts": 2}, f"there are {2 * BLOCKS} parts of blocks' states"),
     ],
 )
@@ -613,7 +613,7 @@ HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, m
             "backward(0, 0) is missing",
         ),
         ("import nothing_of_the_kind\n", "{path}:1: ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
-        ("def policy(:\n", "{path}:1: SyntaxError: "),
+        ("def policy(:\n", "{path}:1: SyntaxError: invalid syntax"),
         ("slots = 2\n", "{path} defines no function policy(model, workload, memory, *, knobs...)"),
         (
             "def policy(model, slots=2):\n    pass\n",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from schedules import program
 from schedules.errors import InputError
 from schedules.op import Access, Stream, Tier
 from schedules.presets import load
@@ -53,6 +54,10 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.slots("slot", 2), r"slots\('slot', 2\): there is a buffer slot0 already; give the ring another"),
         (lambda p: p.forward(1, keep="inputs"), "keep is all, input or nothing, not 'inputs'"),
         (lambda p: p.recompute(1, keep="out"), "keep is all, input or nothing, not 'out'"),
+        (
+            lambda p: p.recompute(1),
+            r'micro-batch 0, are kept already: call forward\(1, 0\) with keep="input", or leave out recompute\(1, 0\)',
+        ),
         (lambda p: p.keep_on_device("w.99"), "has no layer '99'"),
         (lambda p: p.keep_on_device("foo"), "unknown tensor 'foo'"),
         (lambda p: p.keep_on_nvme("o.9"), "has no layer '9'"),
@@ -173,3 +178,12 @@ def test_where_to_queue_an_update_is_told_right_in_every_direction() -> None:
     assert misplaced(Tier.HOST, Stream.COMPUTE).endswith(f"to the host and queue it on cpu, or {to_device}")
     assert misplaced(Tier.DEVICE, Stream.CPU).endswith("on device\nqueue it on compute")
     assert "touches device.g.1, device.w.1, on device and state, on nvme" in misplaced(Tier.NVME, Stream.CPU)
+
+
+def test_a_step_of_absurdly_many_ops_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = replace(STEP, accumulation=100_000)
+    with pytest.raises(InputError, match="a step of 100,000 micro-batches has more than 200,000 ops, too many to sim"):
+        Program(MODEL, many)
+    monkeypatch.setattr(program, "MOST_OPS", 10)
+    with pytest.raises(InputError, match="give fewer micro-batches, each of more sequences"):
+        finished()

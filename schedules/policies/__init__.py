@@ -143,7 +143,7 @@ def _built(
     if missing:
         raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
     chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
-    with _Blame(name_or_path):
+    with _Blame(name_or_path, values):
         program = function(model, workload, memory, **chosen)
         if not isinstance(program, Program):
             raise TypeError(f"policy() returned {type(program).__name__}, not a Program")
@@ -195,11 +195,15 @@ def _short(name_or_path: str | Path) -> str:
 
 
 class _Blame:
-    """Turns whatever a policy's code raises into a PolicyError that names the file and line."""
+    """Turns whatever a policy's code raises into a PolicyError.
 
-    def __init__(self, name_or_path: str | Path) -> None:
-        name = str(name_or_path)
-        self._file = _FOLDER / f"{name}.py" if name in names() else Path(name_or_path)
+    It names the file and line, but for what a policy of ours refuses: that is about the model, the step or a knob.
+    """
+
+    def __init__(self, name_or_path: str | Path, values: Mapping[str, Knob] | None = None) -> None:
+        self._name, self._values = str(name_or_path), values or {}
+        self._ours = self._name in names()
+        self._file = _FOLDER / f"{self._name}.py" if self._ours else Path(name_or_path)
 
     def __enter__(self) -> None:
         pass
@@ -207,12 +211,21 @@ class _Blame:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
             return
+        if self._ours and isinstance(error, InputError):
+            raise PolicyError(f"{self._name}: {self._of_knobs(str(error))}") from error
         line: int | None = error.lineno if isinstance(error, SyntaxError) else None
         for frame in traceback.extract_tb(error.__traceback__):
             if Path(frame.filename).resolve() == self._file.resolve():
                 line = frame.lineno
         at = f"{self._file}:{line}" if line is not None else str(self._file)
-        raise PolicyError(f"{at}: {type(error).__name__}: {error}") from error
+        # what a SyntaxError says of itself ends in its place once more
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise PolicyError(f"{at}: {type(error).__name__}: {what}") from error
+
+    def _of_knobs(self, text: str) -> str:
+        """The text after the knobs that were given, unless it speaks of them."""
+        given = [f"{name}={value}" for name, value in self._values.items()]
+        return text if not given or any(name in text for name in self._values) else f"{', '.join(given)}: {text}"
 
 
 # ---- knobs
