@@ -15,7 +15,8 @@ from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.machine import HardwareProfile
-from sim.prediction import Prediction, memory_of, predict
+from sim.prediction import Prediction, memory_of, peak_bytes, predict, shortage
+from sim.units import scaled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +29,7 @@ OUR_STATE: dict[str, Knob] = {"master": "weights"}  # the baseline's knobs with 
 class Row:
     """One policy on one model and workload. GB is 10^9 bytes.
 
-    Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41 GB") and
+    Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41.0 GB") and
     `reason` whole; both are empty where it fits. `gap` is by what fraction the step exceeds its bound.
     """
 
@@ -106,7 +107,7 @@ def rows(
         schedule = policies.build(name, model, workload, budget, **(knobs or {}).get(name, {}))
         verify(schedule)
         if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
-            yield _without_nvme(schedule, profile)
+            yield _without_nvme(schedule, profile, budget)
         else:
             yield row_of(predict(schedule, profile, budget))
 
@@ -125,14 +126,14 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
 
 def row_of(prediction: Prediction) -> Row:
     """What a prediction says, as a row; the ratio to the baseline is left open."""
-    short = prediction.does_not_fit
-    if short is not None:
+    lacking = prediction.does_not_fit
+    if lacking is not None:
         return _row(
             prediction.schedule,
             prediction.profile,
             prediction.peak_bytes,
-            shortage=f"does not fit: {short.tier} {_signed_gb(short.over)}",
-            reason=str(short),
+            shortage=f"does not fit: {lacking.short}",
+            reason=str(lacking),
         )
     return _row(
         prediction.schedule,
@@ -165,11 +166,13 @@ def ranked(times: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _without_nvme(schedule: Schedule, profile: HardwareProfile) -> Row:
-    needed = schedule.allocated_bytes(Tier.NVME)
-    peaks = {tier: schedule.allocated_bytes(tier) for tier in Tier}
-    reason = f"the schedule keeps {needed / 1e9:.3g} GB on NVMe, and {profile.name} has none"
-    return _row(schedule, profile, peaks, shortage=f"does not fit: nvme {_signed_gb(needed)}", reason=reason)
+def _without_nvme(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> Row:
+    lacking = shortage(schedule, profile, budget)
+    assert lacking is not None, "there is no room on what is not there"
+    needed = scaled(schedule.allocated_bytes(Tier.NVME), "GB")
+    reason = f"the schedule keeps {needed} on NVMe, and {profile.name} has none"
+    peaks = peak_bytes(schedule, profile)
+    return _row(schedule, profile, peaks, shortage=f"does not fit: {lacking.short}", reason=reason)
 
 
 def _row(
@@ -217,8 +220,3 @@ def _row(
         ratio_to_zero3_offload=math.nan,
         digest=schedule.digest,
     )
-
-
-def _signed_gb(nbytes: int) -> str:
-    gb = nbytes / 1e9
-    return f"+{gb:.0f} GB" if gb >= 10 else f"+{gb:.2g} GB"

@@ -63,7 +63,7 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ax.bar(x, height, width, color=style.colour, hatch=style.hatch, edgecolor="white")
             written = f"{height:.3g}" + (f"  ({ratio:.2f}x)" if np.isfinite(ratio) else "")
         else:
-            height, written = 0.0, row["shortage"].replace(": ", ":\n")
+            height, written = 0.0, row["shortage"].replace(": ", ":\n").replace(", ", ",\n")
             ax.bar(x, 0.5 * top, 0.92 * width, fill=False, edgecolor=style.colour, linestyle="--")
         ax.text(x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT)
     ax.set_ylim(0, 1.45 * top)

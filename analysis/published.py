@@ -6,7 +6,7 @@ counts and attention does not. Predictions are put in the same formula, so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,16 +31,24 @@ def flops_by_formula(model: ModelSpec, workload: Workload) -> int:
     return 6 * model.total_params * workload.tokens_per_step
 
 
-def reproduce(points: Sequence[Point] = POINTS) -> pd.DataFrame:
+def reproduce(
+    points: Sequence[Point] = POINTS, *, progress: Callable[[float, str], None] = lambda done, note: None
+) -> pd.DataFrame:
     """A row per point: published and predicted in the point's unit, and the signed error of the speed.
 
     `standing` is "compared", "assumed" where part of the run is unpublished, or "not predicted"; `speed` is the
     predicted speed over the published one, of times published over predicted, and `error` is that minus one. `fits`
     says whether the run fits that machine by prediction; of one that does not the speed is predicted all the same.
+    `progress` is told the share that is done and the point that comes.
     """
     import pandas as pd
 
-    return pd.DataFrame([_row(point) for point in points])
+    found = []
+    for number, point in enumerate(points):
+        progress(number / len(points), f"{point.system}, {point.model}")
+        found.append(_row(point))
+    progress(1.0, "")
+    return pd.DataFrame(found)
 
 
 def phases() -> pd.DataFrame:

@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 def setting(backend: str | None) -> Setting:
-    """Of a backend, or of the GPU where there is one. Raises Refused for one that is not here."""
+    """Of a backend, or of the GPU where there is one. Raises InputError for one that is not here."""
     machine = backend_of(backend)
     machine.close()
     return SETTINGS[machine.device.type]

@@ -45,7 +45,8 @@ class Trained:
 class Files:
     """What a training begins with and leaves behind.
 
-    weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out.
+    weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out. Not with `resume`,
+        unless adapters are trained.
     tokens: a .npy file of token numbers; the standard library's source text, a token per byte, if left out.
     resume: a folder of checkpoints, from the newest of which to go on.
     save: a folder for a checkpoint at the end, and `every` so many steps.
@@ -79,13 +80,13 @@ def available_memory() -> int:
 
 
 def backend_of(name: str | None) -> CpuBackend:
-    """The machine to run on: "cpu", "cuda", or the GPU where there is one. Raises Refused for one that is not."""
+    """The machine to run on: "cpu", "cuda", or the GPU where there is one. Raises InputError for one that is not."""
     if name not in (None, "cpu", "cuda"):
         raise InputError(f"backend {name!r} is unknown; known are cpu, cuda")
     if name == "cpu" or (name is None and not torch.cuda.is_available()):
         return CpuBackend(machine=machine_name())
     if not torch.cuda.is_available():
-        raise Refused("torch finds no GPU here; run on the CPU, with the backend cpu")
+        raise InputError("torch finds no GPU here; run on the CPU, with the backend cpu")
     from megatrain.cuda import CudaBackend
 
     return CudaBackend()
@@ -106,15 +107,15 @@ def require_memory(verified: Verified, device: torch.device) -> None:
 
 
 def require_drive(verified: Verified, folder: Path | None) -> None:
-    """Raises Refused unless there is a folder with room for the buffers on NVMe, if there are any."""
+    """Raises InputError unless there is a folder for the buffers on NVMe, if any, Refused unless it has room."""
     needed = verified.allocated_bytes()[Tier.NVME]
     if not needed:
         return
     what = f"{verified.schedule.label} for {verified.schedule.model.name} keeps {scaled(needed, 'GB')} on NVMe"
     if folder is None:
-        raise Refused(f"{what}: give a folder on a drive, with --nvme FOLDER")
+        raise InputError(f"{what}: give a folder on a drive, with --nvme FOLDER")
     if not folder.is_dir():
-        raise Refused(f"{what}: there is no folder {folder}")
+        raise InputError(f"{what}: there is no folder {folder}")
     if needed > (free := shutil.disk_usage(folder).free):
         raise Refused(
             f"{what}, and {scaled(free, 'GB')} are free in {folder}: make room there or choose another folder"
@@ -172,12 +173,18 @@ def train(
         Diverged: a loss, or what was to be saved, is not finite.
         NotSaved, NotExported: there is no room, or no longer.
         OpFailed: an op failed.
-        Refused, TemplateError: this schedule or model cannot be run here, or not so.
+        InputError: what is asked for does not go together, or is not on this machine.
+        Refused, TemplateError: this schedule or model cannot be run here.
     """
+    adapted = verified.schedule.workload.lora_rank is not None  # adapters are trained beside weights from elsewhere
+    if files.resume is not None and files.weights is not None and not adapted:
+        raise InputError(
+            "--resume goes on with the checkpoint's weights: leave out --weights, or begin anew without it"
+        )
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         if graphs and machine.device.type != "cuda":
-            raise Refused("CUDA graphs need a GPU; run without them")
+            raise InputError("CUDA graphs need a GPU; run without them")
         require_memory(verified, machine.device)
         require_drive(verified, nvme)
         schedule = verified.schedule

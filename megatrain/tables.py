@@ -7,7 +7,8 @@ from typing import Any
 from megatrain.terminal import print_table, scaled
 from schedules.op import Tier
 from schedules.schedule import Schedule
-from sim.prediction import Prediction, memory_of
+from sim.machine import HardwareProfile
+from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes
 
 
 def print_summary(schedule: Schedule, verdict: str) -> None:
@@ -19,6 +20,14 @@ def print_summary(schedule: Schedule, verdict: str) -> None:
     ]
     print("; ".join(facts))
     print(verdict)
+
+
+def print_fit(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit | None) -> None:
+    """One line of the memory that a schedule takes of a machine, with ops' workspace, and whether it fits."""
+    peaks, has = peak_bytes(schedule, profile), memory_of(profile)
+    told = [f"{scaled(peaks[tier], 'GB', 2)} of {scaled(has.of(tier), 'GB', 2)} {tier}" for tier in Tier if peaks[tier]]
+    verdict = "it fits" if lacking is None else f"DOES NOT FIT: {lacking.short}"
+    print(f"{profile.name}, with ops' workspace: {'; '.join(told)}; {verdict}")
 
 
 def print_prediction(prediction: Prediction) -> None:

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sim.units import scaled as scaled
+
 Record = dict[str, Any]
 
-_PREFIXES = " kMGT"  # of powers of 1000
 _PIPE = 240  # columns; a pipe has no width of its own
 _FOLDED = 20  # columns that text which folds has, unless it is shorter, before others are left out for it
 
@@ -33,15 +34,6 @@ class Column:
     number: bool = True
     spare: bool = False
     folds: bool = False
-
-
-def scaled(value: float, unit: str, digits: int = 1) -> str:
-    """Bytes, FLOP/s and the like in `unit`, "GB" or "TFLOP/s", or in a smaller one where that would be below 1."""
-    largest, base = _PREFIXES.index(unit[0]), unit[1:]
-    for power in range(largest, 0, -1):
-        if value >= 1000.0**power:
-            return f"{value / 1000.0**power:,.{digits}f} {_PREFIXES[power]}{base}"
-    return f"{value:,.0f} {base}"
 
 
 def print_table(

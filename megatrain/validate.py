@@ -105,7 +105,7 @@ def usual(backend: str | None = None) -> Grid:
     """What is worth validating: on a CPU models that train in a blink, on a GPU, where there is one, real ones.
 
     Raises:
-        Refused: the backend is not on this machine.
+        InputError: the backend is not on this machine.
     """
     machine = backend_of(backend)
     machine.close()

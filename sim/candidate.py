@@ -123,8 +123,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
             period = prediction.period_ns
             effort = len(schedule.ops)
     except DoesNotFit as error:
-        reason, over = f"does not fit: {error.tier} {error.over / 1e9:+,.1f} GB", error.over
-        lacking = error.tier
+        reason, over, lacking = f"does not fit: {error.short}", error.lacks[0].over, error.lacks[0].tier
     except MissingCost as error:  # others of the step may not need that op
         reason, unmeasured = f"no measured time for {error.what.signature}", error.what
     except policies.PolicyError as error:

@@ -21,6 +21,7 @@ from sim.cost import Terms, peak_flops, signature, tabulated
 from sim.engine import simulate
 from sim.machine import HardwareProfile
 from sim.shapes import largest_of_lines
+from sim.units import scaled
 
 DAY_NS = 86_400 * 10**9
 STEPS = (4, 8, 16)  # simulated until the period repeats
@@ -39,24 +40,41 @@ _CLASS_NAMES: Mapping[str, str] = {
 }
 
 
-class DoesNotFit(Refused):
-    """A schedule needs more of a tier than there is.
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """A tier of which a schedule needs more than there is.
 
-    `over` bytes are lacking; `op` is the op whose workspace makes the peak, None where the buffers alone are
-    too many (they are allocated before the first step); `holders` are (what, bytes), largest first.
+    `op` is the op whose workspace makes the peak, None where the buffers alone are too many (they are allocated before
+    the first step); `holders` are (what, bytes), largest first.
     """
 
-    def __init__(
-        self, *, tier: Tier, needed: int, available: int, op: str | None, holders: Sequence[tuple[str, int]]
-    ) -> None:
-        self.tier, self.op, self.over = tier, op, needed - available
-        self.holders = tuple(holders)
-        when = f"while {op} runs" if op else "when buffers are allocated"
-        largest = ", ".join(f"{what} {_gib(size)}" for what, size in self.holders)
-        super().__init__(
-            f"{tier} memory is {_gib(self.over)} short {when}: {_gib(needed)} needed, "
-            f"{_gib(available)} available; largest are {largest}"
+    tier: Tier
+    needed: int
+    available: int
+    op: str | None
+    holders: tuple[tuple[str, int], ...]
+
+    @property
+    def over(self) -> int:
+        """Bytes that are lacking."""
+        return self.needed - self.available
+
+    def __str__(self) -> str:
+        when = f"while {self.op} runs" if self.op else "when buffers are allocated"
+        largest = ", ".join(f"{what} {scaled(size, 'GB')}" for what, size in self.holders)
+        return (
+            f"{self.tier} memory is {scaled(self.over, 'GB')} short {when}: {scaled(self.needed, 'GB')} needed, "
+            f"{scaled(self.available, 'GB')} available; largest are {largest}"
         )
+
+
+class DoesNotFit(Refused):
+    """A schedule needs more of some tiers than there is: `lacks`, the device first; `short` says it in few words."""
+
+    def __init__(self, lacks: Sequence[Lack]) -> None:
+        self.lacks = tuple(lacks)
+        self.short = ", ".join(f"{lack.tier} +{scaled(lack.over, 'GB')}" for lack in lacks)
+        super().__init__("; and ".join(map(str, lacks)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +214,7 @@ def predict(
         period_ns=period_ns if length else max(period_ns, limit.period_ns),
         window=window,
         peak_bytes=peak_bytes(schedule, profile),
-        does_not_fit=_shortage(schedule, profile, budget),
+        does_not_fit=shortage(schedule, profile, budget),
     )
 
 
@@ -232,13 +250,15 @@ def peak_bytes(schedule: Schedule, profile: HardwareProfile) -> dict[Tier, int]:
 
 
 def require_fit(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> None:
-    """Raises DoesNotFit unless every tier has room; the device first, then the host, then NVMe."""
-    if shortage := _shortage(schedule, profile, budget):
-        raise shortage
+    """Raises DoesNotFit unless every tier has room."""
+    if lacking := shortage(schedule, profile, budget):
+        raise lacking
 
 
-def _shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> DoesNotFit | None:
+def shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> DoesNotFit | None:
+    """What a schedule lacks, in all tiers; None where it fits."""
     op, workspace = _largest_workspace(schedule, profile)
+    lacks = []
     for tier in Tier:
         allocated, available = schedule.allocated_bytes(tier), budget.of(tier)
         extra = workspace if tier == Tier.DEVICE else 0
@@ -246,14 +266,16 @@ def _shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget
             holders = contents(schedule, tier)
             if extra:
                 holders.append((f"workspace of {op}", extra))
-            return DoesNotFit(
-                tier=tier,
-                needed=allocated + extra,
-                available=available,
-                op=op if allocated <= available else None,
-                holders=sorted(holders, key=lambda holder: -holder[1])[:HOLDERS],
+            lacks.append(
+                Lack(
+                    tier=tier,
+                    needed=allocated + extra,
+                    available=available,
+                    op=op if allocated <= available else None,
+                    holders=tuple(sorted(holders, key=lambda holder: -holder[1])[:HOLDERS]),
+                )
             )
-    return None
+    return DoesNotFit(lacks) if lacks else None
 
 
 def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> tuple[str | None, int]:
@@ -291,7 +313,3 @@ def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
             what = " / ".join(sorted(classes.get(buffer.name, {buffer.name: None})))
             totals[what] = totals.get(what, 0) + buffer.nbytes
     return list(totals.items())
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

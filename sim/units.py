@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import Decimal
 
+_PREFIXES = " kMGT"  # of powers of 1000
+
 # dimension -> unit -> how many base units it is
 UNITS: Mapping[str, Mapping[str, int]] = {
     "bytes": {
@@ -47,3 +49,12 @@ def rounded(value: float, dimension: str) -> str:
         )
         number = value / UNITS[dimension][unit]
     return f"{number:.4g} {unit}"
+
+
+def scaled(value: float, unit: str, digits: int = 1) -> str:
+    """Bytes, FLOP/s and the like in `unit`, "GB" or "TFLOP/s", or in a smaller one where that would be below 1."""
+    largest, base = _PREFIXES.index(unit[0]), unit[1:]
+    for power in range(largest, 0, -1):
+        if value >= 1000.0**power:
+            return f"{value / 1000.0**power:,.{digits}f} {_PREFIXES[power]}{base}"
+    return f"{value:,.0f} {base}"

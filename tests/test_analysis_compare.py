@@ -55,7 +55,7 @@ def test_what_does_not_fit_has_a_reason_and_no_rate(comparison: pd.DataFrame) ->
     lacking = comparison[~comparison["fits"]]
     assert set(lacking["policy"]) >= {"resident"}
     assert lacking["tokens_per_s"].isna().all()
-    assert lacking["shortage"].str.fullmatch(r"does not fit: device \+[\d.e-]+ GB").all()
+    assert lacking["shortage"].str.fullmatch(r"does not fit: device \+[\d,.]+ [kMG]?B(, host \+.+)?").all()
     assert lacking["reason"].str.contains("memory is .* short").all()
     assert (comparison.loc[comparison["fits"], "reason"] == "").all()
 

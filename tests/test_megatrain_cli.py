@@ -46,7 +46,10 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["simulate", "qwen3-30b-a3b", "--recompute", "mlp"], 2, "experts are not computed again"),
         (["simulate", "tiny", "-p", "zero3_offload", "-k", "activations=disk"], 2, "'nvme'"),
         (["simulate", "tiny", "-p", "resident", "-k", "activations=host", "-k", "every=2"], 2, "share an input"),
-        (["run", "tiny", "--steps", "1", "--backend", "cpu", "--graphs"], 1, "CUDA graphs need a GPU"),
+        (["run", "tiny", "--steps", "1", "--backend", "cpu", "--graphs"], 2, "CUDA graphs need a GPU"),
+        (["run", "tiny", "-p", "zero_infinity", "--steps", "1"], 2, "give a folder on a drive, with --nvme FOLDER"),
+        (["run", "tiny", "--steps", "1", "--resume", "/x", "--weights", "/y"], 2, "leave out --weights"),
+        (["simulate", "demo", "-a", "100000", "-s", "1"], 2, "too many to simulate"),
         (["simulate", "tiny", "--batches", "2"], 2, "--batch"),
         (["simulatte", "tiny"], 2, "simulate"),
         (["simulate", "qwen2.5-72b", "-p", "resident"], 1, "device memory is"),
@@ -215,17 +218,18 @@ def _hears() -> None:
 
 
 def test_the_bar_of_a_training_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 12.0, 14.0])
+    now = iter([10.0, 10.0, 10.1, 12.0, 18.0])
     monkeypatch.setattr(run_command.time, "perf_counter", lambda: next(now))
     progress = run_command._Progress(100, 64)
     assert progress.reached() == "before the first step was done"
     notes = []
-    for step, loss in enumerate([5.5, 5.4, 5.3], 20):
+    for step, loss in enumerate([5.5, 5.4, 5.3, 5.2, 5.1], 20):
         progress.add(step, loss)
         notes.append(progress.note())
     assert notes[0] == "1/100, loss 5.500"
-    assert notes[2] == "3/100, loss 5.300, 32 tokens/s, 0:03:14 left"
-    assert progress.reached() == "after step 23"
+    assert notes[3] == "4/100, loss 5.200"  # the first come together
+    assert notes[4] == "5/100, loss 5.100, 32 tokens/s, 0:03:10 left"
+    assert progress.reached() == "after step 25"
 
 
 def test_a_sequence_longer_than_the_model_was_made_for_is_noted() -> None:

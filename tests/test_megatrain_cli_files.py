@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,15 @@ def test_an_error_of_the_system_is_told_by_its_path(
 def test_what_does_not_fit_says_so_before_any_number() -> None:
     done = megatrain("simulate", "gpt-oss-120b", "-p", "resident", "-H", "rtx4090")
     first = done.stdout.splitlines()[0]
-    assert done.returncode == 1 and "GiB short when buffers are allocated" in first
-    assert first.startswith("DOES NOT FIT: device memory is") and first.endswith("; all below is as if it did")
+    assert done.returncode == 1 and "GB short when buffers are allocated" in done.stderr
+    assert re.fullmatch(r"DOES NOT FIT: device \+[\d,.]+ GB; all below is as if it did", first)
+
+
+def test_a_schedule_that_is_built_says_whether_it_fits() -> None:
+    built = ("build", "llama-3.1-8b", "-p", "resident")
+    assert "149.25 GB device; it fits\n" in called(*built)[0]
+    assert "24.80 GB device; DOES NOT FIT: device +" in called(*built, "-H", "rtx4090")[0]
+    assert json.loads(called(*built, "-H", "rtx4090", "--json")[0])["fits"] is False
 
 
 def test_compare_names_the_policies_that_it_leaves_out() -> None:

@@ -23,7 +23,7 @@ from megatrain.session import require_drive
 from megatrain.store import StoreError
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Tier
 from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
@@ -159,9 +159,9 @@ def test_a_run_leaves_the_folder_as_it_was_and_the_loss_falls(tmp_path: Path) ->
 def test_a_schedule_on_nvme_without_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="--nvme FOLDER"):
         trainer(None)
-    with pytest.raises(Refused, match="give a folder on a drive"):
+    with pytest.raises(InputError, match="give a folder on a drive"):
         require_drive(on_nvme(), None)
-    with pytest.raises(Refused, match="there is no folder"):
+    with pytest.raises(InputError, match="there is no folder"):
         require_drive(on_nvme(), tmp_path / "nowhere")
     with pytest.raises(DriveError, match="cannot keep buffers in"):
         Drive(tmp_path / "nowhere")

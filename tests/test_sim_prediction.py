@@ -117,7 +117,7 @@ def test_exactly_enough_memory_fits_and_a_byte_less_does_not(schedule: Schedule)
     ):
         with pytest.raises(DoesNotFit) as raised:
             require_fit(schedule, PROFILE, scarce)
-        assert (raised.value.tier, raised.value.over) == (tier, 1)
+        assert [(lack.tier, lack.over) for lack in raised.value.lacks] == [(tier, 1)]
         found = predict(schedule, PROFILE, scarce)
         assert not found.fits
         assert found.period_ns > 0  # a row in a table, with its reason
@@ -127,19 +127,27 @@ def test_what_does_not_fit_says_when_and_what_holds_the_bytes(schedule: Schedule
     peaks = peak_bytes(schedule, PROFILE)
     with pytest.raises(DoesNotFit, match=r"while .* runs") as raised:
         require_fit(schedule, PROFILE, replace(PLENTY, device_bytes=peaks[Tier.DEVICE] - 1))
-    assert raised.value.op is not None
+    assert raised.value.lacks[0].op is not None
     with pytest.raises(DoesNotFit, match="buffers are allocated") as raised:
         require_fit(schedule, PROFILE, replace(PLENTY, host_bytes=0))
-    sizes = [size for _, size in raised.value.holders]
+    sizes = [size for _, size in raised.value.lacks[0].holders]
     assert sizes == sorted(sizes, reverse=True)
-    assert dict(raised.value.holders)["optimizer state"] == 8 * schedule.model.total_params
+    assert dict(raised.value.lacks[0].holders)["optimizer state"] == 8 * schedule.model.total_params
+
+
+def test_every_tier_that_is_short_is_told(schedule: Schedule) -> None:
+    peaks = peak_bytes(schedule, PROFILE)
+    scarce = MemoryBudget(device_bytes=peaks[Tier.DEVICE] - 3_600, host_bytes=peaks[Tier.HOST] - 12)
+    with pytest.raises(DoesNotFit, match=r"^device memory is 3.6 kB short .*; and host memory is 12 B short") as raised:
+        require_fit(schedule, PROFILE, scarce)
+    assert raised.value.short == "device +3.6 kB, host +12 B"
 
 
 def test_nvme_buffers_need_nvme() -> None:
     stored = replace(schedule_of([]), buffers=(Buffer(name="n", tier=Tier.NVME, nbytes=5),))
     with pytest.raises(DoesNotFit, match="nvme") as raised:
         require_fit(stored, PROFILE, replace(PLENTY, nvme_bytes=0))
-    assert raised.value.holders == (("n", 5),)  # no op touches it, so that only its name tells what it is
+    assert raised.value.lacks[0].holders == (("n", 5),)  # no op touches it, so that only its name tells what it is
 
 
 def test_the_peak_rate_is_that_of_the_element_type() -> None:

@@ -5,6 +5,7 @@ A file holds a command, or a few that belong together; they are listed here in t
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -85,15 +86,29 @@ def main() -> NoReturn:
     Exit codes: 0 done, 1 the answer is no (does not fit, does not verify), 2 wrong input, 130 interrupted.
     """
     try:
+        code = _code()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read, such as `head`, has seen enough: no complaint now, nor when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _code() -> str | int | None:
+    try:
         app()  # tells misspelt commands and options itself, and leaves with 2
+    except SystemExit as left:
+        return left.code
     except Refused as error:
-        sys.exit(_told(str(error), 1))
+        return _told(str(error), 1)
     except InputError as error:
-        sys.exit(_told(str(error), 2))
+        return _told(str(error), 2)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        sys.exit(_told(what, 2))
-    sys.exit(0)
+        return _told(what, 2)
+    return 0
 
 
 def _told(message: str, code: int) -> int:

@@ -20,15 +20,20 @@ def published(
 
     require_outputs(folders=[out])
     with progress_bar() as progress:
-        progress.add_task("simulating", total=None, note="")
-        frame, phases = points.reproduce(), points.phases()
-    if as_json:
-        print_json({"points": tables.records(frame), "phases": tables.records(phases)})
-    else:
-        for standing, title in published_report.TITLES.items():
-            rows = frame[frame["standing"] == standing]
-            tables.show(rows, published_report.columns(standing), title=title)
-        tables.show(phases, tables.PHASES, title=published_report.PHASES_TITLE)
-        print(f"{points.summary(frame)}\n{tables.PUBLISHED_NOTE}")
-    if out is not None:
-        published_report.write(out, frame, phases)
+        task = progress.add_task("simulating", total=1.0, note="")
+        frame = points.reproduce(progress=lambda done, note: progress.update(task, completed=done, note=note))
+        phases = points.phases()
+    try:  # first to the files, see `plan`
+        if out is not None:
+            published_report.write(out, frame, phases)
+    finally:
+        if as_json:
+            print_json({"points": tables.records(frame), "phases": tables.records(phases)})
+        else:
+            for standing, title in published_report.TITLES.items():
+                rows = frame[frame["standing"] == standing]
+                tables.show(rows, published_report.columns(standing), title=title)
+            tables.show(phases, tables.PHASES, title=published_report.PHASES_TITLE)
+            print(f"{points.summary(frame)}\n{tables.PUBLISHED_NOTE}")
+    if out is not None and not as_json:
+        print(f"tables and a plot written to {out}")

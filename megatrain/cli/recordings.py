@@ -34,13 +34,16 @@ def import_trace(
     workload = workload_of(batch, accumulation, seq, precision, None)
     recording = kineto.read(file, presets.load(model), workload)
     queues = kineto.queues(recording)
-    tables.show(queues, tables.QUEUES, title=f"{recording.step} on {recording.trace.machine}", note=tables.QUEUES_NOTE)
-    tokens = workload.tokens_per_step / (recording.step_ns / 1e9)
-    print(f"step of {tables.seconds(recording.step_ns / 1e9)}: {tokens:,.0f} tokens/s")
-    write_text(out / "queues.csv", queues.to_csv(index=False))
-    write_text(out / "schedule.json", codec.dumps(recording.schedule))
-    with writing(out / "trace.json"):
-        recording.trace.save(out / "trace.json")
+    try:  # first to the files, see `plan`
+        write_text(out / "queues.csv", queues.to_csv(index=False))
+        write_text(out / "schedule.json", codec.dumps(recording.schedule))
+        with writing(out / "trace.json"):
+            recording.trace.save(out / "trace.json")
+    finally:
+        title = f"{recording.step} on {recording.trace.machine}"
+        tables.show(queues, tables.QUEUES, title=title, note=tables.QUEUES_NOTE)
+        tokens = workload.tokens_per_step / (recording.step_ns / 1e9)
+        print(f"step of {tables.seconds(recording.step_ns / 1e9)}: {tokens:,.0f} tokens/s")
     print(f"written to {out}: queues.csv, schedule.json, trace.json")
 
 

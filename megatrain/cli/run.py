@@ -38,6 +38,9 @@ from schedules.errors import InputError, Refused
 if TYPE_CHECKING:
     from megatrain.session import Trained
     from schedules.schedule import Schedule
+    from sim.prediction import Prediction
+
+PACED = 5  # losses from which a pace is told: the first ones come together, since steps are issued ahead
 
 
 def run(
@@ -46,7 +49,9 @@ def run(
     policy: Policy = "streamed",
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", "-H", "--profile", help="A profile of this machine, to predict the run too."),
+        typer.Option(
+            "--hardware", "-H", "--profile", help="A machine to predict the run for: a profile of this one, or a name."
+        ),
     ] = None,
     batch: Batch = 4,
     accumulation: Accumulation = 1,
@@ -101,6 +106,8 @@ def run(
     if expect is not None and not schedule.digest.startswith(expect):
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
     verified = verify(schedule)
+    # a profile may lack this schedule's ops, which is better told before the training than after it
+    predicted = {} if profile is None else _predicted(predict(schedule, profile, budget))
 
     from megatrain import checkpoint
     from megatrain.adam import Adam
@@ -116,7 +123,7 @@ def run(
         raise InputError(str(error)) from None
     progress = _Progress(steps, schedule.workload.tokens_per_step)
     try:
-        with progress_bar() as bar, _terminated_as_interrupted():
+        with progress_bar(left=False) as bar, _terminated_as_interrupted():
             task = bar.add_task("training", total=steps, note="")
 
             def on_loss(step: int, loss: float) -> None:
@@ -144,9 +151,7 @@ def run(
     except KeyboardInterrupt:
         print(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}", file=sys.stderr)
         raise typer.Exit(130) from None
-    record = _record(schedule, result)
-    if profile is not None:
-        record["predicted_step_s"] = predict(schedule, profile, budget).period_ns / 1e9
+    record = _record(schedule, result) | predicted
     try:
         if trace is not None:
             from analysis.files import writing
@@ -179,7 +184,7 @@ class _Progress:
         """Beside the bar."""
         done = len(self.losses)
         said = f"{done}/{self._steps}, loss {self.losses[-1]:.3f}"
-        if done == 1 or self._now <= self._began:
+        if done < PACED or self._now <= self._began:
             return said
         pace = (self._now - self._began) / (done - 1)  # the first step's start is not known
         left = timedelta(seconds=round(pace * (self._steps - done)))
@@ -209,6 +214,16 @@ def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
     return record
 
 
+def _predicted(prediction: Prediction) -> dict[str, Any]:
+    """What was to be expected, and of which machine: the run may be on another."""
+    profile = prediction.profile
+    return {
+        "predicted_step_s": prediction.period_ns / 1e9,
+        "predicted_machine": profile.name,
+        "predicted_profile": profile.mode,
+    }
+
+
 def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
     first, last = record["losses"][0], record["losses"][-1]
@@ -217,4 +232,5 @@ def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
         rate = record["measured_tokens_per_s"]
         yield f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s"
     if "predicted_step_s" in record:
-        yield f"predicted {record['predicted_step_s'] * 1e3:,.1f} ms a step"
+        machine = f"{record['predicted_machine']} ({record['predicted_profile']} profile)"
+        yield f"predicted {record['predicted_step_s'] * 1e3:,.1f} ms a step on {machine}"

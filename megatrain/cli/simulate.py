@@ -26,6 +26,7 @@ from megatrain.cli.options import (
     require_outputs,
     schedule_of,
     schedule_to_prove,
+    stages,
     workload_of,
 )
 from schedules.errors import InputError
@@ -60,9 +61,13 @@ def simulate(
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
-    schedule = schedule_of(target, policy, knob, workload, budget, context)
-    verify(schedule)
-    prediction = predict(schedule, profile, budget)
+    with stages() as begin:
+        begin("building")
+        schedule = schedule_of(target, policy, knob, workload, budget, context)
+        begin("proving")
+        verify(schedule)
+        begin("simulating")
+        prediction = predict(schedule, profile, budget)
     lacking = prediction.does_not_fit
     try:  # first to the files, see `plan`
         if trace is not None:
@@ -79,7 +84,7 @@ def simulate(
             print_json(prediction_record(prediction))
         else:
             if lacking is not None:
-                print(f"DOES NOT FIT: {str(lacking).partition(':')[0]}; all below is as if it did")
+                print(f"DOES NOT FIT: {lacking.short}; all below is as if it did")
             print_prediction(prediction)
     if lacking is not None:
         raise lacking
@@ -106,27 +111,33 @@ def build(
 ) -> None:
     """Build a policy's schedule for a model, verify it and write it to a file."""
     from analysis.files import write_text
-    from megatrain.tables import print_summary
+    from megatrain.tables import print_fit, print_summary
     from schedules import codec
     from schedules.show import grid
     from schedules.verify import verify
-    from sim.prediction import memory_of
+    from sim.prediction import memory_of, shortage
 
     if show and as_json:
         raise InputError("--show prints a picture and --json numbers: leave out one")
     require_outputs(files=[out])
-    budget = memory_of(machine_of(hardware, change))
+    profile = machine_of(hardware, change)
+    budget = memory_of(profile)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
-    schedule = schedule_of(target, policy, knob, workload, budget, context, fixed=(*STEP, "hardware", "change"))
-    verify(schedule)
+    with stages() as begin:
+        begin("building")
+        schedule = schedule_of(target, policy, knob, workload, budget, context, fixed=(*STEP, "hardware", "change"))
+        begin("proving")
+        verify(schedule)
+    if out is not None:  # before anything is printed, see `plan`
+        write_text(out, codec.dumps(schedule))
+    lacking = shortage(schedule, profile, budget)
+    if as_json:
+        print_json({**_record(schedule), "safe": True, "fits": lacking is None, "file": out})
+        return
     if show:
         print(grid(schedule))
-    if out is not None:
-        write_text(out, codec.dumps(schedule))
-    if as_json:
-        print_json({**_record(schedule), "safe": True, "file": out})
-    else:
-        print_summary(schedule, f"written to {out}" if out else "not written: give --out FILE")
+    print_summary(schedule, f"written to {out}" if out else "not written: give --out FILE")
+    print_fit(schedule, profile, lacking)
 
 
 def verify(
@@ -139,9 +150,12 @@ def verify(
 
     if file.suffix == ".py":
         raise InputError(f"verify takes a schedule file: megatrain build MODEL -p {file} --out FILE")
-    schedule = schedule_to_prove(file)
     try:
-        prove(schedule)
+        with stages() as begin:
+            begin("reading")
+            schedule = schedule_to_prove(file)
+            begin("proving")
+            prove(schedule)
     except ScheduleError as error:
         if as_json:
             print_json({**_record(schedule), "safe": False, "problems": [str(found) for found in error.violations]})
