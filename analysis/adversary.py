@@ -76,13 +76,16 @@ def search(
     """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
 
     Raises:
-        InputError: fewer than one point, or a policy that is not known.
+        InputError: fewer than one point, a policy that is not known, or two that do not do the same.
         MissingCost: the machine is a measured profile, which knows only the shapes it was measured with.
     """
     if points < 1:
         raise InputError("an adversary needs at least one point to try")
-    for name in (first, second):
-        policies.load(name)
+    trained = [policies.trains(name) for name in (first, second)]
+    if first == second:
+        raise InputError(f"{first} against itself: name two policies")
+    if trained[0] != trained[1]:
+        raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")
     chance = random.Random(seed)
     found: list[tuple[float, Point, Loss]] = []
     for number in range(points):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from analysis.prices import Prices
 
+FRONT = "* no other point trains faster for as little an hour."
 NAMED = 30  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
 _LINE = 0.19  # inches that a line of the legend takes
@@ -131,7 +132,7 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
         f"Predicted; nothing here was measured. Made by `{command}`. Prices are those of the price file, dated "
         f"{prices.date}, in {prices.currency}: an hour of training is the cheaper of renting and of owning (written "
         f"off over {prices.lifetime_months:g} months at {prices.utilisation:.0%} use, energy at "
-        f"{prices.electricity_per_kwh:g} a kWh). Training is {train_tokens / 1e9:,.4g} billion tokens.",
+        f"{prices.electricity_per_kwh:g} a kWh). {step(table, train_tokens)} {FRONT}",
     ]
     for model, of_model in table.groupby("model", sort=False):
         parts.append(f"## {model}")
@@ -154,6 +155,15 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
         )
     write_text(folder / "README.md", "\n\n".join(parts) + "\n")
     return folder / "README.md"
+
+
+def step(table: pd.DataFrame, train_tokens: float) -> str:
+    """What every point trains, in a sentence."""
+    of = table.iloc[0]
+    return (
+        f"Steps of {of['tokens_per_step']:,} tokens in sequences of {of['seq_len']:,}, {of['precision']}; "
+        f"{train_tokens:,.0f} tokens are trained."
+    )
 
 
 def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:

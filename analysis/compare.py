@@ -43,6 +43,7 @@ class Row:
     accumulation: int
     seq_len: int
     precision: str  # as built: a policy may insist on its own
+    recompute: str
     fits: bool
     shortage: str
     reason: str
@@ -203,6 +204,7 @@ def _row(
         accumulation=workload.accumulation,
         seq_len=workload.seq_len,
         precision=workload.precision,
+        recompute=workload.recompute,
         fits=not shortage,
         shortage=shortage,
         reason=reason,

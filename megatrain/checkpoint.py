@@ -151,6 +151,11 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     for key, value in _of(schedule).items():
         if found.get(key) != value:
             was, now = (_short(key, body) for body in (found.get(key), value))
+            if key == "lora_rank":
+                saved, trains = _trained(found.get(key)), _trained(value)
+                raise CheckpointError(
+                    f"{complete[-1]} is of another training: it has {saved}, the schedule trains {trains}"
+                )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
     return Checkpoint(folder=complete[-1], model=schedule.model, step=found["step"], frozen=found.get("frozen") or {})
@@ -185,6 +190,10 @@ def _remedy(precision: object, schedule: Schedule) -> str:
     if schedule.knobs.get("master") == "fp32":
         return f"; {schedule.policy} adds an fp32 master by itself: give --precision {precision} --knob master=weights"
     return f"; give --precision {precision}, and a policy that does not add an fp32 master by itself"
+
+
+def _trained(lora_rank: object) -> str:
+    return "all weights" if lora_rank is None else f"adapters of rank {lora_rank}"
 
 
 def _short(key: str, value: object) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from schedules.errors import InputError
+from schedules.kinds import SCHEDULE, wrong_kind
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Schedule
@@ -88,6 +89,8 @@ def read(path: Path) -> Schedule:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CodecError(f"cannot read {path}: {error}") from None
+    if wrong := wrong_kind(text, SCHEDULE):
+        raise CodecError(f"{path} {wrong}")
     try:
         return loads(text)
     except CodecError as error:

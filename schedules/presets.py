@@ -10,6 +10,7 @@ import difflib
 import json
 from pathlib import Path
 
+from schedules.kinds import MODEL, wrong_kind
 from schedules.model import ModelError, ModelSpec
 
 _FOLDER = Path(__file__).parent / "models"
@@ -44,7 +45,12 @@ def load(name_or_path: str | Path) -> ModelSpec:
 
 def _read(path: Path, name: str) -> ModelSpec:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if wrong := wrong_kind(text, MODEL):
+            raise ModelError(f"{path} {wrong}")
+        config = json.loads(text)
+    except ModelError:
+        raise
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):

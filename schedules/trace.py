@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.errors import InputError
+from schedules.kinds import TRACE, wrong_kind
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
 
@@ -173,8 +174,13 @@ class Trace:
             TraceError: the file is not a whole trace.
         """
         try:
-            body = json.loads(path.read_text())
-            return cls._from_json(body)
+            text = path.read_text()
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path} is not text: {error}") from None
+        if wrong := wrong_kind(text, TRACE):
+            raise TraceError(f"{path} {wrong}")
+        try:
+            return cls._from_json(json.loads(text))
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise TraceError(f"{path} is not a trace of format {FORMAT}: {error!r}") from None
 

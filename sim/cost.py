@@ -353,7 +353,7 @@ def _whole(duration_ns: float, op: Op, profile: HardwareProfile) -> int:
 def _bounded(ns: float, op: Op, profile: HardwareProfile) -> float:
     if ns > LONGEST_NS:
         raise InputError(
-            f"{op.name} would take {ns / HOUR_NS:,.0f} hours on {profile.name}, and no op may take more than "
-            f"{LONGEST_NS / HOUR_NS:.1f}: give the machine a higher rate or a shorter latency"
+            f"{op.name} alone would take {ns / HOUR_NS:,.1f} hours on {profile.name}, and no op may take more than "
+            f"{LONGEST_NS / HOUR_NS:.1f} hours: give a smaller batch or shorter sequences, or a faster machine"
         )
     return ns

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from schedules.errors import InputError
+from schedules.kinds import PROFILE, wrong_kind
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, Readings, Rule, Table, Value, lookup, rules
 from sim.units import UNITS, readable, to_base
 
@@ -158,13 +159,18 @@ def names() -> list[str]:
 
 def load(name_or_path: str | Path) -> HardwareProfile:
     """A shipped profile by name, or any profile by path. Raises HardwareError."""
-    text = str(name_or_path)
-    is_path = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text
-    if not is_path and text not in names():
-        raise HardwareError(f"no hardware profile is called {text!r}{_nearest(text, names())}")
-    path = Path(text) if is_path else PROFILES / f"{text}.json"
+    name = str(name_or_path)
+    is_path = isinstance(name_or_path, Path) or name.endswith(".json") or "/" in name
+    if not is_path and name not in names():
+        raise HardwareError(f"no hardware profile is called {name!r}{_nearest(name, names())}")
+    path = Path(name) if is_path else PROFILES / f"{name}.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_repeats)
+        text = path.read_text(encoding="utf-8")
+        if wrong := wrong_kind(text, PROFILE):
+            raise HardwareError(f"{path} {wrong}")
+        document = json.loads(text, object_pairs_hook=_no_repeats)
+    except HardwareError:
+        raise
     except OSError as error:
         raise HardwareError(f"{path}: {error.strerror}") from error
     except ValueError as error:
@@ -243,6 +249,7 @@ def save(profile: HardwareProfile, path: Path) -> None:
 
 # ---- overriding
 
+COUNTS = ("fraction", "cores")  # their unit goes without saying
 _ASSIGNMENT = re.compile(r"(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*)")
 
 
@@ -261,11 +268,15 @@ def override(profile: HardwareProfile, assignments: Sequence[str]) -> HardwarePr
         if not equals or match is None:
             expected = list(UNITS[NUMBERS[path].unit])[-1]
             raise HardwareError(f"{assignment}: write {path}=NUMBER UNIT, e.g. {path}=1{expected}")
-        number = float(match["number"])
-        _checked(number, match["unit"], NUMBERS[path], assignment)
+        number, unit = float(match["number"]), match["unit"]
+        if NUMBERS[path].unit == "fraction" and unit == "%":
+            number, unit = number / 100, "fraction"
+        elif NUMBERS[path].unit in COUNTS:
+            unit = unit or NUMBERS[path].unit
+        _checked(number, unit, NUMBERS[path], assignment)
         *sections, key = path.split(".")
         target = document
         for section in sections:
             target = target.setdefault(section, {})
-        target[key] = {"value": number, "unit": match["unit"], "source": "set on the command line"}
+        target[key] = {"value": number, "unit": unit, "source": "set on the command line"}
     return from_json(document, profile.name)

@@ -273,7 +273,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     [
         (schedule(precision="bf16"), "its precision is 'fp32', the schedule's 'bf16'; give --precision fp32"),
         (schedule(num_hidden_layers=3), "its model is one of 2 blocks .* the schedule's one of 3"),
-        (schedule("lora_streamed"), "its lora_rank is None, the schedule's 16"),
+        (schedule("lora_streamed"), "it has all weights, the schedule trains adapters of rank 16"),
     ],
 )
 def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_an_override_replaces_one_number_and_says_so() -> None:
         ("host.memory=1GB/s", "unit must be one of bytes, kB.*; got 'GB/s'"),
         ("host.memory", "write host.memory=NUMBER UNIT"),
         ("host.memory=big", "write host.memory=NUMBER UNIT"),
+        ("host.cores=80%", "unit must be one of cores; got '%'"),
         ("host.memory=0GiB", "must be above zero"),
         ("gpu.matmul_efficiency=68fraction", "must be at most 1"),
         ("nvme.both=0.5fraction", "must be at least 1"),
@@ -205,6 +206,12 @@ def test_an_override_replaces_one_number_and_says_so() -> None:
 def test_a_wrong_override_is_refused_with_what_was_expected(assignment: str, message: str) -> None:
     with pytest.raises(HardwareError, match=message):
         override(load("h200"), [assignment])
+
+
+def test_what_has_no_dimension_needs_no_unit() -> None:
+    for text in ("0.7", "70%", "70 %", "0.7fraction"):
+        changed = override(load("h200"), [f"gpu.matmul_efficiency={text}", "host.cores=8"])
+        assert (changed.gpu.matmul_efficiency.value, changed.host.cores.value) == (0.7, 8)
 
 
 def test_nvme_can_be_added_on_the_command_line_but_only_whole() -> None:

@@ -5,8 +5,10 @@ A file holds a command, or a few that belong together; they are listed here in t
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -75,9 +77,18 @@ COMMANDS = (
     published.published,
     demo.demo,
 )
+
+
+def _help(command: Callable[..., None]) -> str:
+    """A command's docstring without the line breaks of its source within paragraphs."""
+    return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
+
+
 for command in COMMANDS:
-    app.command()(command)
-app.command("import")(recordings.import_trace)  # a word of Python, which no function can have for a name
+    app.command(help=_help(command))(command)
+app.command("import", help=_help(recordings.import_trace))(
+    recordings.import_trace
+)  # a word of Python, which no function can have for a name
 
 
 def main() -> NoReturn:

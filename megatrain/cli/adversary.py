@@ -51,5 +51,5 @@ def adversary(
             for loss in found[:top]:
                 print(loss.words(first, second), end="\n\n")
             wins = sum(loss.ratio < 1 for loss in found)
-            shapes = f"of {len(found)} shapes at which both fit, {first} wins {wins} at its worst"
-            print(f"predicted, around {machine.name}; {shapes}")
+            shapes = f"{len(found)} shapes at which both fit; at {wins} of them {first} is faster wherever it was tried"
+            print(f"predicted, on machines around {machine.name}: {shapes}")

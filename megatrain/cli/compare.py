@@ -19,6 +19,7 @@ from megatrain.cli.options import (
     Recompute,
     Seq,
     Set,
+    listed,
     machine_of,
     models_of,
     note_length,
@@ -34,7 +35,9 @@ def compare(
     models_too: ModelsToo = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="Repeatable; all that train every weight if left out."),
+        typer.Option(
+            "--policy", "-p", help="A policy, or several: a,b. Repeatable; all that train every weight if left out."
+        ),
     ] = None,
     hardware: Hardware = "h200",
     batch: Batch = 8,
@@ -55,7 +58,9 @@ def compare(
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
-    chosen = policy or policies.comparable()
+    chosen = listed(policy or []) or policies.comparable()
+    for name in chosen:
+        policies.load(name)  # tells which is not there before any is simulated
     specs = [presets.load(model) for model in models_of(models, models_too)]
     for spec in specs:
         note_length(spec, seq)
@@ -78,3 +83,5 @@ def compare(
             if policy is None:
                 others = [name for name in policies.names() if name not in chosen]
                 print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")
+    if out is not None and not as_json:
+        print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Hardware, Json, machine_of, print_json, require_input, require_outputs
+from megatrain.cli.options import Hardware, Json, machine_of, print_json, require_input, require_outputs, stages
 
 
 def diff(
@@ -30,10 +30,14 @@ def diff(
 
     require_input(first, second, schedule)
     require_outputs(files=[out])
-    step = codec.read(schedule)
-    traces = Trace.read(first), Trace.read(second)
-    found = trace_diff.diff(step, *traces, machine_of(hardware, None))
-    totals, moves = trace_diff.totals(found), trace_diff.moves(step, *traces)
+    machine = machine_of(hardware, None)
+    with stages() as begin:
+        begin("reading")
+        step = codec.read(schedule)
+        traces = Trace.read(first), Trace.read(second)
+        begin("comparing")
+        found = trace_diff.diff(step, *traces, machine)
+        totals, moves = trace_diff.totals(found), trace_diff.moves(step, *traces)
     told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
     try:  # first to the file, see `plan`
         if out is not None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
+from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs, stages
 
 
 def models(
@@ -100,7 +100,9 @@ def policies(
         from analysis import policy_pages
 
         chosen = [name] if name else known.names()
-        policy_pages.write(out, chosen)
+        with stages() as begin:
+            begin("simulating and drawing")
+            policy_pages.write(out, chosen)
         if not as_json:
             print(f"{len(chosen)} pages written to {out}")
         return

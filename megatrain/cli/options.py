@@ -60,6 +60,8 @@ def workload_of(
 ) -> Workload:
     from schedules.workload import Workload
 
+    if clip is not None and not 0 < clip < math.inf:
+        raise InputError(f"--clip {clip}: give a number above 0 that is not infinite")
     try:
         return Workload(
             micro_batch_size=batch,
@@ -242,6 +244,16 @@ def stages() -> Iterator[Callable[[str], None]]:
         late.join()
         if progress.live.is_started:
             progress.stop()
+
+
+@contextmanager
+def goes_on() -> Iterator[None]:
+    """For work that keeps its parts: whoever interrupts it is told so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("megatrain: interrupted; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _columns(left: bool) -> Sequence[ProgressColumn]:

@@ -13,6 +13,7 @@ from megatrain.cli.options import (
     Clip,
     Precision,
     Seq,
+    goes_on,
     progress_bar,
     require_outputs,
     shape_of,
@@ -74,7 +75,7 @@ def profile(
         workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
         return [known.build(name, spec, w, everything) for w in workloads for name in policy or known.comparable()]
 
-    with progress_bar() as progress:
+    with goes_on(), progress_bar() as progress:
         task = progress.add_task("measuring", total=1.0, note="")
         measured = measure(
             spec,

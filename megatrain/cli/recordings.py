@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatrain.cli.options import Accumulation, Precision, require_input, require_outputs, workload_of
+from megatrain.cli.options import Accumulation, Precision, require_input, require_outputs, stages, workload_of
 from schedules.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,9 +56,12 @@ def timeline(
 
     require_input(*files)
     require_outputs(folders=[out])
-    runs = _runs(files)
-    perfetto.write(out / "timeline.json", runs)
-    figure.save(figure.figure_of(gantt.gantt(runs)), out / "gantt", gantt.gantt_data(runs))
+    with stages() as begin:
+        begin("reading")
+        runs = _runs(files)
+        begin("drawing")
+        perfetto.write(out / "timeline.json", runs)
+        figure.save(figure.figure_of(gantt.gantt(runs)), out / "gantt", gantt.gantt_data(runs))
     print(f"written to {out}: gantt.png, gantt.svg, gantt.csv, timeline.json")
 
 

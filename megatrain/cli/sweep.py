@@ -15,6 +15,7 @@ from megatrain.cli.options import (
     ModelsToo,
     Precision,
     Seq,
+    goes_on,
     listed,
     models_of,
     note_length,
@@ -41,7 +42,8 @@ def sweep(
         list[str] | None, typer.Option("--vary", help="A number and its values: host.memory=128GiB,256GiB. Repeatable.")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="Repeatable; the best plan if left out.")
+        list[str] | None,
+        typer.Option("--policy", "-p", help="A policy, or several: a,b. Repeatable; the best plan if left out."),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
     seq: Seq = 4096,
@@ -63,7 +65,7 @@ def sweep(
 
     require_outputs(folders=[out])
     paid = price_files.read(prices)
-    chosen = policy or [sweeps.PLAN]
+    chosen = listed(policy or []) or [sweeps.PLAN]
     for name in chosen:
         if name != sweeps.PLAN:
             known.load(name)
@@ -81,7 +83,7 @@ def sweep(
     )
     for point in points:
         paid.of(point.machine)  # tells what is missing before anything is computed
-    with progress_bar() as bar:
+    with goes_on(), progress_bar() as bar:
         task = bar.add_task("sweeping", total=len(points), note="")
         rows = sweeps.run(
             points,
@@ -91,13 +93,16 @@ def sweep(
             progress=lambda done, total, note: bar.update(task, completed=done, note=f"{done} of {total} {note}"),
         )
     table = costs.priced(rows, paid, train_tokens)
-    if as_json:
-        print_json(tables.records(table))
-    else:
-        note = "* no other point trains faster for as little an hour. Predicted; prices are those of your file."
-        columns = buying.columns(paid, table)
-        for model, of_model in table.groupby("model", sort=False):
-            tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
-    page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
-    if not as_json:
-        print(f"pictures and all numbers: {page}")
+    page: Path | None = None
+    try:  # first to the files, see `plan`
+        page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
+    finally:
+        if as_json:
+            print_json(tables.records(table))
+        else:
+            note = f"{buying.step(table, train_tokens)} {buying.FRONT} Predicted; prices are those of your file."
+            columns = buying.columns(paid, table)
+            for model, of_model in table.groupby("model", sort=False):
+                tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
+            if page is not None:
+                print(f"pictures and all numbers: {page}")
