@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from test_megatrain_cli import megatrain
+import typer
+from test_megatrain_cli import ROOT, megatrain
+from timed_profile import timed
 from typer.testing import CliRunner
 
 from megatrain import cli
+from megatrain.cli.options import goes_on, stages
 from schedules import codec, policies, presets
 from schedules.errors import InputError
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.workload import MemoryBudget, Workload
+from sim import hardware
 
 MEMORY = MemoryBudget(device_bytes=10**9, host_bytes=10**9, nvme_bytes=10**9)
 WORKLOAD = Workload(micro_batch_size=1, seq_len=16, precision="fp32")
@@ -214,3 +222,78 @@ def test_a_machine_is_a_profile_in_build_and_run() -> None:
     assert called("build", "tiny", "--profile", "rtx4090")[1] is None
     _, error = called("run", "tiny", "--profile", "h2000")
     assert isinstance(error, InputError) and "h200" in str(error)
+
+
+# ---- pipes, and one file in another's place
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["build", "tiny", "--show", "--out", "{out}"],
+        ["hardware"],
+        ["compare", "tiny", "-p", "streamed", "--out", "{out}"],
+    ],
+)
+def test_whoever_reads_may_end_first_and_nothing_is_lost(command: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "megatrain", *(word.format(out=out) for word in command)]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
+    os.close(writer)
+    assert done.returncode == 1 and "roken" not in done.stderr and "Traceback" not in done.stderr
+    assert out.exists() or "{out}" not in command
+
+
+def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path: Path) -> None:
+    schedule, trace, profile, empty = (str(tmp_path / f"{name}.json") for name in ("s", "t", "p", "e"))
+    assert called("build", "tiny", "-b", "1", "-s", "16", "--out", schedule)[1] is None
+    assert called("simulate", schedule, "--trace", trace)[1] is None
+    hardware.save(hardware.load("h200"), Path(profile))
+    Path(empty).write_text("")
+    for command, told in (
+        (["simulate", "tiny", "-H", schedule], f"{schedule} is a schedule, not a hardware profile"),
+        (["verify", trace], f"{trace} is a trace, not a schedule"),
+        (["plan", schedule], f"{schedule} is a schedule, not a model's config.json"),
+        (["models", profile], f"{profile} is a hardware profile, not a model's config.json"),
+        (["diff", schedule, trace, "--schedule", schedule], f"{schedule} is a schedule, not a trace"),
+        (["verify", empty], f"{empty} is empty, not a schedule"),
+    ):
+        _, error = called(*command)
+        assert isinstance(error, InputError) and str(error) == told, command
+
+
+def test_an_interrupted_sweep_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as left, goes_on():
+        raise KeyboardInterrupt
+    assert left.value.exit_code == 130 and "the same command goes on from here" in capsys.readouterr().err
+
+
+def test_a_run_tells_for_which_machine_it_was_predicted(tmp_path: Path) -> None:
+    step = ["run", "tiny", "-b", "1", "-s", "16", "--steps", "1", "-H", "h200"]
+    assert re.search(r"predicted [\d.]+ ms a step on h200 \(datasheet profile\)", called(*step)[0])
+    record = json.loads(called(*step, "--json")[0])
+    assert (record["predicted_machine"], record["predicted_profile"]) == ("h200", "datasheet")
+
+
+def test_a_run_whose_profile_lacks_its_ops_does_not_train_first(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    hardware.save(timed(presets.load("tiny"), [Workload(micro_batch_size=4, seq_len=64)]), file)
+    out, error = called("run", "tiny", "-b", "1", "-s", "16", "-H", str(file), "--save", str(tmp_path / "run"))
+    assert isinstance(error, InputError) and not out and not (tmp_path / "run" / "step-00000020").exists()
+
+
+def test_stages_are_shown_only_where_they_take_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for patience, shown in ((60.0, False), (0.0, True)):
+        monkeypatch.setattr(sys.modules[stages.__module__], "PATIENCE_S", patience)
+        with stages() as begin:
+            begin("building")
+            time.sleep(0.3)
+            begin("proving")
+        assert ("building" in capsys.readouterr().err) is shown
