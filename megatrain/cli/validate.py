@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Json, listed, print_json, progress_bar, require_outputs, shape_of
+from megatrain.cli.options import Json, goes_on, listed, print_json, progress_bar, require_outputs, shape_of
 
 Shapes = list[str] | None
 
@@ -57,7 +57,7 @@ def validate(
         steps=steps,
         nvme=nvme,
     )
-    with progress_bar() as bar:
+    with goes_on(), progress_bar() as bar:
         tasks = {name: bar.add_task(name, total=1.0, note="") for name in ("profiling", "running", "reporting")}
         profile, points = grids.profile_and_run(
             grid,
