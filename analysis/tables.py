@@ -254,11 +254,11 @@ def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
     for _, rows in frame.groupby(step, sort=False):
         first = rows.iloc[0]
         kept = " or ".join(rows["precision"].unique())
-        again = " or ".join(rows["recompute"].unique())
+        again = "".join(f", recompute {mode}" for mode in rows["recompute"].unique() if mode != "none")
         yield (
             f"{first['model']} ({first['params_b']:.2f} B parameters), {first['source']} on {first['machine']}; step: "
             f"{first['accumulation']} x {first['micro_batch_size']} sequences of {first['seq_len']} tokens, "
-            f"{kept}, recompute {again}",
+            f"{kept}{again}",
             rows,
         )
 
