@@ -82,8 +82,6 @@ def search(
     if points < 1:
         raise InputError("an adversary needs at least one point to try")
     trained = [policies.trains(name) for name in (first, second)]
-    if first == second:
-        raise InputError(f"{first} against itself: name two policies")
     if trained[0] != trained[1]:
         raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")
     chance = random.Random(seed)

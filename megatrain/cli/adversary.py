@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, progress_bar, require_outputs
+from schedules.errors import InputError
 
 
 def adversary(
@@ -27,6 +28,8 @@ def adversary(
     from analysis.files import write_text
 
     require_outputs(files=[out])
+    if first == second:
+        raise InputError(f"{first} against itself: name two policies")
     machine = machine_of(hardware, change)
     with progress_bar() as bar:
         task = bar.add_task("searching", total=points, note="")
