@@ -257,7 +257,7 @@ def test_every_command_of_the_readme_exists() -> None:
         assert done.returncode == 0, command
         options = [word for word in command if word.startswith("--")]
         assert all(option in done.stdout for option in options), (command, done.stdout)
-        if command[0] in ("simulate", "compare"):
+        if command[0] in ("simulate", "compare") and not command[1].endswith(".json"):
             assert megatrain(*command).returncode == 0, command
 
 
