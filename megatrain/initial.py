@@ -11,6 +11,7 @@ from torch import Tensor
 from schedules.model import ModelSpec, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
+PARAMETERS, ADAPTERS = 1, 500_001  # where a seed's streams of random numbers begin, one for each layer
 
 
 def random_adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], Tensor]:
@@ -19,7 +20,7 @@ def random_adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], T
     """
 
     def adapters(i: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + i + 1)
+        generator = _generator(seed, ADAPTERS + i)
         parts = []
         for name, shape in model.adapter_shapes(i, rank).items():
             first = torch.randn(shape, generator=generator).div_(shape[1] ** 0.5)
@@ -48,7 +49,7 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
     """Layer -> its parameters, fp32, flat: matrices normal, norms one, biases zero."""
 
     def parameters(i: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + i + 1)
+        generator = _generator(seed, PARAMETERS + i)
         parts = []
         for name, shape in model.parameter_shapes(i).items():
             if is_matrix(name, shape):
@@ -58,3 +59,7 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
         return torch.cat(parts)
 
     return parameters
+
+
+def _generator(seed: int, stream: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from schedules.model import ModelSpec
 from schedules.op import Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim import whatif
+from sim.candidate import Tried
 from sim.machine import HardwareProfile
 from sim.order_proof import OrderProof
 from sim.plan import Plan, plan
@@ -74,7 +76,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
         )
         planned_gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
     note("the least memory")
-    least = whatif.smallest_memory(model, profile, workload)
+    least = whatif.smallest_memory(model, profile, workload, known=prediction.peak_bytes)
     note("the bandwidth it takes")
     needed = whatif.required_bandwidth(prediction)
     note("the longest sequence and largest batch")
@@ -85,7 +87,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
         required_bandwidth=needed,
         smallest_device_bytes=least.device_bytes,
         smallest_host_bytes=least.host_bytes,
-        longest_sequence=whatif.longest_sequence(model, profile),
+        longest_sequence=whatif.longest_sequence(model, profile, workload),
         largest_micro_batch=whatif.largest_micro_batch(model, profile, workload),
     )
 
@@ -208,14 +210,17 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         if peak := prediction.peak_bytes[tier]:
             memory.append([tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), f"{peak / limit:.0%}"])
     print_table("memory", ["tier", "peak", "available", "used"], memory)
-    others = {tried.policy: tried for tried in found.tried if not tried.knobs}
+    others: dict[str, Tried] = {}  # each in the step that suits it best
+    for tried in sorted(found.tried, key=lambda tried: tried.period_ns or math.inf):
+        if not tried.knobs:
+            others.setdefault(tried.policy, tried)
     named = [
         [
             name,
             "not simulated" if tried.period_ns is None else f"{tried.period_ns / 1e6:,.1f} ms",
             tried.reason,
         ]
-        for name, tried in sorted(others.items(), key=lambda item: item[1].period_ns or float("inf"))
+        for name, tried in others.items()
     ]
     for line in _not_measured(found):
         print(line)

@@ -19,7 +19,7 @@ from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standard_library
 from megatrain.graphs import replayed
-from megatrain.initial import random_parameters
+from megatrain.initial import random_adapters, random_parameters
 from megatrain.pointwise import PLAIN, compiled
 from megatrain.terminal import scaled
 from megatrain.train import Debug, Trainer, as_they_are
@@ -206,6 +206,7 @@ def train(
                 data,
                 hyper,
                 initial=initial,
+                adapters=random_adapters(model, rank, seed) if (rank := workload.lora_rank) is not None else None,
                 resume=resumed,
                 debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
                 record=True,

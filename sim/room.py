@@ -49,12 +49,7 @@ class Room:
 
     def _over(self, tier: Tier, candidate: Candidate) -> int | None:
         """How many bytes a candidate lacks in a tier, negative if it has some left; None if it cannot be built."""
-        if candidate not in self._peaks:
-            try:
-                self._peaks[candidate] = peak_bytes(self._built(candidate), self._profile)
-            except policies.PolicyError:
-                self._peaks[candidate] = None
-        peaks = self._peaks[candidate]
+        peaks = self.peaks(candidate)
         return None if peaks is None else peaks[tier] - self.limits[tier]
 
     def residents(self, start: Candidate) -> tuple[int, int]:
@@ -197,12 +192,23 @@ class Room:
 
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes."""
+        knobs = dict(self.thriftiest(workload).knobs)
+        return peak_bytes(policies.build_without_waits(OURS, self._model, workload, _ENDLESS, **knobs), self._profile)
+
+    def thriftiest(self, workload: Workload) -> Candidate:
+        """One block at a time on the device, its input on the host; on a drive, where there is one, all that can be."""
         least = Candidate(policy=OURS, workload=workload)
         least = least.with_knobs({"keep": 0, "inputs": self._model.num_hidden_layers, **ONE_BLOCK, **THRIFT[1]})
-        if self._profile.nvme is not None:
-            least = least.with_knobs(self._away(least))
-        thriftiest = policies.build_without_waits(OURS, self._model, workload, _ENDLESS, **dict(least.knobs))
-        return peak_bytes(thriftiest, self._profile)
+        return least if self._profile.nvme is None else least.with_knobs(self._away(least))
+
+    def peaks(self, candidate: Candidate) -> dict[Tier, int] | None:
+        """Bytes that a candidate takes; None if it cannot be built."""
+        if candidate not in self._peaks:
+            try:
+                self._peaks[candidate] = peak_bytes(self._built(candidate), self._profile)
+            except policies.PolicyError:
+                self._peaks[candidate] = None
+        return self._peaks[candidate]
 
     def nothing_fits(self, workload: Workload, closest: tuple[int, Tier] | None) -> str:
         """Why nothing runs on the machine: what is lacking for the thriftiest schedule, or for the closest one tried.

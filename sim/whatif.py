@@ -6,23 +6,23 @@ All by changing one thing and evaluating again: ops by longest path, in one batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules import policies
 from schedules.model import ModelSpec
 from schedules.op import Op, Tier
-from schedules.schedule import Schedule
+from schedules.schedule import Knob, Schedule
 from schedules.trace import Ints
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import demands
 from sim.hardware import override
 from sim.longest_path import periods
 from sim.machine import CEILINGS, HardwareProfile, lookup
-from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, require_fit
+from sim.prediction import Prediction, memory_of, predict
+from sim.room import Room
 
 MORE = 1.25  # what a resource is multiplied with to see what more of it would bring
 FASTER = 0.9  # what the ops of a class are multiplied with to see what they hold up
@@ -155,17 +155,26 @@ class Smallest:
     host_bytes: int | None
 
 
-def smallest_memory(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> Smallest:
-    """Of the device and of the host. None where no amount is enough."""
+def smallest_memory(
+    model: ModelSpec, profile: HardwareProfile, workload: Workload, *, known: Mapping[Tier, int] | None = None
+) -> Smallest:
+    """Of the device and of the host. None where no amount is enough.
+
+    `known` are the peak bytes of a schedule that fits, such as the plan's: no more than those is needed.
+    """
     budget = memory_of(profile)
     devices = [peaks[Tier.DEVICE] for peaks in _frugal(model, profile, workload, replace(budget, device_bytes=HUGE))]
     hosts = [peaks[Tier.HOST] for peaks in _frugal(model, profile, workload, replace(budget, host_bytes=HUGE))]
+    if known is not None:
+        devices.append(known[Tier.DEVICE])
+        hosts.append(known[Tier.HOST])
     return Smallest(device_bytes=min(devices, default=None), host_bytes=min(hosts, default=None))
 
 
-def longest_sequence(model: ModelSpec, profile: HardwareProfile) -> int:
+def longest_sequence(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
     """Tokens of the longest sequence that can be trained, one at a time, to a multiple of 1,024; 0 if none can."""
-    return 1024 * _largest(lambda n: _trains(model, profile, Workload(micro_batch_size=1, seq_len=1024 * n)))
+    one = replace(workload, micro_batch_size=1, accumulation=1)
+    return 1024 * _largest(lambda n: _trains(model, profile, replace(one, seq_len=1024 * n)))
 
 
 def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
@@ -181,19 +190,18 @@ def _frugal(
     model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
 ) -> Iterator[dict[Tier, int]]:
     """Peak bytes of the schedules that take least of one tier or another, those that fit."""
-    blocks = model.num_hidden_layers
-    thrifty = {"keep": 0, "slabs": 1, "slots": 2, "grad_slots": 1}
-    choices: list[dict[str, int]] = [{}, {"inputs": blocks}]
-    if profile.nvme is not None:
-        choices += [{"nvme": blocks}, {"nvme": blocks, "inputs": blocks}]
+    room, blocks = Room(model, profile, budget), model.num_hidden_layers
+    if not room.might_hold(workload):
+        return
+    least = room.thriftiest(workload)
+    nothing_away: dict[str, Knob] = dict.fromkeys(("inputs", "nvme", "nvme_weights", "nvme_inputs"), 0)
+    in_host = least.with_knobs({**nothing_away, "inputs": blocks})
     for resident in (0, blocks // 4, blocks // 2, blocks, blocks + 2):
-        for choice in choices:
-            schedule = policies.build("streamed", model, workload, budget, **thrifty, **choice, resident=resident)
-            try:
-                require_fit(schedule, profile, budget)
-            except DoesNotFit:
-                continue
-            yield peak_bytes(schedule, profile)
+        there = [start.with_knobs({"resident": resident}) for start in (least, in_host, least.with_knobs(nothing_away))]
+        for candidate in dict.fromkeys([*there, room.rebalanced(there[0])]):
+            peaks = room.peaks(candidate)
+            if peaks is not None and all(peaks[tier] <= budget.of(tier) for tier in Tier):
+                yield peaks
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

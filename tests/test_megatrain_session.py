@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from megatrain import session
+from megatrain import initial, session
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from schedules import policies, presets
 from schedules.errors import Refused
+from schedules.model import ModelSpec
 from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
 
@@ -45,3 +49,23 @@ def test_a_training_that_is_refused_closes_its_backend(monkeypatch: pytest.Monke
     with pytest.raises(Refused):
         session.train(verified(), steps=1, hyper=Adam(lr=1e-3))
     assert len(closed) == 1
+
+
+def test_adapters_begin_with_the_runs_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], Tensor]:
+        seeds.append(seed)
+        return initial.random_adapters(model, rank, seed)
+
+    monkeypatch.setattr(session, "random_adapters", adapters)
+    session.train(verified("lora_streamed"), steps=1, hyper=Adam(lr=1e-3), seed=7)
+    assert seeds == [7]
+
+
+def test_adapters_are_not_the_weights_that_they_stand_beside() -> None:
+    model = presets.load("tiny")
+    adapters, weights = initial.random_adapters(model, 4, 0)(0), initial.random_parameters(model, 0)(0)
+    first = adapters[: 4 * model.hidden_size]  # of q_proj, whose weights come after the norm's
+    beside = weights[model.hidden_size :][: len(first)]
+    assert abs(float(torch.corrcoef(torch.stack([first, beside]))[0, 1])) < 0.5

@@ -11,6 +11,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.workload import Workload
 from sim import hardware, whatif
+from sim.plan import plan
 from sim.prediction import Prediction, memory_of, predict
 
 
@@ -74,15 +75,30 @@ def test_least_memory_is_enough_and_less_is_not() -> None:
     assert trains(least.device_bytes) and not trains(least.device_bytes - 1)
 
 
+def test_what_can_be_planned_can_be_trained_with_what_is_left_on_a_drive() -> None:
+    """Weights too, in parts: nothing else has room in so little memory."""
+    model, workload = shallow(8), Workload(micro_batch_size=2, seq_len=1024)
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=4GB", "host.memory=3GB"])
+    found = plan(model, profile, seq_len=workload.seq_len, micro_batch_size=workload.micro_batch_size)
+    assert found.schedule.knobs["nvme_weights"]
+    least = whatif.smallest_memory(model, profile, found.schedule.workload)
+    assert least.device_bytes is not None and least.device_bytes <= found.prediction.peak_bytes[Tier.DEVICE]
+    assert least.host_bytes is not None and least.host_bytes <= 3e9
+    peaks = found.prediction.peak_bytes
+    known = whatif.smallest_memory(model, profile, found.schedule.workload, known=peaks)
+    assert known.host_bytes == min(least.host_bytes, peaks[Tier.HOST])
+    assert whatif.largest_micro_batch(model, profile, found.schedule.workload) >= workload.micro_batch_size
+
+
 def test_longest_sequence_fits_and_one_much_longer_does_not() -> None:
     model = shallow(8)
     profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
-    longest = whatif.longest_sequence(model, profile)
+    longest = whatif.longest_sequence(model, profile, Workload(micro_batch_size=3, seq_len=1024, accumulation=2))
     assert longest >= 1024
 
     def device_bytes(tokens: int) -> int:
         workload = Workload(micro_batch_size=1, seq_len=tokens)
-        knobs = {"keep": 0, "inputs": 8, "slabs": 1, "slots": 2, "grad_slots": 1}
+        knobs = {"keep": 0, "inputs": 8, "slabs": 1, "slots": 1, "grad_slots": 1}
         schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
         return predict(schedule, profile).peak_bytes[Tier.DEVICE]
 
