@@ -16,7 +16,7 @@ from schedules import trained
 from schedules.op import Access, Op, Phase, Tier
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
-from schedules.tensor import describe, parse
+from schedules.tensor import describe, named, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Contents:
                     message=f"the gradient of layer {layer} is never applied: the step has no update of it"
                     + (" that is whole" if layer in self._begun else ""),
                     fix=f"add an update of layer {layer}" + (", of each part" if layer in self._begun else ""),
-                    buffer=f"w.{layer}",
+                    buffer=named(self._trained, layer),
                 )
 
     def _all_evaluated(self) -> Iterator[Violation]:

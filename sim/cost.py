@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.flops import attention_flops, op_flops
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
@@ -110,7 +110,8 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
 
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
-        InputError: the schedule uses NVMe and the profile has none, or an op would take longer than LONGEST_NS.
+        Refused: the schedule uses NVMe and the profile has none.
+        InputError: an op would take longer than LONGEST_NS.
     """
     waits = {wait.op for wait in schedule.waits}
     found = []
@@ -219,7 +220,7 @@ def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str
         latency_ns, half_size = link.latency.value, link.half_size.value
     if Tier.NVME in (source, target):
         if profile.nvme is None:
-            raise InputError(f"the schedule uses NVMe and profile {profile.name} has none")
+            raise Refused(f"does not fit: the schedule keeps tensors on NVMe, and {profile.name} has none")
         latency_ns += profile.nvme.latency.value
         # a drive that takes turns has one capacity, of which whoever reads or writes alone has all
         name, alone = (NVME_READ, profile.nvme.read) if source == Tier.NVME else (NVME_WRITE, profile.nvme.write)

@@ -12,7 +12,7 @@ Exact in its training. Approximated: pages stand for whole layers, two of which 
 leave beside the next one's arrival; which layers' states stay is settled once, the last ones first, where the
 driver evicts what was used longest ago, which in a cycle is what is needed next (pressure=1 shows that: all
 states move every step); a fault costs what a copy costs. With gradient clipping the norm is taken on the device
-before the first update. 8-bit block-wise states (2 bytes per parameter) are not shown: no precision has them.
+before the first update. 8-bit block-wise states, 2 bytes per parameter, are the precision bf16_8bit.
 Source: bitsandbytes, optim/optimizer.py and functional.py (get_paged, prefetch_tensor).
 """
 
