@@ -23,6 +23,8 @@ from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
 from megatrain.train import Trainer
 from schedules import policies, presets, trained
+from schedules.op import Stream
+from schedules.program import Program
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
@@ -113,6 +115,33 @@ def test_a_stale_schedule_goes_on_with_all_its_weights_up_to_date(tmp_path: Path
     exact = schedule("streamed")
     right, _ = train(exact, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", exact))
     assert after == pytest.approx(right, rel=1e-6)
+
+
+def computing_with_copies() -> Schedule:
+    """Copies of the weights made before the update: touched first in a step, and behind at its end."""
+    p = Program(MODEL, schedule().workload, staleness=1)
+    copies = {i: p.buffer(f"copy.{i}") for i in MODEL.layers}
+    for i in MODEL.layers:
+        p.keep_on_device(p.weight(i), p.state(i), p.grad(i))
+    for m in p.workload.microbatches:
+        for i in MODEL.layers[:-1]:
+            p.forward(i, m, weights=copies[i])
+        p.loss(m, weights=copies[MODEL.head])
+        for i in reversed(MODEL.layers[:-1]):
+            p.backward(i, m, weights=copies[i])
+    for i in MODEL.layers:
+        p.prefetch(p.weight(i), into=copies[i], stream=Stream.COMPUTE)
+        p.update(i, stream=Stream.COMPUTE)
+    return p.build(policy="copies")
+
+
+def test_a_checkpoint_holds_what_the_optimizer_wrote_and_not_a_copy(tmp_path: Path) -> None:
+    copies = computing_with_copies()
+    _, found = train(copies, 1, tmp_path, save=True)
+    saved = checkpoint.read(tmp_path / "checkpoints", copies)
+    _, right = train(schedule("resident"), 1, tmp_path)
+    assert same(found, right)
+    assert same({i: saved.layer(i) for i in found}, right)
 
 
 def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -381,6 +382,20 @@ def test_copied_activations_stay_in_their_buffers_memory(monkeypatch: pytest.Mon
         for buffer in devices:
             run._store.vacate(Access(buffer, "s.0.0"))
         assert not run._store._memory
+
+
+def test_evicted_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device: list[tuple[Tensor, ...]] = []
+    restore = Saved.restore
+
+    def come(saved: Saved, buffer: Tensor, memory: Sequence[Tensor]) -> bool:
+        on_device.append(saved.tensors)
+        return restore(saved, buffer, memory)
+
+    monkeypatch.setattr(Saved, "restore", come)
+    with trainer(WRITERS["moved_out"](MODEL, WORKLOAD)) as run:
+        run.run(1)
+    assert on_device == [()] * len(MODEL.blocks) * WORKLOAD.accumulation
 
 
 # ---- where contents end

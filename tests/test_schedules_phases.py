@@ -283,6 +283,11 @@ def from_drive_to_drive(s: Schedule) -> Schedule:
     return before(s, s.ops[0].name, copy_to(first, second, s, Stream.NVME_READ))
 
 
+def from_device_to_drive(s: Schedule) -> Schedule:
+    s, drive = spare(s, on("w.1"), "drive.w", Tier.NVME)
+    return before(s, s.ops[0].name, copy_to(on("w.1"), drive, s, Stream.NVME_WRITE))
+
+
 def replaced(s: Schedule, name: str, old: Access, new: Access) -> tuple[Access, ...]:
     return tuple(new if access == old else access for access in op_of(s, name).reads)
 
@@ -332,6 +337,7 @@ def nothing_added(s: Schedule) -> Schedule:
         (saved_within_the_host, "copy .* moves the saved activations of .* from host to host"),
         (saved_by_a_cast, "copy .* moves the saved activations of .* from device to device"),
         (from_drive_to_drive, r"copy \(copy\) moves the weights of layer 1 from nvme to nvme"),
+        (from_device_to_drive, "a drive and the device have no link"),
     ],
 )
 def test_what_would_train_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:

@@ -261,6 +261,16 @@ def test_a_micro_batch_counted_twice_is_told() -> None:
     assert all("with 1.0 more than once" in v.message for v in found)
 
 
+def test_a_layer_counted_twice_in_the_norm_is_told() -> None:
+    def count(p: Program) -> None:
+        p.norm([(p.home(p.grad(1)), p.grad(1))], name="N1")
+
+    found = problems(with_something_before_the_norm(count))
+    updates = [f"U.{MODEL.layer_name(i)}" for i in MODEL.layers]
+    assert [(v.rule, v.op) for v in found] == [("gradient clipping", update) for update in updates]
+    assert all("clips by a norm that counts a layer twice" in v.message for v in found)
+
+
 def test_a_cast_stays_in_its_layer() -> None:
     def cast(p: Program) -> None:
         narrow, wide = p.grad(1), p.grad(2, wide=True)
