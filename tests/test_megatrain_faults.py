@@ -6,7 +6,6 @@ import dataclasses
 import faulthandler
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -198,15 +197,21 @@ def test_error_of_the_data_stops_all_threads() -> None:
 
 
 def test_interrupt_while_the_host_waits_stops_all_threads() -> None:
+    waiting = threading.Event()
+
+    class Waiting(CpuBackend):
+        def host_wait(self, event: CpuEvent) -> None:
+            waiting.set()
+            super().host_wait(event)
+
     def interrupt(step: int, layer: int, grad: Tensor) -> None:
-        if (step, layer) == (1, 0):
-            time.sleep(0.1)  # by now the host has issued all that it may, and waits for this step
+        if (step, layer) == (0, 0):  # the host waits for this step first
+            assert waiting.wait(timeout=60)
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGINT)
 
-    verified = verify(WRITERS["two_slots"](MODEL, WORKLOAD))
-    run = trainer(verified, CpuBackend(), on_gradient=interrupt)
+    run = trainer(verify(WRITERS["two_slots"](MODEL, WORKLOAD)), Waiting(), on_gradient=interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.run(1000)
 
