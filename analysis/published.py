@@ -22,7 +22,6 @@ from sim.prediction import DoesNotFit, Prediction, memory_of, predict, require_f
 if TYPE_CHECKING:
     import pandas as pd
 
-FAR = 0.15  # a prediction that is further off than this is explained
 _LARGEST_BATCH = 4096
 
 

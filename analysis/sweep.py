@@ -267,10 +267,7 @@ def hand_on(handed: Handed) -> Row:
             recompute=other["recompute"],
         )
         knobs = policies.parse_knobs(other["schedule"], other["knobs"].split())
-        try:
-            schedule = policies.build(other["schedule"], point.model, workload, memory_of(point.profile), **knobs)
-        except Refused:
-            continue
+        schedule = policies.build(other["schedule"], point.model, workload, memory_of(point.profile), **knobs)
         prediction = predict(schedule, point.profile)
         if prediction.fits and prediction.period_ns / 1e9 < row["step_s"]:
             verify(schedule)

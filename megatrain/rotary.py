@@ -36,7 +36,7 @@ def rotary_frequencies(model: ModelSpec) -> Tensor:
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
     plain = 1.0 / model.rope_theta**exponents
     scaling = dict(model.rope_scaling)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = scaling.get("rope_type", "default")
     if kind == "default":
         return plain
     if kind == "linear":
@@ -73,7 +73,7 @@ def _scale(model: ModelSpec) -> float:
     Raises ModelError for yarn's `mscale`, which no model that we know of has.
     """
     scaling = dict(model.rope_scaling)
-    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+    if scaling.get("rope_type") != "yarn":
         return 1.0
     if scaling.get("mscale") or scaling.get("mscale_all_dim"):
         raise ModelError(f"{model.name}: yarn with mscale has no template")

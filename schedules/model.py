@@ -291,12 +291,6 @@ class ModelSpec:
         """Those counted so far: schedules ask for them once per op."""
         return {}
 
-    def active_params(self, i: int) -> int:
-        """Parameters of layer i that one token uses: all of them but the experts it is not routed to."""
-        unused = self.num_experts - self.num_experts_per_tok
-        shapes = self.parameter_shapes(i).items()
-        return self.params(i) - sum(unused * math.prod(s[1:]) for name, s in shapes if ".experts." in name)
-
     @property
     def total_params(self) -> int:
         return sum(self.params(i) for i in self.layers)

@@ -66,11 +66,6 @@ class Trace:
         np.maximum.at(ends, self.step, self.end_ns)
         return ends
 
-    @property
-    def makespan_ns(self) -> int:
-        """From time zero to the end of the last op."""
-        return int(self.end_ns.max()) if len(self) else 0
-
     def step_ns(self, warmup: int = 1) -> Ints:
         """Times from the end of one step to the end of the next, after `warmup` steps, shape (steps - warmup - 1,).
 

@@ -122,7 +122,7 @@ def test_llama3_slows_long_wavelengths_keeps_short_ones_and_blends_between():
             expected = (1 - keep) * before / 8 + keep * before
         assert after == pytest.approx(expected, rel=1e-5)
     assert plain[0] == slowed[0] == 1.0 and slowed[-1] == pytest.approx(float(plain[-1]) / 8)
-    linear = rotary_frequencies(scaled({"type": "linear", "factor": 2.0}, head_dim=128))
+    linear = rotary_frequencies(scaled({"rope_type": "linear", "factor": 2.0}, head_dim=128))
     assert torch.equal(linear * 2, rotary_frequencies(spec(head_dim=128)))
 
 

@@ -14,13 +14,6 @@ from sim.sharing import speeds
 RESOURCES = ["link.h2d", "link.d2h", "link.duplex", "dram", "cores"]
 SHARES = st.one_of(st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 1.0]), st.floats(min_value=0.001, max_value=1.0))
 USAGES = st.lists(st.dictionaries(st.sampled_from(RESOURCES), SHARES, max_size=4), max_size=7)
-WEIGHTS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0])
-
-
-@st.composite
-def weighted(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[float]]:
-    usages = draw(USAGES)
-    return usages, [draw(WEIGHTS) for _ in usages]
 
 
 def load_of(usages: list[dict[str, float]], speed: list[float], resource: str) -> float:
@@ -72,53 +65,31 @@ def test_duplex_limits_both_directions_together() -> None:
     assert speeds(copies) == [0.8, 0.8]
 
 
-def test_weights_set_the_ratio_of_speeds_on_a_shared_resource() -> None:
-    assert speeds([{"dram": 1.0}, {"dram": 1.0}], [1.0, 3.0]) == [0.25, 0.75]
-    assert speeds([{"dram": 0.5}, {"dram": 1.0}], [4.0, 1.0]) == [1.0, 0.5]
-
-
 @pytest.mark.parametrize("bad", [-0.1, 1.0000001, math.nan, math.inf])
 def test_a_usage_that_is_not_a_fraction_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="op 1: use of dram must be from 0 to 1"):
         speeds([{"dram": 1.0}, {"dram": bad}])
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_weight_that_is_not_positive_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="op 0: weight must be above 0"):
-        speeds([{"dram": 1.0}], [bad])
-
-
-def test_every_op_needs_a_weight() -> None:
-    with pytest.raises(ValueError, match="2 ops but 1 weights"):
-        speeds([{}, {}], [1.0])
-
-
 # ------------------------------------------------------------------------------------------------- properties
 
 
-@given(weighted())
-def test_speeds_are_positive_and_never_above_full(case: tuple[list[dict[str, float]], list[float]]) -> None:
-    usages, weights = case
-    assert all(0.0 < speed <= 1.0 for speed in speeds(usages, weights))
+@given(USAGES)
+def test_speeds_are_positive_and_never_above_full(usages: list[dict[str, float]]) -> None:
+    assert all(0.0 < speed <= 1.0 for speed in speeds(usages))
 
 
-@given(weighted())
-def test_no_resource_carries_more_than_its_capacity(case: tuple[list[dict[str, float]], list[float]]) -> None:
-    usages, weights = case
-    speed = speeds(usages, weights)
+@given(USAGES)
+def test_no_resource_carries_more_than_its_capacity(usages: list[dict[str, float]]) -> None:
+    speed = speeds(usages)
     for resource in RESOURCES:
         assert load_of(usages, speed, resource) <= 1.0 + 1e-12
 
 
-@given(weighted())
-def test_a_slowed_op_is_among_the_fastest_on_some_full_resource(
-    case: tuple[list[dict[str, float]], list[float]],
-) -> None:
+@given(USAGES)
+def test_a_slowed_op_is_among_the_fastest_on_some_full_resource(usages: list[dict[str, float]]) -> None:
     """The bottleneck condition, which is equivalent to max-min fairness (Bertsekas and Gallager, 6.5.2)."""
-    usages, weights = case
-    speed = speeds(usages, weights)
-    level = [s / w for s, w in zip(speed, weights, strict=True)]
+    speed = speeds(usages)
     for i, usage in enumerate(usages):
         if speed[i] == 1.0:
             continue
@@ -127,7 +98,7 @@ def test_a_slowed_op_is_among_the_fastest_on_some_full_resource(
             for resource, share in usage.items()
             if share > 0.0
             and load_of(usages, speed, resource) >= 1.0 - 1e-9
-            and all(level[i] >= level[j] * (1 - 1e-9) for j in range(len(usages)) if usages[j].get(resource))
+            and all(speed[i] >= speed[j] * (1 - 1e-9) for j in range(len(usages)) if usages[j].get(resource))
         ]
         assert bottlenecks, f"op {i} at {speed[i]} could be raised"
 
@@ -140,18 +111,12 @@ def test_only_an_over_subscribed_resource_slows_anyone(usages: list[dict[str, fl
             assert speed == 1.0
 
 
-@given(weighted(), st.randoms())
-def test_the_order_of_the_ops_does_not_matter(case: tuple[list[dict[str, float]], list[float]], random: object) -> None:
-    usages, weights = case
+@given(USAGES, st.randoms())
+def test_the_order_of_the_ops_does_not_matter(usages: list[dict[str, float]], random: object) -> None:
     order = list(range(len(usages)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    shuffled = speeds([usages[i] for i in order], [weights[i] for i in order])
-    assert shuffled == [speeds(usages, weights)[i] for i in order]
-
-
-@given(USAGES, st.sampled_from([0.25, 2.0, 8.0]))
-def test_only_the_ratio_of_weights_matters(usages: list[dict[str, float]], factor: float) -> None:
-    assert speeds(usages, [factor] * len(usages)) == pytest.approx(speeds(usages), rel=1e-12)
+    shuffled = speeds([usages[i] for i in order])
+    assert shuffled == [speeds(usages)[i] for i in order]
 
 
 @given(st.lists(SHARES.filter(lambda share: share > 0.0), min_size=1, max_size=6))
