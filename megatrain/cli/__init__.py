@@ -49,7 +49,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-VERSION = typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
+VERSION = typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
 
 
 @app.callback()

@@ -12,17 +12,17 @@ from schedules.errors import InputError
 
 
 def adversary(
-    first: Annotated[str, typer.Argument(help="The policy that is to lose.", show_default=False)],
-    second: Annotated[str, typer.Argument(help="The policy that is to win.", show_default=False)],
+    first: Annotated[str, typer.Argument(help="The policy that should lose.", show_default=False)],
+    second: Annotated[str, typer.Argument(help="The policy that should win.", show_default=False)],
     hardware: Hardware = "h200",
     change: Set = None,
     points: Annotated[int, typer.Option(min=1, help="Points to try.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
-    top: Annotated[int, typer.Option(min=1, help="How many to tell.")] = 5,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 5,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a row per point to this CSV file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find machines and shapes at which one policy loses most to another: when not to use it."""
+    """Find machines and shapes where one policy loses most to another: when not to use it."""
     from analysis import adversary as adversaries
     from analysis import tables
     from analysis.files import write_text

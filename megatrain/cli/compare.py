@@ -35,9 +35,7 @@ def compare(
     models_too: ModelsToo = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            "--policy", "-p", help="A policy, or several: a,b. Repeatable; all that train every weight if left out."
-        ),
+        typer.Option("--policy", "-p", help="Policies to compare, repeatable; default: all that train every weight."),
     ] = None,
     hardware: Hardware = "h200",
     batch: Batch = 8,

@@ -12,11 +12,11 @@ from megatrain.cli.options import progress_bar, require_outputs
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the results.")] = Path("results/demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("results/demo"),
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps to train with each policy.")] = 40,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
 ) -> None:
-    """Measure this machine, simulate five policies, train with each, and lay both side by side."""
+    """Measure this machine, simulate five policies, train with each, and compare the two."""
     from analysis import demo_report, tables
     from megatrain import demo as demonstration
 

@@ -11,17 +11,17 @@ from megatrain.cli.options import Hardware, Json, machine_of, print_json, requir
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(help="A trace: the one to measure the other against.", show_default=False)],
+    first: Annotated[Path, typer.Argument(help="The trace to compare against.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="Another trace of the same schedule.", show_default=False)],
-    schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file that both are of.")],
+    schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file of both.")],
     hardware: Hardware = "h200",
-    top: Annotated[int, typer.Option(min=1, help="How many differences to tell.")] = 12,
+    top: Annotated[int, typer.Option(min=1, help="How many differences to show.")] = 12,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a row per op to this CSV file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell where two runs of a schedule part, largest first, and which of it moves the step.
+    """Show where two runs of a schedule differ, largest first, and which differences change the step time.
 
-    The hardware only says which ops use a resource in common.
+    The hardware only says which ops share a resource.
     """
     from analysis import tables, trace_diff, trace_words
     from analysis.files import write_text

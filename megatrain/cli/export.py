@@ -12,7 +12,7 @@ from megatrain.cli.options import require_input, require_outputs
 
 def export(
     schedule: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)],
-    chakra: Annotated[Path, typer.Option(help="Write a Chakra execution trace: protobuf as .et, else JSON.")],
+    chakra: Annotated[Path, typer.Option(help="Write a Chakra execution trace: protobuf if .et, else JSON.")],
     trace: Annotated[Path | None, typer.Option(help="Export this run of the schedule, with its times.")] = None,
 ) -> None:
     """Write a schedule for other tools: as an MLCommons Chakra execution trace."""

@@ -15,7 +15,7 @@ def models(
     name: Annotated[str | None, typer.Argument(help="A model's name or config.json; all if left out.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that come with it, or describe one."""
+    """List the built-in models, or describe one."""
     from megatrain.terminal import print_table
     from schedules import presets
 
@@ -47,7 +47,7 @@ def hardware(
     change: Set = None,
     as_json: Json = False,
 ) -> None:
-    """List the machines that come with it, or every number of one with its source."""
+    """List the built-in machines, or every number of one with its source."""
     from megatrain.terminal import print_table
     from sim import hardware as machines
     from sim import machine

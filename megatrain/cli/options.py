@@ -38,14 +38,14 @@ Precision = Annotated[str, typer.Option("--precision", help=", ".join(PRECISIONS
 Clip = Annotated[float | None, typer.Option("--clip", help="Clip gradients to this global norm.")]
 Recompute = Annotated[
     str,
-    typer.Option(
-        "--recompute", help=f"What blocks compute again in backward though they keep the rest: {', '.join(RECOMPUTED)}."
-    ),
+    typer.Option("--recompute", help=f"What blocks recompute in backward, keeping the rest: {', '.join(RECOMPUTED)}."),
 ]
 Models = Annotated[
-    list[str] | None, typer.Argument(help="Models, by name or config.json; a,b are two.", show_default=False)
+    list[str] | None, typer.Argument(help="Models by name or config.json; several: a,b.", show_default=False)
 ]
-ModelsToo = Annotated[list[str] | None, typer.Option("--models", "--model", "-m", help="The same. Repeatable.")]
+ModelsToo = Annotated[
+    list[str] | None, typer.Option("--models", "--model", "-m", help="The same as an option. Repeatable.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 STEP = ("policy", "batch", "accumulation", "seq", "precision", "clip", "recompute", "knob")  # what makes a schedule

@@ -46,21 +46,21 @@ def plan(
         float | None,
         typer.Option(min=0.0, help="Spread of op times for the interval; the profile's own or 0.02 if left out."),
     ] = None,
-    what_if: Annotated[bool, typer.Option("--what-if", help="Tell what more or less of everything would do.")] = False,
+    what_if: Annotated[bool, typer.Option("--what-if", help="Report what more of each resource would gain.")] = False,
     prove: Annotated[
-        float | None, typer.Option(min=1.0, help="Seconds to prove how much another order could gain; few layers.")
+        float | None, typer.Option(min=1.0, help="Seconds for proving what another order could gain; for few layers.")
     ] = None,
     start: Annotated[
         list[Path] | None,
-        typer.Option("--start", help="Begin with this schedule file: if it fits, the plan is not slower. Repeatable."),
+        typer.Option("--start", help="Start from this schedule file: if it fits, the plan is no slower. Repeatable."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the best schedule for a model on a machine, and how much better any could be.
 
-    With --batch and --accumulation the step is their product; --tokens is left aside then. On a measured profile the
-    plan is the best of what the profile has times for; it tells what that leaves out, and how to measure it.
+    With --batch and --accumulation the step is their product; --tokens is then ignored. On a measured profile the
+    plan is the best of what the profile has times for; it says what that leaves out and how to measure it.
     """
     from analysis.files import write_text
     from megatrain import plan_tables as tables

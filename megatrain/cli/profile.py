@@ -34,7 +34,7 @@ def profile(
         list[str] | None,
         typer.Option(
             "--recompute",
-            help=f"What blocks compute again in backward: {', '.join(RECOMPUTED)}. Repeatable; none if left out.",
+            help=f"What blocks recompute in backward: {', '.join(RECOMPUTED)}. Repeatable; none if left out.",
         ),
     ] = None,
     shape: Annotated[
@@ -44,16 +44,17 @@ def profile(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="Whose ops are timed. Repeatable; all if left out.")
+        list[str] | None,
+        typer.Option("--policy", "-p", help="A policy whose ops are timed. Repeatable; all if left out."),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, to measure that too.")] = None,
 ) -> None:
-    """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. The file serves --hardware anywhere.
+    """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. Every --hardware takes the file.
 
-    Other shapes between the timed ones are predicted from them, and any number of micro-batches from two. A plan
-    considers what was timed: give --recompute once for each way that it shall weigh. An interrupted measurement goes
-    on where it was.
+    Shapes between the timed ones are predicted from them, and so is any number of micro-batches from two. A plan
+    considers what was timed: give --recompute once for each way it should consider. An interrupted
+    measurement resumes when run again.
     """
     from functools import partial
 

@@ -14,7 +14,7 @@ def published(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the tables and a plot to this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict every published point from datasheets, nothing tuned, beside the published number."""
+    """Predict every published point from datasheets, untuned, beside the published number."""
     from analysis import published as points
     from analysis import published_report, tables
 

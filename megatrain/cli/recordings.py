@@ -19,7 +19,7 @@ def import_trace(
     file: Annotated[Path, typer.Argument(help="What torch.profiler exported: .json or .json.gz.", show_default=False)],
     model: Annotated[str, typer.Option("--model", "-m", help="The model that was trained: a name or config.json.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write schedule.json and trace.json to this folder.")],
-    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch that you trained.")],
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch in that run.")],
     seq: Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")],
     accumulation: Accumulation = 1,
     precision: Precision = "bf16",
@@ -48,10 +48,10 @@ def import_trace(
 
 
 def timeline(
-    files: Annotated[list[Path], typer.Argument(help="Trace files, and the schedule files they are of, in any order.")],
+    files: Annotated[list[Path], typer.Argument(help="Trace files and their schedule files, in any order.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write gantt.png, .svg, .csv and timeline.json here.")],
 ) -> None:
-    """Draw runs one under the other: a picture of one steady step each, and a timeline for ui.perfetto.dev."""
+    """Draw runs below each other: a picture of one steady step each, and a timeline for ui.perfetto.dev."""
     from analysis import figure, gantt, perfetto
 
     require_input(*files)

@@ -60,38 +60,38 @@ def run(
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train, after --resume so many more.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train; with --resume, this many more.")] = 20,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises to that.")] = 0,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up to --lr.")] = 0,
     decay_until: Annotated[
-        int | None, typer.Option(help="Let it fall to zero, which this step would have, along half a cosine.")
+        int | None, typer.Option(help="Cosine decay; the learning rate reaches zero at this step.")
     ] = None,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices alone.")] = 0.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of the initial weights and the order of the data.")
-    ] = 0,
+    weight_decay: Annotated[float, typer.Option(help="AdamW weight decay, for matrices only.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of initial weights and data order.")] = 0,
     weights: Annotated[
-        Path | None, typer.Option(help="Begin with the weights in this folder of Hugging Face's; random if left out.")
+        Path | None, typer.Option(help="Start from the weights in this Hugging Face folder; random if left out.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="A .npy file of token numbers; Python's own source files if left out.")
+        Path | None, typer.Option(help="A .npy file of token ids; Python's own source files if left out.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or the newest in a folder.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue from this checkpoint, or the newest in a folder.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write a checkpoint to this folder at the end.")] = None,
-    every: Annotated[int | None, typer.Option(min=1, help="Write one after every so many steps, too.")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="Also save every N steps.")] = None,
     export: Annotated[
-        Path | None, typer.Option(help="Write the weights, or adapters, as Hugging Face has them, at the end.")
+        Path | None, typer.Option(help="At the end, write the weights or adapters in Hugging Face format.")
     ] = None,
-    expect: Annotated[str | None, typer.Option(help="Refuse any schedule whose digest does not begin so.")] = None,
+    expect: Annotated[str | None, typer.Option(help="Refuse a schedule whose digest does not start with this.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    nvme: Annotated[Path | None, typer.Option(help="A folder on the drive for what the schedule keeps there.")] = None,
+    nvme: Annotated[Path | None, typer.Option(help="A folder on the drive, for what the schedule keeps there.")] = None,
     fused: Annotated[bool, typer.Option("--fused", help="Compile norms, rotations, gates and the loss.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Replay blocks as CUDA graphs.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify a schedule and train by it, on this machine."""
+    """Verify a schedule and train with it on this machine."""
     from schedules.verify import verify
     from schedules.workload import MemoryBudget
     from sim.prediction import memory_of, predict

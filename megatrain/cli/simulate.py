@@ -95,7 +95,7 @@ def build(
     target: Annotated[str, typer.Argument(help="A model's name, or its config.json.", show_default=False)],
     policy: Policy = "streamed",
     hardware: Annotated[
-        str, typer.Option("--hardware", "-H", "--profile", help="The machine whose memory to fit.")
+        str, typer.Option("--hardware", "-H", "--profile", help="The machine whose memory the schedule should fit.")
     ] = "h200",
     batch: Batch = 8,
     accumulation: Accumulation = 1,
@@ -106,7 +106,7 @@ def build(
     knob: Knob = None,
     change: Set = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the grid: one column per stream.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the schedule as a grid: one column per stream.")] = False,
     as_json: Json = False,
 ) -> None:
     """Build a policy's schedule for a model, verify it and write it to a file."""
@@ -143,7 +143,7 @@ def build(
 def verify(
     file: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)], as_json: Json = False
 ) -> None:
-    """Prove a schedule file safe, or tell everything that is wrong with it."""
+    """Prove a schedule file safe, or report everything wrong with it."""
     from megatrain.tables import print_summary
     from schedules.verify import ScheduleError
     from schedules.verify import verify as prove

@@ -26,7 +26,9 @@ from megatrain.cli.options import (
 
 
 def sweep(
-    prices: Annotated[Path, typer.Option("--prices", help="Your prices, as docs/prices.yaml.", show_default=False)],
+    prices: Annotated[
+        Path, typer.Option("--prices", help="Your prices, in the form of docs/prices.yaml.", show_default=False)
+    ],
     models: Models = None,
     models_too: ModelsToo = None,
     hardware: Annotated[
@@ -35,11 +37,12 @@ def sweep(
             "--hardware",
             "-H",
             "--profile",
-            help="A machine, or several: a,b. Repeatable; every one with a price if left out.",
+            help="A machine, or several: a,b. Repeatable; all that have a price if left out.",
         ),
     ] = None,
     vary: Annotated[
-        list[str] | None, typer.Option("--vary", help="A number and its values: host.memory=128GiB,256GiB. Repeatable.")
+        list[str] | None,
+        typer.Option("--vary", help="A number and the values to try: host.memory=128GiB,256GiB. Repeatable."),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -49,10 +52,10 @@ def sweep(
     seq: Seq = 4096,
     precision: Precision = "bf16",
     train_tokens: Annotated[float, typer.Option(min=1.0, help="Tokens to train on, for time and cost.")] = 1e9,
-    out: Annotated[Path, typer.Option("--out", "-o", help="For results; an interrupted sweep goes on.")] = Path(
-        "results/sweep"
-    ),
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for every core if left out.")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for results; rerun the same command to resume.")
+    ] = Path("results/sweep"),
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core if left out.")] = None,
     dask: Annotated[str | None, typer.Option(help="Run on this Dask cluster: tcp://host:port.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -17,28 +17,34 @@ Shapes = list[str] | None
 
 def validate(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The folder for results; an interrupted run goes on.")
+        Path, typer.Option("--out", "-o", help="Folder for results; rerun the same command to resume.")
     ] = Path("results/validation"),
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "--models", "-m", help="One, or a,b. Repeatable; three small ones if left out."),
+        typer.Option(
+            "--model", "--models", "-m", help="A model, or several: a,b. Repeatable; three small ones if left out."
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help='With knobs if need be: "streamed nvme=4". Repeatable; five if left out.'),
+        typer.Option(
+            "--policy", "-p", help='A policy, with any knobs: "streamed nvme=4". Repeatable; five if left out.'
+        ),
     ] = None,
-    calibrate: Annotated[Shapes, typer.Option(help="A profiled shape, micro-batch x sequence: 2x128.")] = None,
-    hold_out: Annotated[Shapes, typer.Option(help="A shape that is run, and not profiled.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 on a CPU and bf16 on a GPU, if left out.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each point is run.")] = 2,
-    steps: Annotated[int, typer.Option(min=5, help="Optimizer steps of each run.")] = 10,
+    calibrate: Annotated[
+        Shapes, typer.Option(help="A shape to profile, micro-batch x sequence: 2x128. Repeatable.")
+    ] = None,
+    hold_out: Annotated[Shapes, typer.Option(help="A shape to run but not profile. Repeatable.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Default: fp32 on a CPU, bf16 on a GPU.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each point.")] = 2,
+    steps: Annotated[int, typer.Option(min=5, help="Optimizer steps per run.")] = 10,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, for policies that use one.")] = None,
-    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one, if left out.")] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Profile this machine, run what was not profiled, and tell how far predictions are from runs.
+    """Profile this machine, run shapes that were not profiled, and report how far predictions are from runs.
 
-    The shapes that are profiled must surround those that are run.
+    The profiled shapes must surround those that are run.
     """
     from analysis import tables, validation, validation_report
     from megatrain import validate as grids
