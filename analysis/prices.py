@@ -137,7 +137,7 @@ def read(path: Path) -> Prices:
 def _checked(cls: type[Any], entry: object, where: str) -> Any:
     known = {field.name: field for field in fields(cls)}
     if not isinstance(entry, Mapping):
-        raise PriceError(f"{where}: {entry!r} is not a list of prices")
+        raise PriceError(f"{where}: {entry!r} must be a mapping of prices")
     for name, value in entry.items():
         if name not in known:
             raise PriceError(f"{where}: {name!r} is unknown; known are {', '.join(known)}")

@@ -87,8 +87,8 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     for name in files:
         if name not in wanted and not _not_needed(name, model):
             raise WeightsError(
-                f"the weights in {folder} have {name}, of which {model.name} knows nothing{_quantized(files)}: trained "
-                "without it, it would be another model; remove it if it is of no use"
+                f"{folder} contains {name}, which {model.name} has no parameter for"
+                + (_quantized(files) or "; remove it if it is not needed")
             )
     for file, names in _by_file(files, wanted).items():
         try:
@@ -147,7 +147,7 @@ def _not_needed(name: str, model: ModelSpec) -> bool:
 
 def _quantized(files: Mapping[str, str]) -> str:
     quantized = any(name.endswith(("_blocks", "_scales", "_scale", "_scale_inv")) for name in files)
-    return f": they are quantized; {PLAIN_ONLY}" if quantized else ""
+    return f": the weights are quantized; {PLAIN_ONLY}" if quantized else ""
 
 
 def _files(folder: Path) -> dict[str, str]:

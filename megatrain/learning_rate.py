@@ -17,7 +17,7 @@ def by_step(hyper: Adam, *, warmup: int = 0, until: int | None = None) -> Callab
     `until` would have none. Raises ValueError where that is not after the warm-up.
     """
     if warmup < 0 or (until is not None and until <= warmup):
-        raise ValueError(f"a learning rate falls after it has risen: warm-up of {warmup} steps, none left at {until}")
+        raise ValueError(f"decay must end after warm-up: warm-up {warmup} steps, decay ends at {until}")
 
     def at(step: int) -> Adam:
         if step < warmup:

@@ -254,7 +254,7 @@ def templates(
     """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block.
 
     Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
-    Raises TemplateError for an unknown rope_scaling, and for windows or sinks in fp32 on a GPU.
+    Raises ModelError for an unknown rope_scaling, and TemplateError for windows or sinks in fp32 on a GPU.
     """
     cos, sin = rotary_tables(model, seq_len, device, dtype)
     block = Block(

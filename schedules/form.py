@@ -86,7 +86,7 @@ def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:
                 of_step = " or ".join(map(str, sorted(due)))
                 yield _wrong(
                     op,
-                    f"{op.name} has {found} {unit}, of this model and step {of_step}",
+                    f"{op.name} declares {found} {unit}; this model and step need {of_step}",
                     "give it those of the workload",
                 )
 

@@ -12,7 +12,7 @@ from sim.room import ONE_BLOCK, ways_to_part
 def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dict[str, list[Knob]]:
     """The knobs of `streamed` that are searched, each with its values in order.
 
-    What only want of room asks for is among them where `begun`, with which all begins, has it.
+    Knobs that matter only when memory is short are included if `begun`, the search's starting point, sets them.
     """
     blocks = model.num_hidden_layers
     counts: list[Knob] = list(range(blocks + 1))

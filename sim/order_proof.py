@@ -104,7 +104,7 @@ def solver() -> Any:
     try:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
-        raise InputError("a proof of order takes OR-tools: pip install ortools") from None
+        raise InputError("a proof of order takes OR-tools: pip install 'megatrain[prove]'") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--steps", "1", "--export", "/proc/nowhere"], 2, "/proc/nowhere"),
         (["run", "tiny", "-p", "flexgen_block", "--steps", "1", "--export", "/tmp"], 2, "nothing is trained"),
         (["run", "tiny", "--steps", "1", "--every", "1"], 2, "say where to save it"),
-        (["run", "tiny", "--warmup", "5", "--decay-until", "5"], 2, "falls after it has risen"),
+        (["run", "tiny", "--warmup", "5", "--decay-until", "5"], 2, "decay must end after warm-up"),
         (["run", "llama-2-70b", "--steps", "1"], 1, "GB of memory are available on this machine"),
         (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
         (["plan", "tiny", "-t", "1000"], 2, "no whole number of sequences"),

@@ -107,7 +107,7 @@ def test_a_proof_without_a_solver_is_told_before_the_search() -> None:
         "sys.argv = ['megatrain', 'plan', 'tiny', '-t', '256', '-s', '64', '--prove', '5']\ncli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 2 and "pip install ortools" in done.stderr and "tokens/s" not in done.stderr
+    assert done.returncode == 2 and "pip install 'megatrain[prove]'" in done.stderr and "tokens/s" not in done.stderr
 
 
 def test_a_plan_that_cannot_be_proven_is_not_lost(tmp_path: Path) -> None:

@@ -25,5 +25,5 @@ def test_without_more_said_it_stays() -> None:
 
 @pytest.mark.parametrize(("warmup", "until"), [(-1, None), (4, 4), (0, 0)])
 def test_what_means_nothing_is_refused(warmup: int, until: int | None) -> None:
-    with pytest.raises(ValueError, match="falls after it has risen"):
+    with pytest.raises(ValueError, match="decay must end after warm-up"):
         by_step(HYPER, warmup=warmup, until=until)

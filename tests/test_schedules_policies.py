@@ -516,7 +516,7 @@ def test_knobs_are_parsed_by_their_types() -> None:
         (["slots=two"], "knob slots must be a whole number, not 'two'"),
         (["slots=2.5"], "knob slots must be a whole number, not '2.5'"),
         (["slots=none"], "knob slots must be a whole number, not 'none'"),
-        (["keep=-1"], "knob keep counts something and cannot be -1"),
+        (["keep=-1"], "knob keep must be at least 0, not -1"),
         (["order=layer"], "knob order must be 'layers' or 'microbatches', not 'layer'"),
         (["slots=2", "slots=3"], "knob slots is set twice"),
     ],

@@ -368,7 +368,7 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
     ("change", "told"),
     [
         (lambda op: replace(op, nbytes=-1), "has nbytes -1"),
-        (lambda op: replace(op, nbytes=op.nbytes - 4), "bytes, of this model and step"),
+        (lambda op: replace(op, nbytes=op.nbytes - 4), "bytes; this model and step need"),
         (lambda op: replace(op, phase=Phase.ADAM), "is a prefetch of phase adam"),
         (lambda op: replace(op, reads=()), "is a copy with 0 sources and 1 targets"),
         (lambda op: replace(op, writes=()), "is a copy with 1 sources and 0 targets"),
@@ -428,7 +428,7 @@ def test_a_step_of_another_size_than_its_ops_is_told() -> None:
     assert halved.digest == schedule.digest  # the ops are the same
     told = {(v.rule, v.op) for v in problems(halved)}
     assert ("structure", "F.0.0") in told and ("structure", "B.0.0") in told
-    assert any("FLOPs, of this model and step" in v.message for v in problems(halved))
+    assert any("FLOPs; this model and step need" in v.message for v in problems(halved))
 
 
 def first_of_each_phase(schedule: Schedule) -> dict[Phase, str]:
@@ -456,9 +456,9 @@ def test_updates_that_cost_nothing_are_told_with_what_they_cost() -> None:
     told = [v.message for v in problems(replace(schedule, ops=ops))]
     n = MODEL.params(1)
     assert len(told) == 2 * len(MODEL.layers)
-    assert f"U.1 has 1 parameters, of this model and step {n}" in told
+    assert f"U.1 declares 1 parameters; this model and step need {n}" in told
     # weights, two moments and gradient of 4 bytes are read, all but the gradient written
-    assert f"U.1 has 0 bytes, of this model and step {7 * 4 * n}" in told
+    assert f"U.1 declares 0 bytes; this model and step need {7 * 4 * n}" in told
 
 
 def test_layers_run_by_fused_kernels_or_by_others_but_not_for_free() -> None:
@@ -468,7 +468,7 @@ def test_layers_run_by_fused_kernels_or_by_others_but_not_for_free() -> None:
     assert verify(fused) and verify(not_fused)
     few, many = (next(op for op in s.ops if op.name == "F.0.0").nbytes for s in (fused, not_fused))
     found = problems(edit(fused, "F.0.0", lambda op: replace(op, nbytes=many - 1)))
-    assert f"F.0.0 has {many - 1} bytes, of this model and step {few} or {many}" in str(found[0])
+    assert f"F.0.0 declares {many - 1} bytes; this model and step need {few} or {many}" in str(found[0])
 
 
 def test_an_update_is_of_the_layer_that_it_writes() -> None:

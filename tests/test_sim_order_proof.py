@@ -132,5 +132,5 @@ def test_a_large_schedule_and_a_missing_solver_are_told(monkeypatch: pytest.Monk
 
     small = schedule("streamed")
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
-    with pytest.raises(InputError, match="pip install ortools"):
+    with pytest.raises(InputError, match=r"pip install 'megatrain\[prove\]'"):
         order_proof.prove(small, H200)

@@ -279,7 +279,7 @@ def _check(name: str, value: Knob, knob: inspect.Parameter) -> None:
     if not good:
         raise PolicyError(f"knob {name} must be {_expected(knob)}, not {value!r}")
     if type(value) is int and value < 0:
-        raise PolicyError(f"knob {name} counts something and cannot be {value}")
+        raise PolicyError(f"knob {name} must be at least 0, not {value}")
     if type(value) is float and not math.isfinite(value):
         raise PolicyError(f"knob {name} must be finite, not {value}")
 
