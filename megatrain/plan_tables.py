@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatrain.tables import drive_rows, prediction_record
-from megatrain.terminal import print_table, scaled
+from megatrain.terminal import print_table
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.model import ModelSpec
@@ -21,6 +21,7 @@ from sim.machine import HardwareProfile
 from sim.order_proof import OrderProof
 from sim.plan import Plan, plan
 from sim.prediction import memory_of
+from sim.units import scaled
 
 MORE_DEVICE, MORE_HOST = 16 * 2**30, 64 * 10**9  # bytes of the question "what if there were more"
 SOME = 25  # candidates of a search that begins with a good schedule

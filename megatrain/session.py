@@ -21,13 +21,13 @@ from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standar
 from megatrain.graphs import replayed
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.pointwise import PLAIN, compiled
-from megatrain.terminal import scaled
 from megatrain.train import Debug, Trainer, as_they_are
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
+from sim.units import scaled
 
 TEXT_BYTES = 8_000_000  # of source text; a demonstration sees a fraction of it
 DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.terminal import print_table, scaled
+from megatrain.terminal import print_table
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes
+from sim.units import scaled
 
 
 def print_summary(schedule: Schedule, verdict: str) -> None:

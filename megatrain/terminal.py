@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sim.units import scaled as scaled
-
 Record = dict[str, Any]
 
 _PIPE = 240  # columns; a pipe has no width of its own

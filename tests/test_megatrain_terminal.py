@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megatrain.terminal import Column, Record, scaled, show_records
+from megatrain.terminal import Column, Record, show_records
+from sim.units import scaled
 
 ROWS: list[Record] = [
     {"name": "llama-3.1-8b", "count": "8,030,261,248", "rate": "55.4 GB/s", "words": "one two three " * 9},
