@@ -16,7 +16,7 @@ import torch
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged, NotSaved
-from megatrain.cpu import CpuBackend
+from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standard_library
 from megatrain.graphs import replayed
 from megatrain.initial import random_adapters, random_parameters
@@ -215,28 +215,39 @@ def train(
                 prepare=replayed if graphs else as_they_are,
             )
         )
-        losses: list[float] = []
-        saved: int | None = None  # the last step after which this run has saved
+        return _trained(trainer, schedule, steps, files, on_loss)
 
-        def told(step: int, loss: float) -> None:
-            if on_loss is not None:
-                on_loss(step, loss)
-            if math.isfinite(loss):
-                return
-            if files.save is not None and step == saved:
-                checkpoint.drop(files.save, step)
-            raise Diverged(f"the loss of step {step + 1} is {loss}")
 
-        try:
-            while len(losses) < steps:
-                left = steps - len(losses)
-                losses += trainer.run(min(left, files.every or left), on_loss=told)
-                if files.save is not None:
-                    trainer.save(files.save)
-                    saved = trainer.step
-            if files.export is not None:
-                hf.write(files.export, model, workload, lambda i: trainer.kept(i)[0], files.weights)
-        except Diverged as error:
-            kept = checkpoint.told(files.save)
-            raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None
-        return Trained(losses=losses, trace=trainer.trace())
+def _trained(
+    trainer: Trainer[CpuEvent],
+    schedule: Schedule,
+    steps: int,
+    files: Files,
+    on_loss: Callable[[int, float], None] | None,
+) -> Trained:
+    """Train so many steps, and save and export on the way. Raises what `train` does of these."""
+    losses: list[float] = []
+    saved: int | None = None  # the last step after which this run has saved
+
+    def told(step: int, loss: float) -> None:
+        if on_loss is not None:
+            on_loss(step, loss)
+        if math.isfinite(loss):
+            return
+        if files.save is not None and step == saved:
+            checkpoint.drop(files.save, step)
+        raise Diverged(f"the loss of step {step + 1} is {loss}")
+
+    try:
+        while len(losses) < steps:
+            left = steps - len(losses)
+            losses += trainer.run(min(left, files.every or left), on_loss=told)
+            if files.save is not None:
+                trainer.save(files.save)
+                saved = trainer.step
+        if files.export is not None:
+            hf.write(files.export, schedule.model, schedule.workload, lambda i: trainer.kept(i)[0], files.weights)
+    except Diverged as error:
+        kept = checkpoint.told(files.save)
+        raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None
+    return Trained(losses=losses, trace=trainer.trace())
