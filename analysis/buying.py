@@ -12,10 +12,10 @@ import pandas as pd
 from analysis import figure, tables
 from analysis.costs import months_column
 from analysis.figure import FONT_PT, axes_for
-from analysis.files import whole, write_text
 from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
+from schedules.files import whole, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

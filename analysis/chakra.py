@@ -14,8 +14,8 @@ from pathlib import Path
 
 from analysis import chakra_wire as wire
 from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, VERSION, Attribute, Node
-from analysis.files import whole
 from schedules.errors import InputError
+from schedules.files import whole
 from schedules.op import Kind, Op, Phase, Stream
 from schedules.schedule import Schedule
 from schedules.trace import Trace

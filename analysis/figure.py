@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from analysis.files import whole
+from schedules.files import whole
 
 if TYPE_CHECKING:
     import pandas as pd

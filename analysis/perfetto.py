@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.files import write_text
+from schedules.files import write_text
 from schedules.op import Access, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace

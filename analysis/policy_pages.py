@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from analysis.files import write_text
 from analysis.tables import seconds
 from analysis.text_gantt import LEGEND, SMALL, text_gantt
 from schedules import policies, presets
+from schedules.files import write_text
 from schedules.op import Tier
 from schedules.workload import Workload
 from sim import hardware

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from analysis import figure, tables
 from analysis.figure import FONT_PT, axes_for
-from analysis.files import write_text
 from analysis.palette import BLACK, policy_style
 from analysis.plots import BAND
 from analysis.published import summary
 from megatrain.terminal import Column
+from schedules.files import write_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from analysis import tables
-from analysis.files import write_text
+from schedules.files import write_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -32,6 +32,7 @@ from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
+from sim.candidate import cost
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import plan, splits
@@ -269,11 +270,16 @@ def hand_on(handed: Handed) -> Row:
         knobs = policies.parse_knobs(other["schedule"], other["knobs"].split())
         schedule = policies.build(other["schedule"], point.model, workload, memory_of(point.profile), **knobs)
         prediction = predict(schedule, point.profile)
-        if prediction.fits and prediction.period_ns / 1e9 < row["step_s"]:
+        handed_on = {**row, **_of(prediction, knobs, row["bound_s"] * 1e9)}
+        if prediction.fits and _cost(handed_on) < _cost(row):
             verify(schedule)
-            row = {**row, **_of(prediction, knobs, row["bound_s"] * 1e9)}
+            row = handed_on
     tried = {*row.get("tried", ()), *(other["digest"] for other in handed.others)}
     return {**row, "tried": sorted(tried)}
+
+
+def _cost(row: Row) -> float:
+    return cost(row["step_s"], row["nvme_gb"] > 0)
 
 
 def _to_hand_on(points: Sequence[Point], rows: Mapping[str, Row]) -> list[Handed]:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import figure, plots, tables, validation
-from analysis.files import whole, write_text
 from megatrain.validate import WARMUP, Grid, Point
 from schedules.errors import InputError
+from schedules.files import whole, write_text
 from sim.machine import HardwareProfile
 
 PACKAGES = ("torch", "simpy", "numpy", "scipy", "pandas")

@@ -28,6 +28,7 @@ import torch
 from megatrain import adam
 from megatrain.native import adam as native
 from megatrain.session import machine_name
+from schedules.files import write_text
 from schedules.workload import PRECISIONS
 
 REPEATS = 7  # the median is told, with the fastest and the slowest; one more comes first and is not counted
@@ -185,8 +186,7 @@ def main() -> None:
     for line in ("", *left_out):
         say(line)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(lines).rstrip() + "\n")
+        write_text(options.out, "\n".join(lines).rstrip() + "\n")
 
 
 def row(threads: int, precision: str, by: str, n: int, found: tuple[float, float, float], copy: float) -> str:

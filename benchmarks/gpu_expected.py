@@ -19,6 +19,7 @@ import gpu_steps
 from rich.progress import track
 
 from schedules.errors import Refused
+from schedules.files import write_text
 from schedules.op import Tier
 from schedules.verify import verify
 from schedules.workload import MemoryBudget
@@ -87,14 +88,13 @@ def main() -> None:
         except Refused as error:
             rows[case.key] = str(error).splitlines()[0]
     text = page(rows, profile, f"python {' '.join(sys.argv)}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.gpu}.md").write_text(text)
+    write_text(options.out / f"{options.gpu}.md", text)
     numbers = {
         key: {"step_s": float(row["step"]), "host_GB": float(row["host"])}
         for key, row in rows.items()
         if not isinstance(row, str)
     }
-    (options.out / f"{options.gpu}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    write_text(options.out / f"{options.gpu}.json", json.dumps(numbers, indent=1) + "\n")
     print(text)
 
 

@@ -26,6 +26,7 @@ from gpu_machine import Row
 from megatrain.backend import OpFailed
 from megatrain.session import machine_name
 from schedules.errors import Refused
+from schedules.files import write_text
 
 SMOKE = "smoke"  # the part without which nothing is worth measuring
 STEPS = ("ways", "steps", "rivals")  # parts whose rows are steps
@@ -125,10 +126,8 @@ class Results:
 
     def save(self) -> None:
         """Write the file, whole or not at all, and the table of what is in it."""
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.body, indent=1, default=str))
-        partial.replace(self._file)
-        self._file.with_suffix(".md").write_text(table(self))
+        write_text(self._file, json.dumps(self.body, indent=1, default=str))
+        write_text(self._file.with_suffix(".md"), table(self))
 
 
 def _wanted_again(part: str, row: Row, again: bool) -> bool:

@@ -35,6 +35,7 @@ from megatrain.cuda import CudaBackend
 from megatrain.session import machine_name
 from megatrain.store import Store
 from schedules.errors import Refused
+from schedules.files import write_text
 from schedules.op import DEVICE_STREAMS, Tier
 from schedules.schedule import Schedule
 from schedules.verify import verify
@@ -152,8 +153,7 @@ def main() -> None:
     pinned._touch = lambda *arguments: None
     Store.fill = lambda *arguments: None  # type: ignore[method-assign]
     text = page(rows(options.gpu, options.host_gib, tuple(options.models)), options.gpu, f"python {' '.join(sys.argv)}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{options.gpu}.md").write_text(text)
+    write_text(options.out / f"{options.gpu}.md", text)
     print(text, flush=True)
 
 

@@ -25,9 +25,9 @@ import pandas as pd
 from rich.progress import track
 
 from analysis import figure, plans
-from analysis.files import write_text
 from megatrain.session import machine_name
 from schedules import policies, presets
+from schedules.files import write_text
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim import hardware

@@ -70,7 +70,6 @@ class Demo:
 
 def measure_machine(folder: Path, progress: Progress, backend: str | None = None) -> HardwareProfile:
     """Profile this machine for the demo's model and policies; write it to `profile.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
     chosen = setting(backend)
     profile = measure(
         presets.load(chosen.model),
@@ -85,8 +84,6 @@ def measure_machine(folder: Path, progress: Progress, backend: str | None = None
 
 def run_all(folder: Path, profile: HardwareProfile, steps: int, progress: Progress, backend: str | None = None) -> Demo:
     """Build, verify and predict each policy's schedule, then train by it; files are written as they come."""
-    for sub in ("schedules", "traces"):
-        (folder / sub).mkdir(parents=True, exist_ok=True)
     chosen = setting(backend)
     proven = _schedules(chosen, profile)
     predictions = []

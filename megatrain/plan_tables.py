@@ -147,6 +147,7 @@ def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Or
         "lower_bound_s": found.lower_bound_ns / 1e9,
         "gap_to_any_schedule": found.gap,
         "gap_parts": found.gap_parts,
+        "gain_spared_for_the_drive": found.spared,
         "what_binds_any_schedule": found.bound.binding,
         "tokens_per_s_interval": asdict(spread),
         "placement": dict(placement(found.schedule)),
@@ -196,6 +197,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
     rows = [
         ["throughput", f"{prediction.tokens_per_s:,.0f} tokens/s"],
         [f"  5 % to 95 % at {spread.noise:.0%} noise an op", f"{spread.p5:,.0f} to {spread.p95:,.0f} tokens/s"],
+        *([["  with a drive too, not worth its wear", f"{found.spared:+.1%}"]] if found.spared else []),
         ["step", f"{prediction.period_ns / 1e6:,.1f} ms"],
         ["MFU, HFU", f"{prediction.mfu:.1%}, {prediction.hfu:.1%}"],
         ["above the bound of this schedule", f"{prediction.gap:.1%}, {prediction.bound_ns / 1e6:,.1f} ms"],

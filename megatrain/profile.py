@@ -29,6 +29,7 @@ from megatrain.session import machine_name
 from megatrain.train import Trainer, as_they_are
 from megatrain.workspace import peak_bytes
 from schedules.errors import Refused
+from schedules.files import write_text
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -181,9 +182,7 @@ class _Parts:
             return dict(json.loads(json.dumps(work())))
         path = self._folder / f"{name}.json"
         if not path.is_file():
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(work()))
-            partial.replace(path)
+            write_text(path, json.dumps(work()))
         return dict(json.loads(path.read_text()))
 
     def remove(self) -> None:

@@ -22,6 +22,7 @@ from megatrain.profile import covering, measure, shapes_between, time_ops, works
 from megatrain.session import available_memory, backend_of, train
 from schedules import policies, presets
 from schedules.errors import InputError
+from schedules.files import write_text
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -139,7 +140,6 @@ def profile_and_run(
     Both take turns, model by model, in every round, or the machine would have one pace for the profile and another for
     the runs. What is in `folder` is not measured or run again. What ops share is measured with the first model.
     """
-    (folder / "traces").mkdir(parents=True, exist_ok=True)
     path = folder / "profile.json"
     calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
     machine, parts = partial(backend_of, grid.backend), folder / "parts"
@@ -212,7 +212,7 @@ def _workspaces(grid: Grid, schedules: Sequence[Schedule], path: Path, progress:
         if (name := name_of(schedule)) not in found:
             progress(1.0, f"memory of {name}")
             found[name] = max(workspaces(schedule, partial(backend_of, grid.backend), grid.nvme).values())
-            path.write_text(json.dumps(found))
+            write_text(path, json.dumps(found))
     return found
 
 

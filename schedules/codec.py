@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from schedules.errors import InputError
+from schedules.files import write_text
 from schedules.kinds import SCHEDULE, wrong_kind
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
@@ -47,9 +48,7 @@ def dumps(schedule: Schedule) -> str:
 
 def save(schedule: Schedule, path: Path) -> None:
     """Write the file, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(dumps(schedule))
-    partial.replace(path)
+    write_text(path, dumps(schedule))
 
 
 def _body(schedule: Schedule) -> dict[str, list[dict[str, Any]]]:

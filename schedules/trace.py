@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.errors import InputError
+from schedules.files import write_text
 from schedules.kinds import TRACE, wrong_kind
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
@@ -157,9 +158,7 @@ class Trace:
             "source": self.source,
             "columns": {name: getattr(self, name).tolist() for name in COLUMNS},
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(body))
-        partial.replace(path)
+        write_text(path, json.dumps(body))
 
     @classmethod
     def read(cls, path: Path) -> Trace:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -26,6 +27,7 @@ from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 
 OURS = "streamed"
 ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
+DRIVE_GAIN = 0.01  # a drive wears: what uses one must be faster by so much than what uses none
 GARBAGE = 200_000  # objects between two looks for garbage: ops live long, and looking at all of them takes a sixth
 
 
@@ -58,11 +60,17 @@ def _defaults() -> dict[str, Knob]:
     return {name: knob.default for name, knob in policies.knobs(OURS).items()}
 
 
+def cost(period: float, on_drive: bool) -> float:
+    """What schedules are compared by, in the period's unit: a little more than the period where a drive is used."""
+    return period * (1.0 + DRIVE_GAIN * on_drive)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
 
-    `over` is how many bytes it lacked, zero if it has room; `measured` is False where the profile lacks an op's time.
+    `over` is how many bytes it lacked, zero if it has room; `on_drive` whether a drive holds any of it; `measured` is
+    False where the profile lacks an op's time.
     """
 
     policy: str
@@ -71,7 +79,13 @@ class Tried:
     period_ns: float | None
     reason: str
     over: int = 0
+    on_drive: bool = False
     measured: bool = True
+
+    @property
+    def cost_ns(self) -> float:
+        """Inf if it was not simulated."""
+        return math.inf if self.period_ns is None else cost(self.period_ns, self.on_drive)
 
 
 @dataclass(frozen=True)
@@ -97,12 +111,12 @@ class Verdict:
     unmeasured: Unmeasured | None = None
 
 
-Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and the best period so far in ns
+Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and the least cost so far in ns
 
 
 def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule | None = None) -> Verdict:
     """Build a candidate, unless its schedule is given, and simulate it if it fits and its bound leaves hope."""
-    period, reason, over, effort = None, "", 0, 0
+    period, reason, over, effort, on_drive = None, "", 0, 0, False
     lacking: Tier | None = None
     unmeasured: Unmeasured | None = None
     prediction: Prediction | None = None
@@ -110,7 +124,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         built = schedule or policies.build_without_waits(
             candidate.policy, case.model, candidate.workload, case.budget, **dict(candidate.knobs)
         )
-        effort = len(built.ops) // 2
+        effort, on_drive = len(built.ops) // 2, any(buffer.tier == Tier.NVME for buffer in built.buffers)
         require_fit(built, case.profile, case.budget)
         if schedule is None:
             schedule = replace(built, waits=minimal_waits(built.ops))
@@ -135,9 +149,10 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         period_ns=period,
         reason=reason,
         over=over,
+        on_drive=on_drive,
         measured=unmeasured is None,
     )
-    better = prediction if period is not None and period < best_ns else None
+    better = prediction if tried.cost_ns < best_ns else None
     return Verdict(tried, better, effort, lacking, unmeasured)
 
 

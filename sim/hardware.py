@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from schedules.errors import InputError
+from schedules.files import write_text
 from schedules.kinds import PROFILE, wrong_kind
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, Readings, Rule, Table, Value, lookup, rules
 from sim.units import UNITS, readable, to_base
@@ -242,9 +243,7 @@ def save(profile: HardwareProfile, path: Path) -> None:
     document = to_json(profile)
     if profile.mode == "measured":
         document[DIGEST] = digest_of(document)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(document, indent=2) + "\n")
 
 
 # ---- overriding

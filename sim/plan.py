@@ -27,12 +27,14 @@ from sim.search import EFFORT, NothingFits, Progress, Search, by_bound
 class Plan:
     """The best schedule found, and how much better any could be.
 
-    `lower_bound_ns` holds for every exact schedule of any split of the step that was asked for, but for those that are
-    `left_out`: a measured profile has no times for them. `measure_with` is the command that would make a profile with
-    all that this search lacked; None if that is nothing. `finished` is False where the search was interrupted.
+    `chosen` is the candidate that the prediction is of, one of all `tried`. `lower_bound_ns` holds for every exact
+    schedule of any split of the step that was asked for, but for those that are `left_out`: a measured profile has no
+    times for them. `measure_with` is the command that would make a profile with all that this search lacked; None if
+    that is nothing. `finished` is False where the search was interrupted.
     """
 
     prediction: Prediction
+    chosen: Tried
     bound: PlacementBound
     tried: tuple[Tried, ...]
     seconds: float
@@ -49,9 +51,10 @@ class Plan:
         return self.bound.period_ns
 
     @property
-    def chosen(self) -> Tried:
-        """The candidate that the prediction is of."""
-        return min((one for one in self.tried if one.period_ns is not None), key=lambda one: one.period_ns or 0.0)
+    def spared(self) -> float:
+        """By what fraction the fastest schedule found is faster, whose gain was not worth the wear of a drive."""
+        assert self.chosen.period_ns is not None
+        return self.chosen.period_ns / min(one.period_ns for one in self.tried if one.period_ns is not None) - 1.0
 
     @property
     def gap(self) -> float:
@@ -96,13 +99,13 @@ def plan(
     effort: int = EFFORT,
     workers: int = 1,
 ) -> Plan:
-    """Search for the fastest exact schedule of a step.
+    """Search for the fastest exact schedule of a step; a drive is used only where that makes it DRIVE_GAIN faster.
 
     The step is given as `tokens_per_step`, split into micro-batches as is best, or as a micro-batch size and an
     accumulation (1 if left out). The search begins with the schedules `first`, as they are and with their policies and
-    knobs: the plan is not slower than any of them that fits. `effort` limits how many candidates are evaluated; below
-    EFFORT that holds also where there are few. `workers` processes share them. Ctrl-C ends the search; the best
-    schedule found so far is returned then.
+    knobs: the plan is not slower than any of them that fits, or by less than DRIVE_GAIN and spares the drive. `effort`
+    limits how many candidates are evaluated; below EFFORT that holds also where there are few. `workers` processes
+    share them. Ctrl-C ends the search; the best schedule found so far is returned then.
 
     Raises:
         InputError: the step is not given, is no whole number of sequences, or does not divide into the micro-batches
@@ -137,7 +140,7 @@ def plan(
     lacking = search.unmeasured or next(iter(left_out), None)
     wanted = [workload for _, workload in bounded] + [what.workload for what in left_out]
     measure_with = None if lacking is None else command(model.name, wanted or [lacking.workload], OURS)
-    if search.best is None or limit is None:
+    if search.best is None or search.chosen is None or limit is None:
         if not finished:
             raise KeyboardInterrupt
         if lacking is not None and (search.best is not None or search.shortest is None):
@@ -148,6 +151,7 @@ def plan(
     verify(search.best.schedule)
     return Plan(
         prediction=search.best,
+        chosen=search.chosen,
         bound=limit,
         tried=tuple(search.tried.values()),
         seconds=time.perf_counter() - begun,

@@ -108,6 +108,7 @@ class Search:
     progress: Progress | None = None
     effort: int = EFFORT  # from the start on: ops that may still be evaluated
     best: Prediction | None = None
+    chosen: Tried | None = None  # the candidate that it is of
     at: Candidate | None = None  # the best with our own knobs
     start: Candidate = field(default_factory=lambda: Candidate(policy=OURS, workload=_NO_STEP))
     thorough: bool = field(init=False)  # few placements are all tried
@@ -128,9 +129,9 @@ class Search:
         self.effort *= len(policies.build(OURS, self.model, _NO_STEP, self.budget).ops)
 
     @property
-    def period_ns(self) -> float | None:
+    def cost_ns(self) -> float:
         """Of the best schedule so far."""
-        return None if self.best is None else self.best.period_ns
+        return math.inf if self.chosen is None else self.chosen.cost_ns
 
     @property
     def workload(self) -> Workload | None:
@@ -159,7 +160,7 @@ class Search:
             policy=schedule.policy, workload=schedule.workload, knobs=tuple(sorted(schedule.knobs.items()))
         )
         case = Case(self.model, self.profile, self.budget)
-        self._heard(as_it_is, judge(case, as_it_is, self.period_ns or math.inf, schedule))
+        self._heard(as_it_is, judge(case, as_it_is, self.cost_ns, schedule))
         if schedule.policy == OURS:
             self.evaluate(as_it_is.with_knobs({}))
 
@@ -193,7 +194,7 @@ class Search:
         for number, (found, workload) in enumerate(some):
             self.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
             hope = WORTH_A_LOOK[place > 0 and not self.few(workload)]
-            if self.period_ns is None or found.period_ns < hope * self.period_ns:
+            if found.period_ns < hope * self.cost_ns:
                 if self.begun and self.at is not None and self.at.value("nvme"):
                     self.as_best(workload)
                 else:
@@ -209,7 +210,7 @@ class Search:
             if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
                 self.evaluate(replace(at, workload=workload))
         for found, workload in some:
-            if self.effort > 0 and found.period_ns < WORTH_A_LOOK[True] * (self.period_ns or math.inf):
+            if self.effort > 0 and found.period_ns < WORTH_A_LOOK[True] * self.cost_ns:
                 self.hold(workload)
         self.refine(hold=True)
 
@@ -228,7 +229,7 @@ class Search:
         of_part.splits(bounded)
         self.effort -= self.effort // 2 - of_part.effort
         best: dict[Workload, Candidate] = {}
-        for candidate, tried in sorted(of_part.tried.items(), key=lambda item: item[1].period_ns or math.inf):
+        for candidate, tried in sorted(of_part.tried.items(), key=lambda item: item[1].cost_ns):
             if tried.period_ns is not None:
                 best.setdefault(candidate.workload, candidate)
         for workload, candidate in list(best.items())[:STARTS]:
@@ -352,7 +353,7 @@ class Search:
         if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.budget.device_bytes:
             return False
         loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
-        return loads * weights / self.profile.links.h2d.bandwidth.value * 1e9 < (self.period_ns or math.inf)
+        return loads * weights / self.profile.links.h2d.bandwidth.value * 1e9 < self.cost_ns
 
     def hold(self, workload: Workload) -> None:
         """Try one split with as many blocks' weights on the device as it has room for."""
@@ -368,8 +369,7 @@ class Search:
         at = self.at
         if at is None:
             return
-        period = self.tried[at].period_ns
-        assert period is not None, "what is refined has been simulated"
+        cost = self.tried[at].cost_ns
         space = knob_space(self.model, at.workload, begun=self.start)
         if not hold:
             del space["hold"]
@@ -393,8 +393,8 @@ class Search:
                         candidate, tried = self._thriftier(candidate)
                     if tried.over:
                         too_far.add((name, way))
-                    if tried.period_ns is not None and tried.period_ns < period * (1.0 - WORTH_A_STEP):
-                        at, period = candidate, tried.period_ns
+                    if tried.cost_ns < cost * (1.0 - WORTH_A_STEP):
+                        at, cost = candidate, tried.cost_ns
             if at == before:
                 stride //= 2
 
@@ -440,15 +440,15 @@ class Search:
         new = [candidate for candidate in dict.fromkeys(some) if candidate not in self.tried]
         for first in range(0, len(new), at_once):
             round_ = new[first : first + at_once]
-            for candidate, verdict in zip(round_, self.judge(round_, self.period_ns or math.inf), strict=True):
+            for candidate, verdict in zip(round_, self.judge(round_, self.cost_ns), strict=True):
                 self._heard(candidate, verdict)
         return [self.tried[candidate] for candidate in some]
 
     def _heard(self, candidate: Candidate, verdict: Verdict) -> None:
         self.tried[candidate] = tried = verdict.tried
         self.effort -= verdict.effort
-        if verdict.prediction is not None and verdict.prediction.period_ns < (self.period_ns or math.inf):
-            self.best = verdict.prediction
+        if verdict.prediction is not None and tried.cost_ns < self.cost_ns:
+            self.best, self.chosen = verdict.prediction, tried
             self.at = candidate if candidate.policy == OURS else self.at
         self.unmeasured = self.unmeasured or verdict.unmeasured
         if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):

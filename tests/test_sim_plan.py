@@ -25,6 +25,7 @@ from schedules.sizes import tensor_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
+from sim.candidate import DRIVE_GAIN
 from sim.cost import MissingCost
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
@@ -341,18 +342,30 @@ def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
     assert found.schedule.knobs["nvme_inputs"]
 
 
-def test_activations_that_the_host_cannot_hold_go_to_nvme_and_the_bound_knows_it() -> None:
-    """A drive fast enough for it, and a host with room for three blocks' activations."""
-    model, workload = shallow(8), step(16, seq=4096)
+def with_room_for_three_blocks_activations(model: ModelSpec, workload: Workload, drive: str) -> HardwareProfile:
+    """On the host; the drive reads and writes so fast."""
     one, state = model.saved_bytes(0, workload) / 1e9, state_bytes(model) / 1e9
     room = {"device_gb": 1.2 * one + 0.7 * state + 1, "host_gb": 3 * one + state}
-    profile = hardware.override(machine("rtx4090", **room), ["nvme.read=40GB/s", "nvme.write=40GB/s"])
+    return hardware.override(machine("rtx4090", **room), [f"nvme.read={drive}", f"nvme.write={drive}"])
+
+
+def test_activations_that_the_host_cannot_hold_go_to_nvme_and_the_bound_knows_it() -> None:
+    model, workload = shallow(8), step(16, seq=4096)
+    profile = with_room_for_three_blocks_activations(model, workload, "40GB/s")
     found = searched(model, profile, workload)
     knobs = {**found.schedule.knobs, "nvme_offload": 0}
     assert found.schedule.knobs["nvme_offload"]
     built = policies.build("streamed", model, found.schedule.workload, memory_of(profile), **knobs)
     assert predict(built, profile).peak_bytes[Tier.HOST] > profile.host.memory.value
     assert found.prediction.period_ns >= found.lower_bound_ns
+
+
+def test_a_drive_is_spared_that_would_bring_less_than_its_wear_is_worth() -> None:
+    model, workload = shallow(8), step(16, seq=4096)
+    profile = with_room_for_three_blocks_activations(model, workload, "20GB/s")
+    found = searched(model, profile, workload)
+    assert not found.schedule.allocated_bytes(Tier.NVME) and 0 < found.spared < DRIVE_GAIN
+    assert any(one.on_drive and one.period_ns and one.period_ns < found.prediction.period_ns for one in found.tried)
 
 
 def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:

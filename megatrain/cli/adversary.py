@@ -25,7 +25,7 @@ def adversary(
     """Find machines and shapes where one policy loses most to another: when not to use it."""
     from analysis import adversary as adversaries
     from analysis import tables
-    from analysis.files import write_text
+    from schedules.files import write_text
 
     require_outputs(files=[out])
     if first == second:

@@ -24,8 +24,8 @@ def diff(
     The hardware only says which ops share a resource.
     """
     from analysis import tables, trace_diff, trace_words
-    from analysis.files import write_text
     from schedules import codec
+    from schedules.files import write_text
     from schedules.trace import Trace
 
     require_input(first, second, schedule)

@@ -154,7 +154,7 @@ def require_input(*files: Path) -> None:
 
 def require_outputs(*, files: Sequence[Path | None] = (), folders: Sequence[Path | None] = ()) -> None:
     """Raises InputError unless all that is given can be written: to be asked before the work, not after it."""
-    from analysis.files import require_file, require_folder
+    from schedules.files import require_file, require_folder
 
     for file in files:
         if file is not None:

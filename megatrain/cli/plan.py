@@ -62,7 +62,6 @@ def plan(
     With --batch and --accumulation the step is their product; --tokens is then ignored. On a measured profile the
     plan is the best of what the profile has times for; it says what that leaves out and how to measure it.
     """
-    from analysis.files import write_text
     from megatrain import plan_tables as tables
     from schedules import codec, presets
     from schedules.errors import InputError
@@ -121,7 +120,7 @@ def plan(
             answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
     try:  # first to the file: whoever reads the output, such as `head`, may end before it does
         if out is not None:
-            write_text(out, codec.dumps(found.schedule))
+            codec.save(found.schedule, out)
     finally:
         if as_json:
             print_json(tables.record(found, spread, answers, proof))

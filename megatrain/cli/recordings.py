@@ -26,8 +26,8 @@ def import_trace(
 ) -> None:
     """Read a step of your own training run from a PyTorch profiler's trace."""
     from analysis import kineto, tables
-    from analysis.files import write_text, writing
     from schedules import codec, presets
+    from schedules.files import write_text
 
     require_input(file)
     require_outputs(folders=[out])
@@ -36,9 +36,8 @@ def import_trace(
     queues = kineto.queues(recording)
     try:  # first to the files, see `plan`
         write_text(out / "queues.csv", queues.to_csv(index=False))
-        write_text(out / "schedule.json", codec.dumps(recording.schedule))
-        with writing(out / "trace.json"):
-            recording.trace.save(out / "trace.json")
+        codec.save(recording.schedule, out / "schedule.json")
+        recording.trace.save(out / "trace.json")
     finally:
         title = f"{recording.step} on {recording.trace.machine}"
         tables.show(queues, tables.QUEUES, title=title, note=tables.QUEUES_NOTE)

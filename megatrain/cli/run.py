@@ -154,10 +154,7 @@ def run(
     record = _record(schedule, result) | predicted
     try:
         if trace is not None:
-            from analysis.files import writing
-
-            with writing(trace):
-                result.trace.save(trace)
+            result.trace.save(trace)
     finally:  # whether or not it could be kept
         if as_json:
             print_json(record)

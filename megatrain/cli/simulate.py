@@ -71,10 +71,7 @@ def simulate(
     lacking = prediction.does_not_fit
     try:  # first to the files, see `plan`
         if trace is not None:
-            from analysis.files import writing
-
-            with writing(trace):
-                prediction.trace.save(trace)
+            prediction.trace.save(trace)
         if perfetto is not None:
             from analysis import perfetto as timeline
 
@@ -110,7 +107,6 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build a policy's schedule for a model, verify it and write it to a file."""
-    from analysis.files import write_text
     from megatrain.tables import print_fit, print_summary
     from schedules import codec
     from schedules.show import grid
@@ -129,7 +125,7 @@ def build(
         begin("proving")
         verify(schedule)
     if out is not None:  # before anything is printed, see `plan`
-        write_text(out, codec.dumps(schedule))
+        codec.save(schedule, out)
     lacking = shortage(schedule, profile, budget)
     if as_json:
         print_json({**_record(schedule), "safe": True, "fits": lacking is None, "file": out})

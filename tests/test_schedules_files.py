@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.files import require_file, require_folder, write_text, writing
 from schedules.errors import InputError
+from schedules.files import require_file, require_folder, write_text, writing
 
 
 @pytest.mark.parametrize(

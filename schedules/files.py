@@ -1,4 +1,4 @@
-"""Files of results: written whole or not at all, and where that cannot be, told so before the work."""
+"""Files, written whole or not at all, and where that cannot be, told so before the work."""
 
 from __future__ import annotations
 
