@@ -21,11 +21,11 @@ from megatrain.store import Store
 from megatrain.template import Templates, sinks, views
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.op import Access, Kind, Op, Phase, Tier
+from schedules.op import DEVICE_STREAMS, Access, Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import parse
 
-NORM_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements widened to fp64 at a time
+NORM_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of one fp32 norm; norms add up in fp64
 
 OnGradient = Callable[[int, int, Tensor], None]  # step, layer, the gradient that the optimizer applies
 
@@ -46,18 +46,19 @@ class Actions:
     def works(self) -> list[Work]:
         """Per op of the schedule, what it does in a given step; all memory looked up."""
         return [
-            self._ending(_TABLE[op.kind, op.phase](self, op), ended)
+            self._ending(op, _TABLE[op.kind, op.phase](self, op), ended)
             for op, ended in zip(self.schedule.ops, released(self.schedule), strict=True)
         ]
 
-    def _ending(self, work: Work, ended: tuple[str, ...]) -> Work:
+    def _ending(self, op: Op, work: Work, ended: tuple[str, ...]) -> Work:
         if not ended:
             return work
+        queued = op.stream in DEVICE_STREAMS
 
         def run(step: int) -> None:
             work(step)
             for buffer in ended:
-                self.store.release(buffer)
+                self.store.release(buffer, queued=queued)
 
         return run
 

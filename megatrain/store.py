@@ -27,6 +27,7 @@ from schedules.tensor import parse
 from schedules.verify import Verified
 
 POISON = 0xFF  # all bits one: a NaN in every floating type
+POISON_BLOCK = 1 << 20  # bytes of it on the device
 
 
 class StoreError(Refused):
@@ -59,7 +60,10 @@ class Store:
         poison: bool = False,
     ) -> None:
         self._schedule = schedule
-        self._poison = poison
+        # queued copies out of it overwrite memory of the host after the copies before them, not while these wait
+        self._poison = None if not poison else allocate(Buffer(name="poison", tier=Tier.DEVICE, nbytes=POISON_BLOCK))
+        if self._poison is not None:
+            self._poison.fill_(POISON)
         self._slabs: dict[str, Tensor] = {}  # uint8
         self._on_drive: dict[str, DriveSlab] = {}
         self._views: dict[Access, Tensor] = {}
@@ -154,18 +158,26 @@ class Store:
             raise StoreError(f"{access.buffer} holds {tensor} where {access.tensor} is to be read")
         return saved
 
-    def release(self, buffer: str) -> None:
-        """Nobody will read what the buffer holds."""
+    def release(self, buffer: str, *, queued: bool = False) -> None:
+        """Nobody will read what the buffer holds.
+
+        Called by the op that did last; `queued`: it is one of a device stream, and may still be under way.
+        """
         _, saved = self._saved.pop(buffer, ("", None))
         # the activations of a buffer elsewhere may by now be bound to a device buffer again
         if saved is not None and buffer not in self._slabs and buffer not in self._on_drive:
-            if self._poison:
+            if self._poison is not None:
                 saved.poison()
             saved.drop()
-        if self._poison and buffer in self._slabs:
-            self._slabs[buffer].fill_(POISON)
-        if self._poison and buffer in self._on_drive:
+        if self._poison is None:
+            return
+        if buffer in self._on_drive:
             self._on_drive[buffer].poison()
+        elif buffer in self._slabs and queued and self._schedule.buffer[buffer].tier == Tier.HOST:
+            for part in self._slabs[buffer].split(POISON_BLOCK):
+                part.copy_(self._poison[: part.nbytes], non_blocking=True)
+        elif buffer in self._slabs:
+            self._slabs[buffer].fill_(POISON)
 
     # ---- before the first step, and after the last
 

@@ -1,13 +1,14 @@
 """A recording fake of torch.cuda, a backend that asks it, and trainings by that backend.
 
 The fake runs a task's work when it is handed over, on the CPU: whole trainings pass through it, with the right
-numbers, and it writes down each event that was recorded, and each wait for one.
+numbers, and it writes down each event that was recorded, and each wait for one. What is queued on a stream that copies
+waits until the work has handed all over, as copies do that a GPU has not begun: what the host does meanwhile comes first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatrain.data import RandomTokens
 from megatrain.train import Trainer
 from schedules import policies, trained
 from schedules.model import ModelSpec
-from schedules.op import DEVICE_STREAMS
+from schedules.op import DEVICE_STREAMS, Buffer, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
@@ -33,6 +34,7 @@ from schedules.workload import MemoryBudget, Workload
 MODEL = small()
 WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
 STEPS = 3
+COPYING = (Stream.H2D, Stream.D2H)
 
 
 class FakeEvent:
@@ -73,6 +75,7 @@ class FakeGpu:
         self.spun: list[tuple[str, int]] = []
         self.broken: set[str] = set()
         self.streams = 0
+        self.pinned: set[int] = set()  # addresses of the host's memory that is; all else is the device's
         self._lock, self._ticks, self._here = threading.Lock(), 0, threading.local()
 
     def running(self) -> str:
@@ -80,6 +83,12 @@ class FakeGpu:
 
     def run(self, name: str) -> None:
         self._here.name = name
+
+    def queues(self) -> bool:
+        return getattr(self._here, "stream", "default") in COPYING
+
+    def queue(self, call: Callable[[], Any]) -> None:
+        self._here.queued.append(call)
 
     def tick(self) -> int:
         with self._lock:
@@ -92,9 +101,11 @@ class FakeGpu:
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        self._here.stream = stream.name
+        self._here.stream, self._here.queued = stream.name, []
         yield
         self._here.stream = "default"
+        for call in self._here.queued:
+            call()
 
     def sleep(self, cycles: int) -> None:
         self.spun.append((getattr(self._here, "stream", "default"), cycles))
@@ -110,6 +121,13 @@ class FakeBackend(CudaBackend):
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def allocate(self, buffer: Buffer) -> Tensor:
+        if buffer.tier == Tier.DEVICE:
+            return torch.zeros(buffer.nbytes, dtype=torch.uint8)
+        memory = super().allocate(buffer)
+        self.gpu.pinned.add(memory.untyped_storage().data_ptr())
+        return memory
 
 
 class FakeRuntime:
@@ -144,6 +162,22 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         run(event, task)
 
     monkeypatch.setattr(cuda.DeviceEvent, "run", named)
+    copy, fill = Tensor.copy_, Tensor.fill_
+
+    def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not (non_blocking and fake.queues()):
+            return copy(target, source, non_blocking)
+        fake.queue(lambda: copy(target, source))
+        return target
+
+    def filled(target: Tensor, value: Any) -> Tensor:
+        if target.untyped_storage().data_ptr() in fake.pinned or not fake.queues():
+            return fill(target, value)
+        fake.queue(lambda: fill(target, value))
+        return target
+
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(Tensor, "fill_", filled)
     return fake
 
 

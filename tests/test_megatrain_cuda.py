@@ -120,7 +120,9 @@ def test_training_through_the_backend_is_training(gpu: FakeGpu, writer: str) -> 
 @pytest.mark.parametrize("policy", policies.names())
 def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str, tmp_path: Path) -> None:
     schedule = built(policy, MODEL, dataclasses.replace(WORKLOAD, grad_clip=None))
-    assert result(schedule, FakeBackend(gpu), nvme=tmp_path)[0] == result(schedule, CpuBackend(), nvme=tmp_path)[0]
+    right = result(schedule, CpuBackend(), nvme=tmp_path)[0]
+    for debug in (Debug(poison=False), Debug(poison=True)):
+        assert result(schedule, FakeBackend(gpu), nvme=tmp_path, debug=debug)[0] == right
 
 
 def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu) -> None:
