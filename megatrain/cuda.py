@@ -9,6 +9,7 @@ always has the next ops queued, and nothing is left waiting on the GPU when an o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,30 +31,46 @@ from schedules.tensor import SAVED, parse
 
 IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
-SYNCHRONISATIONS = 5  # readings of the two clocks side by side; the closest pair counts
+SYNCHRONISATIONS = 5  # times that the two clocks are read side by side; the closest pair counts
+READINGS = 4  # of the clocks that are remembered: those that the steps in flight lie between
 SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
 SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said
 
 
 class Clock:
-    """Maps moments on the GPU to `time.perf_counter_ns`, to some microseconds within a minute of its start."""
+    """Maps moments on the GPU to `time.perf_counter_ns`.
 
-    def __init__(self) -> None:
-        readings = []
-        for _ in range(SYNCHRONISATIONS):
-            torch.cuda.synchronize()
-            before = time.perf_counter_ns()
-            event = _timed()
-            event.record()
-            event.synchronize()
-            after = time.perf_counter_ns()
-            readings.append((after - before, (before + after) // 2, event))
-        _, self._origin_ns, self._origin = min(readings, key=lambda reading: reading[:2])
+    The two clocks are read side by side as a first moment is asked for that lies after the last reading; between two
+    readings time is a straight line. So the order of moments is kept, and no drift adds up.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream  # with nothing else on it: its events are reached at once
+        self._readings = deque[tuple[torch.cuda.Event, int]](maxlen=READINGS)
+        self._since_ms: list[float] = []  # of the readings, from the oldest on
+        self._read()
 
     def ns(self, event: torch.cuda.Event) -> int:
         """When an event was reached that the host knows has been."""
-        since_ms: float = self._origin.elapsed_time(event)
-        return self._origin_ns + round(since_ms * 1e6)
+        if self._readings[0][0].elapsed_time(event) > self._since_ms[-1]:
+            self._read()
+        oldest, oldest_ns = self._readings[0]
+        since_ns = [ns - oldest_ns for _, ns in self._readings]
+        return oldest_ns + round(float(np.interp(oldest.elapsed_time(event), self._since_ms, since_ns)))
+
+    def _read(self) -> None:
+        pairs = []
+        for _ in range(SYNCHRONISATIONS):
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            before = time.perf_counter_ns()
+            event.record(self._stream)
+            while not event.query():  # type: ignore[no-untyped-call]  # to sleep would add the time of waking up
+                pass
+            after = time.perf_counter_ns()
+            pairs.append((after - before, (before + after) // 2, event))
+        _, ns, event = min(pairs, key=lambda pair: pair[:2])
+        self._readings.append((event, ns))
+        self._since_ms = [self._readings[0][0].elapsed_time(event) for event, _ in self._readings]
 
 
 def _timed() -> torch.cuda.Event:
@@ -63,16 +81,20 @@ def _timed() -> torch.cuda.Event:
 class DeviceEvent(CpuEvent):
     """The end of a task on a CUDA stream. Its CPU part tells when the task was handed over to CUDA.
 
-    `failed` is told what goes wrong on the GPU, which shows when somebody waits.
+    `failed` is told what goes wrong on the GPU, which shows when somebody waits; `delay` is queued before the task.
     """
 
-    __slots__ = ("_clock", "_end", "_failed", "_spin", "_start", "_stream", "host_ns")
+    __slots__ = ("_clock", "_delay", "_end", "_failed", "_start", "_stream", "host_ns")
 
     def __init__(
-        self, stream: torch.cuda.Stream, clock: Clock, spin: Spin, failed: Callable[[BaseException], None]
+        self,
+        stream: torch.cuda.Stream,
+        clock: Clock,
+        failed: Callable[[BaseException], None],
+        delay: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._stream, self._clock, self._spin, self._failed = stream, clock, spin, failed
+        self._stream, self._clock, self._failed, self._delay = stream, clock, failed, delay
         self._start, self._end = _timed(), _timed()
         self.host_ns = 0  # what handing over took
 
@@ -100,8 +122,8 @@ class DeviceEvent(CpuEvent):
         """Hand the task over, between two events of its stream."""
         begun = time.perf_counter_ns()
         with torch.cuda.stream(self._stream):
-            if task.delay_s:
-                self._spin(round(task.delay_s * 1e9))
+            if self._delay is not None:
+                self._delay()
             self._start.record(self._stream)
             task.work(task.step)
             self._end.record(self._stream)
@@ -126,11 +148,11 @@ class CudaBackend(CpuBackend):
         self._index = index
         torch.cuda.set_device(index)
         self._cpus = cpus_beside(pci_address(index))
-        self._clock, self._spin = Clock(), Spin()
         self._streams = {
             stream: torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             for stream in DEVICE_STREAMS
         }
+        self._clock = Clock(torch.cuda.Stream(index))  # type: ignore[no-untyped-call]
         self._begun = False
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
@@ -141,10 +163,10 @@ class CudaBackend(CpuBackend):
         """See Backend."""
         return torch.device("cuda", self._index)
 
-    @property
+    @functools.cached_property
     def spin(self) -> Spin:
         """Kernels that merely last."""
-        return self._spin
+        return Spin()
 
     def allocate(self, buffer: Buffer) -> Tensor:
         """See Backend. Host memory is pinned."""
@@ -167,7 +189,10 @@ class CudaBackend(CpuBackend):
             self._begun = True
             torch.cuda.synchronize()  # memory was filled on another stream than those that use it
         event = DeviceEvent(
-            self._streams[task.op.stream], self._clock, self._spin, lambda error: self._fail(task, error)
+            self._streams[task.op.stream],
+            self._clock,
+            lambda error: self._fail(task, error),
+            functools.partial(self.spin, round(task.delay_s * 1e9)) if task.delay_s else None,
         )
         if self.events is not None:
             self.events.append((task.op, event))

@@ -6,6 +6,7 @@ a machine runs them is the backend's. Which policy wrote the schedule makes no d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
 
@@ -51,7 +52,8 @@ class Executor(Generic[E]):
         self._works = works if works is not None else [_nothing] * len(self._schedule.ops)
         self._delay_s = delay_s
         self._record = record
-        self._rows: list[tuple[Task, int, E]] = []  # task, moment of issue, event
+        self._rows: list[tuple[int, int, E]] = []  # step, moment of issue and event of ops that may not have finished
+        self._times: deque[tuple[int, Ints]] = deque(maxlen=TRACED)  # step, moments of [op, (issue, start, end)] in ns
         index = self._schedule.index
         self._waits = [
             [(index[wait.on], wait.distance) for wait in self._schedule.waits_of[op.name]] for op in self._schedule.ops
@@ -69,7 +71,7 @@ class Executor(Generic[E]):
         for index in range(len(self._works)):
             events.append(self._issue(index, step, events))
         self._steps[step] = events
-        del self._rows[: -TRACED * len(self._works)]
+        del self._rows[: -TRACED * len(self._works)]  # where nobody waits for steps
 
     def _issue(self, index: int, step: int, events: Sequence[E]) -> E:
         op = self._schedule.ops[index]
@@ -89,7 +91,7 @@ class Executor(Generic[E]):
             if op.blocking:
                 self._backend.host_wait(done)
         if self._record:
-            self._rows.append((task, issued_ns, done))
+            self._rows.append((step, issued_ns, done))
         return done
 
     def wait(self, step: int) -> None:
@@ -103,6 +105,7 @@ class Executor(Generic[E]):
             return
         for last in self._last_of_stream:
             self._backend.host_wait(events[last])
+        self._read_times(step)
         # a step's events are needed by the next step's waits of distance 1, and by nobody later
         for known in [known for known in self._steps if known <= step and known + 1 in self._steps]:
             del self._steps[known]
@@ -116,19 +119,26 @@ class Executor(Generic[E]):
         self.wait(steps - 1)
         return self.trace()
 
+    def _read_times(self, step: int) -> None:
+        """Of all ops up to a step that has finished: numbers in the place of their events."""
+        count = len(self._works)
+        while self._rows and self._rows[0][0] <= step:
+            rows = [(issued, *event.span()) for _, issued, event in self._rows[:count]]
+            self._times.append((self._rows[0][0], np.array(rows, dtype=np.int64)))
+            del self._rows[:count]
+
     def trace(self) -> Trace:
         """Times of the ops recorded since the last call; all must have finished. From the first issue on, in ns.
 
         The first step told is step 0 of the trace. For a backend that predicts, time starts at its zero.
         """
-        rows, self._rows = self._rows, []
-        tasks = [task for task, _, _ in rows]
-        issue_ns = np.array([issued for _, issued, _ in rows], dtype=np.int64)
-        spans = np.array([event.span() for _, _, event in rows], dtype=np.int64).reshape(-1, 2)
-        first_step = tasks[0].step if tasks else 0
-        origin = int(issue_ns[0]) if tasks and self._backend.source == "measured" else 0
-        op = np.array([task.index for task in tasks], dtype=np.int64)
-        step = np.array([task.step - first_step for task in tasks], dtype=np.int64)
+        steps, times = [step for step, _ in self._times], [moments for _, moments in self._times]
+        self._times.clear()
+        count = len(self._works)
+        issue_ns, start_ns, end_ns = np.concatenate([*times, np.empty((0, 3), dtype=np.int64)]).T
+        origin = int(issue_ns[0]) if steps and self._backend.source == "measured" else 0
+        op = np.tile(np.arange(count), len(steps))
+        step = np.repeat(np.array(steps, dtype=np.int64) - min(steps, default=0), count)
         return Trace(
             digest=self._schedule.digest,
             machine=self._backend.machine,
@@ -136,9 +146,9 @@ class Executor(Generic[E]):
             op=op,
             step=step,
             issue_ns=issue_ns - origin,
-            start_ns=spans[:, 0] - origin,
-            end_ns=spans[:, 1] - origin,
-            waited_on=self._released_by(op, step, issue_ns, spans[:, 1]),
+            start_ns=start_ns - origin,
+            end_ns=end_ns - origin,
+            waited_on=self._released_by(op, step, issue_ns, end_ns),
         )
 
     def _released_by(self, op: Ints, step: Ints, issue_ns: Ints, end_ns: Ints) -> Ints:

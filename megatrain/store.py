@@ -174,7 +174,7 @@ class Store:
         if buffer in self._on_drive:
             self._on_drive[buffer].poison()
         elif buffer in self._slabs and queued and self._schedule.buffer[buffer].tier == Tier.HOST:
-            for part in self._slabs[buffer].split(POISON_BLOCK):
+            for part in torch.split(self._slabs[buffer], POISON_BLOCK):
                 part.copy_(self._poison[: part.nbytes], non_blocking=True)
         elif buffer in self._slabs:
             self._slabs[buffer].fill_(POISON)

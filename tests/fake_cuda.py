@@ -1,8 +1,9 @@
 """A recording fake of torch.cuda, a backend that asks it, and trainings by that backend.
 
 The fake runs a task's work when it is handed over, on the CPU: whole trainings pass through it, with the right
-numbers, and it writes down each event that was recorded, and each wait for one. What is queued on a stream that copies
-waits until the work has handed all over, as copies do that a GPU has not begun: what the host does meanwhile comes first.
+numbers, and it writes down each event that was recorded, and each wait for one. What is queued on a stream that
+copies waits until the work has handed all over, as copies do that a GPU has not begun: what the host does meanwhile
+comes first.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from schedules.workload import MemoryBudget, Workload
 MODEL = small()
 WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
 STEPS = 3
+FAST = 1.01  # ms of the GPU in one of the host
 COPYING = (Stream.H2D, Stream.D2H)
+STREAMS = (*DEVICE_STREAMS, "clock")  # in the order in which a backend makes them
 
 
 class FakeEvent:
-    """Remembers who recorded it; its time is the number of events recorded before, in ms."""
+    """Remembers who recorded it, and the tick; the GPU's clock is a fast one."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu, self.name, self.ms = gpu, "", -1.0
+        self.gpu, self.name, self.tick = gpu, "", -1
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.name = self.gpu.running()
-        self.ms = float(self.gpu.tick())
+        self.name, self.tick = self.gpu.running(), self.gpu.tick()
         self.gpu.write(("record", stream.name if stream else "default", self.name))
 
     def synchronize(self) -> None:
@@ -53,13 +55,16 @@ class FakeEvent:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.gpu.write(("host waits", self.name))
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, other: FakeEvent) -> float:
-        return other.ms - self.ms
+        return FAST * (other.tick - self.tick)
 
 
 class FakeStream:
     def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu, self.name = gpu, DEVICE_STREAMS[gpu.streams % len(DEVICE_STREAMS)]
+        self.gpu, self.name = gpu, STREAMS[gpu.streams % len(STREAMS)]
         gpu.streams += 1
 
     def wait_event(self, event: FakeEvent) -> None:

@@ -20,7 +20,7 @@ import torch
 from fake_cuda import MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
 from hand_written import WRITERS, small
 
-from megatrain import adam
+from megatrain import adam, cuda
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
@@ -125,16 +125,32 @@ def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str, tmp_path: Path) 
         assert result(schedule, FakeBackend(gpu), nvme=tmp_path, debug=debug)[0] == right
 
 
-def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu) -> None:
+def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the run: a tick is a millisecond of the host, and the GPU's clock is a hundredth too fast."""
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter_ns=lambda: gpu.tick() * 10**6))
     backend = FakeBackend(gpu)
     op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
-    first, second = (backend.submit(Task(op, 0, step, lambda step: None), ()) for step in range(2))
-    backend.host_wait(second)
+    spans, ticks = [], []
+    for step in range(200):
+        event = backend.submit(Task(op, 0, step, lambda step: None), ())
+        backend.host_wait(event)
+        spans += event.span()
+        ticks += [event._start.tick, event._end.tick]
     backend.close()
-    spans = first.span(), second.span()
-    assert spans[0][1] - spans[0][0] == 1_000_000  # the fake's clock: a millisecond an event
-    assert spans[1][0] - spans[0][1] == 1_000_000
-    assert first.host_ns > 0
+    assert spans == sorted(spans) and gpu.tick() > 1000
+    assert [round(ns / 10**6) for ns in spans] == ticks
+    assert event.host_ns > 0
+
+
+def test_the_clock_is_read_anew_in_later_steps_alone(gpu: FakeGpu) -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    with trainer(schedule, FakeBackend(gpu), record=True) as run:
+        read = gpu.log.count(("record", "clock", "calibration"))
+        run.run(STEPS)
+        trace = run.trace()
+    trace.check(schedule)
+    assert (np.diff(trace.start_ns[trace.rows_of(schedule, Stream.COMPUTE)]) > 0).all()
+    assert gpu.log.count(("record", "clock", "calibration")) - read <= STEPS * cuda.SYNCHRONISATIONS
 
 
 def test_host_memory_is_pinned_and_device_memory_is_the_devices(gpu: FakeGpu) -> None:

@@ -208,7 +208,7 @@ def test_only_the_last_steps_of_a_long_run_are_kept(monkeypatch: pytest.MonkeyPa
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     with trainer(schedule, record=True) as run:
         run.run(5)
-        assert len(run._executor._rows) == 3 * len(schedule.ops)
+        assert not run._executor._rows  # an event of a GPU takes memory
         trace = run.trace()
     assert trace.steps == 3 and (np.diff(trace.step_end_ns) > 0).all()
     assert trace.op.tolist() == list(range(len(schedule.ops))) * 3
