@@ -29,9 +29,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # on a machine where nothing of ours is installed
 
-# before torch: segments that grow leave no holes between allocations of different sizes
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
 import gpu_checks
 import gpu_machine
 import gpu_rivals
@@ -44,6 +41,7 @@ from gpu_results import AGAIN, SMOKE, STOP, Results, Row, table
 from gpu_steps import PLANNED, Case
 from torch.utils import cpp_extension
 
+from megatrain.cuda import let_segments_grow
 from schedules.errors import Refused
 
 PARTS = (SMOKE, "links", "gemm", "dram", "ways", "steps", "rivals", "attention", "adam", "checks", "kernels")
@@ -213,6 +211,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
 
 def main() -> None:
+    let_segments_grow()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="the folder of the results")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")

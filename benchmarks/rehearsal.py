@@ -44,6 +44,9 @@ class Event:
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, other: Event) -> float:
         return max(1e-6, (other._s - self._s) * 1e3)
 

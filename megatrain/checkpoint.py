@@ -82,9 +82,11 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mappin
             if not weights.isfinite().all():
                 raise Diverged(f"the weights of layer {schedule.model.layer_name(i)} are not finite after step {step}")
             save_file({"weights": weights, "state": state}, _file(target, schedule.model, i))
-        os.sync()  # what comes after a loss of power must not be a name without its contents
         about = {**_of(schedule), "step": step, "frozen": dict(frozen or {})}
-        (target / LAST).write_text(json.dumps(about, indent=1) + "\n")
+        partial = target / f"{LAST}.partial"
+        partial.write_text(json.dumps(about, indent=1) + "\n")
+        os.sync()  # what comes after a loss of power must not be a name without its contents
+        partial.replace(target / LAST)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(target, ignore_errors=True)
         raise NotSaved(f"the checkpoint of step {step} could not be written to {folder}: {error}") from None
@@ -131,7 +133,7 @@ def drop(folder: Path, step: int) -> None:
 
 
 def told(folder: Path | None) -> str:
-    """Which checkpoint somebody has who saves to `folder`, in words."""
+    """A phrase that names the newest checkpoint in `folder`."""
     complete = [] if folder is None else _complete(folder)
     return f"{complete[-1]} is kept" if complete else "no checkpoint was saved"
 

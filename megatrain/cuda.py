@@ -25,9 +25,11 @@ from megatrain.backend import Task, Work
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.pinned import PinError, cpus_beside, pinned
 from megatrain.sanitizer import sanitized
+from schedules.errors import Refused
 from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
+from sim.units import scaled
 
 IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
@@ -133,21 +135,22 @@ class DeviceEvent(CpuEvent):
 class CudaBackend(CpuBackend):
     """See Backend. Ops of h2d, compute and d2h run on CUDA streams, all others as on the CPU.
 
-    `threads` as in CpuBackend; where nothing is said, the optimizer's stream has all cores but two. A stream
-    has at most IN_FLIGHT ops ahead of the GPU, so that memory which torch frees in stream order comes back.
+    `threads` as in CpuBackend; where nothing is said, the optimizer's stream has all cores but two of those beside the
+    GPU, where the memory that it works on is. A stream has at most IN_FLIGHT ops ahead of the GPU, so that memory which
+    torch frees in stream order comes back.
     """
 
     def __init__(
         self, *, index: int = 0, threads: Mapping[Stream, int] | None = None, machine: str | None = None
     ) -> None:
-        cores = len(os.sched_getaffinity(0))
-        super().__init__(
-            threads={Stream.CPU: max(1, cores - RESERVED_CORES), **(threads or {})},
-            machine=machine or torch.cuda.get_device_name(index),
-        )
+        let_segments_grow()
         self._index = index
         torch.cuda.set_device(index)
         self._cpus = cpus_beside(pci_address(index))
+        super().__init__(
+            threads={Stream.CPU: max(1, len(self._cpus) - RESERVED_CORES), **(threads or {})},
+            machine=machine or torch.cuda.get_device_name(index),
+        )
         self._streams = {
             stream: torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             for stream in DEVICE_STREAMS
@@ -169,9 +172,13 @@ class CudaBackend(CpuBackend):
         return Spin()
 
     def allocate(self, buffer: Buffer) -> Tensor:
-        """See Backend. Host memory is pinned."""
+        """See Backend. Host memory is pinned. Raises PinError, and Refused where the GPU has no room."""
         if buffer.tier == Tier.DEVICE:
-            return torch.zeros(buffer.nbytes, dtype=torch.uint8, device=self.device)
+            try:
+                return torch.zeros(buffer.nbytes, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError as error:
+                told = f"the GPU has no room for {buffer.name}, {scaled(buffer.nbytes, 'GB')}"
+                raise Refused(f"{told}: leave it more, or take a smaller batch") from error
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         try:
             return pinned(buffer.nbytes, runtime, cpus=self._cpus)
@@ -209,6 +216,8 @@ class CudaBackend(CpuBackend):
 
     def _serve(self, stream: Stream) -> None:
         if stream not in DEVICE_STREAMS:
+            if stream == Stream.CPU:
+                os.sched_setaffinity(0, self._cpus)  # of this thread, and of those that it begins
             super()._serve(stream)
             return
         torch.set_num_threads(1)
@@ -233,6 +242,15 @@ class CudaBackend(CpuBackend):
             event.finish()
             ahead.append(event)
             del item, task, waits, event  # or they would live until the next task comes
+
+
+def let_segments_grow() -> None:
+    """Have torch's allocator leave no holes between allocations of different sizes.
+
+    Of use before CUDA's first memory is asked for; does nothing where the allocator has been set up by the environment.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pci_address(index: int) -> str:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from schedules.errors import Refused
+
 HUGE_PAGE = 1 << 21
 TOUCHING_THREADS = 16  # more gain nothing: they wait for the kernel's lock of the address space
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
@@ -33,7 +35,7 @@ class Runtime(Protocol):
     def cudaHostUnregister(self, address: int) -> Any: ...
 
 
-class PinError(RuntimeError):
+class PinError(Refused):
     """The system had no such memory, or CUDA refused to pin it, often because of a limit on locked memory."""
 
 

@@ -35,10 +35,18 @@ DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The loss of every step, and when every op of every step ran."""
+    """The loss of every step, and when every op of the last of them ran; a checkpoint was saved `every` so many."""
 
     losses: list[float]
     trace: Trace
+    every: int | None = None
+
+    @property
+    def step_ns(self) -> list[int]:
+        """From the end of one step to the end of the next, where no checkpoint was saved in between."""
+        first = len(self.losses) - self.trace.steps + 2  # `Trace.step_ns` leaves out two: one of warm-up
+        periods = enumerate(self.trace.step_ns().tolist(), first)
+        return [ns for step, ns in periods if self.every is None or step % self.every]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +101,24 @@ def backend_of(name: str | None) -> CpuBackend:
 
 
 def require_memory(verified: Verified, device: torch.device) -> None:
-    """Raises Refused unless the RAM has room for the buffers there: on the CPU, for both tiers' buffers."""
-    tiers_in_ram = [Tier.DEVICE, Tier.HOST] if device.type == "cpu" else [Tier.HOST]
-    needed, available = sum(verified.allocated_bytes()[tier] for tier in tiers_in_ram), available_memory()
-    if needed > available:
-        tiers = ", ".join(
-            f"{tier} {scaled(nbytes, 'GB')}" for tier in tiers_in_ram if (nbytes := verified.allocated_bytes()[tier])
-        )
-        raise Refused(
-            f"{verified.schedule.label} for {verified.schedule.model.name} needs {scaled(needed, 'GB')} ({tiers}), and "
-            f"{scaled(available, 'GB')} of memory are available on this machine; simulate it instead, or shrink it"
-        )
+    """Raises Refused unless there is room for the buffers: on the CPU, for both tiers' in the RAM."""
+    needed, label = verified.allocated_bytes(), f"{verified.schedule.label} for {verified.schedule.model.name}"
+    places: list[tuple[tuple[Tier, ...], int, str]]
+    if device.type == "cpu":
+        places = [((Tier.DEVICE, Tier.HOST), available_memory(), "of memory are available on this machine")]
+    else:
+        free, _ = torch.cuda.mem_get_info(device)
+        places = [
+            ((Tier.DEVICE,), free, "of the GPU's memory are free"),
+            ((Tier.HOST,), available_memory(), "of memory are available on this machine"),
+        ]
+    for tiers, room, of in places:
+        if sum(needed[tier] for tier in tiers) > room:
+            parts = ", ".join(f"{tier} {scaled(needed[tier], 'GB')}" for tier in tiers if needed[tier])
+            raise Refused(
+                f"{label} needs {scaled(sum(needed[tier] for tier in tiers), 'GB')} ({parts}), and "
+                f"{scaled(room, 'GB')} {of}; simulate it instead, or shrink it"
+            )
 
 
 def require_drive(verified: Verified, folder: Path | None) -> None:
@@ -215,10 +230,10 @@ def train(
                 prepare=replayed if graphs else as_they_are,
             )
         )
-        return _trained(trainer, schedule, steps, files, on_loss)
+        return _train_and_save(trainer, schedule, steps, files, on_loss)
 
 
-def _trained(
+def _train_and_save(
     trainer: Trainer[CpuEvent],
     schedule: Schedule,
     steps: int,
@@ -250,4 +265,4 @@ def _trained(
     except Diverged as error:
         kept = checkpoint.told(files.save)
         raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None
-    return Trained(losses=losses, trace=trainer.trace())
+    return Trained(losses=losses, trace=trainer.trace(), every=files.every)

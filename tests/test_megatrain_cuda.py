@@ -19,6 +19,7 @@ import pytest
 import torch
 from fake_cuda import MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
 from hand_written import WRITERS, small
+from torch import Tensor
 
 from megatrain import adam, cuda
 from megatrain.backend import OpFailed, Task
@@ -32,7 +33,7 @@ from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
 from megatrain.session import backend_of
 from megatrain.train import Debug
 from schedules import policies
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.verify import verify
 from schedules.workload import PRECISIONS
@@ -198,6 +199,28 @@ def test_backend_is_chosen_by_name() -> None:
     assert type(backend_of(None)) is CpuBackend
     with pytest.raises(InputError, match="no GPU here"):
         backend_of("cuda")
+
+
+def test_the_optimizer_runs_beside_the_memory_it_works_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(cuda, "cpus_beside", lambda address: (beside,))
+    backend, seen = FakeBackend(gpu), []
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.CPU)
+    work = lambda step: seen.append((os.sched_getaffinity(0), torch.get_num_threads()))  # noqa: E731
+    backend.host_wait(backend.submit(Task(op, 0, 0, work), ()))
+    backend.close()
+    assert seen == [({beside}, 1)]
+
+
+def test_no_room_on_the_gpu_is_a_no_with_a_reason(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*sizes: int, **options: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    backend = FakeBackend(gpu)
+    monkeypatch.setattr(torch, "zeros", none_left)
+    with pytest.raises(Refused, match="the GPU has no room for weight0"):
+        CudaBackend.allocate(backend, Buffer(name="weight0", tier=Tier.DEVICE, nbytes=8))
+    backend.close()
 
 
 # ---- spin

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from megatrain.cpu import CpuBackend
 from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec
+from schedules.trace import Trace
 from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
 
@@ -25,14 +28,19 @@ def verified(policy: str = "streamed") -> Verified:
     return verify(policies.build(policy, presets.load("tiny"), workload, MEMORY))
 
 
-def test_memory_of_both_tiers_is_ram_on_a_cpu_and_the_hosts_alone_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     step = verified()
-    host, both = step.allocated_bytes()["host"], step.allocated_bytes()["host"] + step.allocated_bytes()["device"]
-    for device, needed in (("cpu", both), ("cuda", host)):
-        monkeypatch.setattr(session, "available_memory", lambda needed=needed: needed)
-        session.require_memory(step, torch.device(device))
-        monkeypatch.setattr(session, "available_memory", lambda needed=needed: needed - 1)
-        with pytest.raises(Refused, match="of memory are available on this machine"):
+    on_device, on_host = step.allocated_bytes()["device"], step.allocated_bytes()["host"]
+    for device, gpu, ram, lacking in (
+        ("cpu", 0, on_device + on_host, ""),
+        ("cpu", 0, on_device + on_host - 1, "of memory are available on this machine"),
+        ("cuda", on_device, on_host, ""),
+        ("cuda", on_device - 1, on_host, r"\(device .*\), and .* of the GPU's memory are free"),
+        ("cuda", on_device, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
+    ):
+        monkeypatch.setattr(session, "available_memory", lambda ram=ram: ram)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu, 10**12))
+        with pytest.raises(Refused, match=lacking) if lacking else nullcontext():
             session.require_memory(step, torch.device(device))
 
 
@@ -49,6 +57,19 @@ def test_a_training_that_is_refused_closes_its_backend(monkeypatch: pytest.Monke
     with pytest.raises(Refused):
         session.train(verified(), steps=1, hyper=Adam(lr=1e-3))
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize("forgotten", [0, 3])
+def test_a_step_is_not_as_long_as_the_checkpoint_before_it(forgotten: int) -> None:
+    ends = [10, 20, 30 + 500, 40 + 500, 50 + 1000, 60 + 1000, 70 + 1500][forgotten:]  # 500 ns for each save
+    steps = np.arange(len(ends))
+    ends_ns = np.array(ends)
+    trace = Trace(
+        digest="", machine="", source="measured", op=0 * steps, step=steps, issue_ns=ends_ns - 10,
+        start_ns=ends_ns - 10, end_ns=ends_ns, waited_on=steps - 1,
+    )  # fmt: skip
+    found = {every: session.Trained(losses=[0.0] * 7, trace=trace, every=every).step_ns for every in (1, 2, None)}
+    assert not found[1] and set(found[2]) == {10} and max(found[None]) == 510
 
 
 def test_adapters_begin_with_the_runs_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ class _Progress:
         return f"{said}, {self._tokens / pace:,.0f} tokens/s, {left} left"
 
     def reached(self) -> str:
-        """For whom it is interrupted."""
+        """How far it got, for the message after an interrupt."""
         return f"after step {self._step}" if self.losses else "before the first step was done"
 
 
@@ -205,8 +205,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
     """What a run found, for programs."""
     record: dict[str, Any] = {**schedule.describe(), "losses": result.losses, "machine": result.trace.machine}
-    if len(result.losses) > 2:
-        record["measured_step_s"] = statistics.median(result.trace.step_ns()) / 1e9
+    if len(result.losses) > 2 and result.step_ns:
+        record["measured_step_s"] = statistics.median(result.step_ns) / 1e9
         record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
     return record
 
