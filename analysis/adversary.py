@@ -96,7 +96,7 @@ def search(
         progress(number + 1, max((ratio for ratio, _, _ in found), default=0.0))
     best: dict[tuple[int, ...], Loss] = {}
     for _, _, loss in sorted(found, key=lambda entry: -entry[0]):
-        best.setdefault((loss.hidden, loss.seq_len, loss.micro_batch_size, loss.accumulation), loss)
+        best.setdefault((loss.blocks, loss.hidden, loss.seq_len, loss.micro_batch_size, loss.accumulation), loss)
     return list(best.values())
 
 

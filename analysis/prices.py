@@ -12,6 +12,7 @@ from typing import Any
 from schedules.errors import InputError
 
 HOURS_A_MONTH = 730.5  # a year of 8,766 hours over 12
+DIVISORS = ("gpus", "mfu", "lifetime_months", "utilisation")  # no zeros
 
 
 class PriceError(InputError):
@@ -145,6 +146,8 @@ def _checked(cls: type[Any], entry: object, where: str) -> Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind.startswith(("float", "int")) and not (number and math.isfinite(value) and value >= 0):
             raise PriceError(f"{where}: {name} must be a number of at least zero, not {value!r}")
+        if name in DIVISORS and not value:
+            raise PriceError(f"{where}: {name} must be more than zero")
         if kind == "str" and not (isinstance(value, str) and value):
             raise PriceError(f"{where}: {name} must be some text, not {value!r}")
     try:

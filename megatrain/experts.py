@@ -1,7 +1,9 @@
 """A mixture of experts: a router, and one product per matrix for the tokens of all experts together.
 
 Tokens are copied once per choice and sorted by expert, so that every expert's rows lie side by side. Shapes do not
-depend on what the router chooses, and on a GPU nothing here waits to know it. Of T tokens each chooses k of n experts.
+depend on what the router chooses, and nothing here waits to know it; nor do torch's grouped products of bf16 numbers on
+Hopper and Blackwell, while on other GPUs and of fp32 numbers they read how many tokens each expert has, a wait in every
+product, and no CUDA graph. Of T tokens each chooses k of n experts.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from schedules.traffic import EXPERTS_CHUNK
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
 Derived = Callable[..., AbstractContextManager[None]]
 
+HOPPER = (9, 0)  # the compute capability
 ALIGNED = 64  # columns: grouped products want rows that begin at multiples of 16 bytes
 
 
@@ -218,8 +221,15 @@ def _products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def _outer_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """The product of each expert's own rows of a [R, p], transposed, and of b [R, q]: [n, p, q]."""
     if a.is_cuda:
-        return F.grouped_mm(a.t(), b, offs=ends)
+        found = F.grouped_mm(a.t(), b, offs=ends)
+        return found if torch.cuda.get_device_capability(a.device) == HOPPER else _zero_without_rows(found, ends)
     return torch.stack([a[part].t() @ b[part] for part in _parts(ends)])
+
+
+def _zero_without_rows(products: Tensor, ends: Tensor) -> Tensor:
+    """Zeros for experts that have no rows, in place: on Blackwell torch leaves what was there (pytorch#172439)."""
+    rows = torch.diff(ends, prepend=ends.new_zeros(1))
+    return products.masked_fill_((rows == 0)[:, None, None], 0.0)
 
 
 def _some_columns(stored: Tensor) -> list[slice]:

@@ -129,6 +129,10 @@ def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> Non
         ("machines: {h200: {watts: 1, source: x}}", "give buy or rent_per_hour"),
         ("machines: {h200: {wats: 1}}", "'wats' is unknown"),
         ("machines: {h200: {watts: -1, source: x, buy: 1}}", "watts must be a number of at least zero"),
+        (
+            "lifetime_months: 0\nmachines: {h200: {watts: 1, source: x, buy: 1}}",
+            "lifetime_months must be more than zero",
+        ),
         ("machines: {h200: {watts: 1, source: x, buy: 1}}", "currency"),
         ("a: [", "is not YAML"),
     ],

@@ -229,8 +229,12 @@ def test_training_by_schedule_is_plain_training(kind: str, name: str, recompute:
 # ---- on a GPU, as far as shapes and types tell
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b"])
-def test_a_gpus_products_take_these_shapes(name: str) -> None:
+def test_a_gpus_products_take_these_shapes(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = presets.load(name)
     with torch.no_grad(), FakeTensorMode():
         ends = torch.empty(model.num_experts, device="cuda", dtype=torch.int32)
@@ -272,3 +276,10 @@ def test_a_sink_that_outweighs_all_keys_leaves_nothing() -> None:
     ).transpose(1, 2)
     torch.testing.assert_close(attention.forward(q, k, v, none), plain)
     assert attention.forward(q, k, v, all_of_it).abs().max() == 0
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    products = torch.ones(4, 2, 3)
+    products[0] = products[2] = torch.nan
+    found = experts._zero_without_rows(products, torch.tensor([0, 5, 5, 6], dtype=torch.int32))
+    assert found.isfinite().all() and found.sum((1, 2)).tolist() == [0.0, 6.0, 0.0, 6.0]

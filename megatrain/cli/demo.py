@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import progress_bar, require_outputs
+from megatrain.cli.options import command_line, progress_bar, require_outputs
 
 
 def demo(
@@ -30,7 +30,7 @@ def demo(
         profile = demonstration.measure_machine(out, stage("measuring this machine"), backend)
         results = demonstration.run_all(out, profile, steps, stage("training with every policy"), backend)
         finish = stage("writing results")
-        index = demo_report.write(out, results, f"megatrain demo --out {out} --steps {steps}", finish)
+        index = demo_report.write(out, results, command_line(), finish)
         finish(1.0, "")
     times = demo_report.step_times(results)
     tables.show(times, tables.PREDICTED_MEASURED, note=tables.PREDICTED_MEASURED_NOTE)

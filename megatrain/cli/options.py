@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -187,6 +188,11 @@ def models_of(models: list[str] | None, too: list[str] | None) -> list[str]:
     if found := listed([*(models or []), *(too or [])]):
         return found
     raise InputError("name at least one model; megatrain models lists them")
+
+
+def command_line() -> str:
+    """What this process was called with, for a page of results."""
+    return shlex.join(["megatrain", *sys.argv[1:]])
 
 
 def print_json(value: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +13,7 @@ from megatrain.cli.options import (
     ModelsToo,
     Precision,
     Seq,
+    command_line,
     goes_on,
     listed,
     models_of,
@@ -98,7 +97,7 @@ def sweep(
     table = costs.priced(rows, paid, train_tokens)
     page: Path | None = None
     try:  # first to the files, see `plan`
-        page = buying.write(out, table, paid, train_tokens, shlex.join(["megatrain", *sys.argv[1:]]))
+        page = buying.write(out, table, paid, train_tokens, command_line())
     finally:
         if as_json:
             print_json(tables.records(table))
