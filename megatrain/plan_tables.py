@@ -54,9 +54,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
     gains = whatif.marginal_gains(prediction)
     budget = memory_of(profile)
     device, host = budget.device_bytes + MORE_DEVICE, budget.host_bytes + MORE_HOST
-    machines = {
-        f"{name}, +{whatif.MORE - 1:.0%}": (machine, budget) for name, machine in whatif.faster(profile).items()
-    }
+    machines = {name: (machine, budget) for name, machine in whatif.faster(profile).items()}
     machines[f"device memory, +{MORE_DEVICE / 2**30:.0f} GiB"] = profile, replace(budget, device_bytes=device)
     machines[f"host memory, +{MORE_HOST / 1e9:.0f} GB"] = profile, replace(budget, host_bytes=host)
     planned_gains = {}
@@ -83,7 +81,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
     note("the longest sequence and largest batch")
     return WhatIf(
         criticality=whatif.criticality(prediction),
-        gains={f"{name}, +{whatif.MORE - 1:.0%}": gain for name, gain in gains.items()},
+        gains=gains,
         planned_gains=planned_gains,
         required_bandwidth=needed,
         smallest_device_bytes=least.device_bytes,

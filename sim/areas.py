@@ -57,7 +57,7 @@ class LayerAreas:
             schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)
             try:
                 self._learn(schedule, profile)
-            except MissingCost as error:  # what no profile can time, no schedule can use
+            except MissingCost as error:  # what this profile cannot time, no schedule predicted with it can use
                 missing = error
         if not self._found and missing is not None:
             raise missing

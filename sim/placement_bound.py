@@ -60,7 +60,7 @@ from sim.prediction import memory_of
 
 FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
 MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
-SLACK = 1e-9  # relative: what the solver may be off by when it solves again
+SLACK = 1e-9  # relative: what the solver may be off by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     for of_column, share in zip(lp.areas, shares, strict=True):
         _add(found, of_column, share)
     return PlacementBound(
-        period_ns=period * scale,
+        period_ns=period * scale * (1 - SLACK),
         areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD, MIDDLE))},
         placed=_placed(lp, shares),
     )

@@ -16,7 +16,12 @@ from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes
 
 ONE_BLOCK: dict[str, Knob] = {"slots": 1, "grad_slots": 1}  # on the device at a time
-THRIFT: tuple[dict[str, Knob], ...] = ({}, {"slabs": 1}, {"slabs": 1, "nvme_slots": 1})  # with host buffers
+THRIFT: tuple[dict[str, Knob], ...] = (  # with host buffers; of slots those have one each whose weights are on a drive
+    {},
+    {"slabs": 1},
+    {"slabs": 1, "nvme_slots": 1},
+    {"slabs": 1, "nvme_slots": 1, "slots": 1},
+)
 PARTS = (1, 2, 4, 8, 16)  # that a layer's state may pass through memory in
 LEAST_PART = 1 << 26  # bytes: smaller ones gain nothing
 MANY_PARTS = 320  # of all blocks together: more take longer to judge than they gain
@@ -55,9 +60,10 @@ class Room:
     def residents(self, start: Candidate) -> tuple[int, int]:
         """The fewest layers that must live on the device, for the host has no room, and the most that may."""
         counts = range(self._model.num_hidden_layers + 3)
-        return _first(counts, lambda n: self._with_resident(n, start, Tier.HOST)), self._most(start)
+        return _first(counts, lambda n: self._with_resident(n, start, Tier.HOST)), self.most_residents(start)
 
-    def _most(self, start: Candidate) -> int:
+    def most_residents(self, start: Candidate) -> int:
+        """The most layers that may live on the device; -1 if even none is too many."""
         counts = range(self._model.num_hidden_layers + 3)
         return _first(counts, lambda n: not self._with_resident(n, start, Tier.DEVICE)) - 1
 
@@ -91,17 +97,15 @@ class Room:
         return self._off_the_host(self._off_the_device(start, one_block=one_block))
 
     def _off_the_device(self, start: Candidate, *, one_block: bool) -> Candidate:
-        """The blocks' inputs go to the host between forward and backward, and what else may."""
-        if self.on(Tier.DEVICE, start.with_knobs({"keep": 0})):
+        """The blocks' inputs go to the host between forward and backward, where there is no room, and what else may."""
+        if not one_block and self.on(Tier.DEVICE, start.with_knobs({"keep": 0})):
             return start
         start = start.with_knobs({"inputs": self._model.num_hidden_layers})
-        if not one_block or self.on(Tier.DEVICE, start.with_knobs({"keep": 0})):
-            return start
-        return start.with_knobs(ONE_BLOCK)
+        return start.with_knobs(ONE_BLOCK) if one_block else start
 
     def _off_the_host(self, start: Candidate) -> Candidate:
         """With as much on NVMe as host and device together cannot hold, unless that is not what is lacking."""
-        most = self._most(start)  # whatever is on the drive
+        most = self.most_residents(start)  # whatever is on the drive
 
         def held(candidate: Candidate) -> bool:
             return self._with_resident(most, candidate, Tier.HOST)
@@ -191,9 +195,14 @@ class Room:
         return self._built(self.rebalanced(candidate)).allocated_bytes(Tier.NVME)
 
     def least(self, workload: Workload) -> dict[Tier, int]:
-        """Bytes that the thriftiest schedule takes."""
-        knobs = dict(self.thriftiest(workload).knobs)
-        return peak_bytes(policies.build_without_waits(OURS, self._model, workload, _ENDLESS, **knobs), self._profile)
+        """Bytes that the thriftiest schedule takes, with as many layers on the device as that has room for."""
+        least = self.thriftiest(workload)
+        return self._taken(least.with_knobs({"resident": max(self.most_residents(least), 0)}))
+
+    def _taken(self, candidate: Candidate) -> dict[Tier, int]:
+        knobs = dict(candidate.knobs)
+        built = policies.build_without_waits(candidate.policy, self._model, candidate.workload, _ENDLESS, **knobs)
+        return peak_bytes(built, self._profile)
 
     def thriftiest(self, workload: Workload) -> Candidate:
         """One block at a time on the device, its input on the host; on a drive, where there is one, all that can be."""
@@ -237,7 +246,7 @@ class Room:
 
     def might_hold(self, workload: Workload) -> bool:
         """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together."""
-        least, limits = self.least(workload), self.limits
+        least, limits = self._taken(self.thriftiest(workload)), self.limits
         return least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values())
 
     def _built(self, candidate: Candidate) -> Schedule:

@@ -4,7 +4,7 @@ A candidate is a policy with knobs and a split of the step into micro-batches. I
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
 best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
 coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time until
-no step helps.
+no step helps, or the effort is spent.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3, "slots": 1},
 )
 SHARED_INPUTS = (2, 4)  # blocks that run forward again from one input, to begin with
-THRIFTIEST = 3  # so many of those with which the drive holds least are tried
+THRIFTIEST = 3  # how many are tried, those that leave least on the drive
 FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
 WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
-MANY = 100  # candidates of which few are expected to be any better
+MANY = 100  # candidates judged at once where few are expected to beat the best
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
 
@@ -126,7 +126,7 @@ class Search:
     def __post_init__(self) -> None:
         self.room = Room(self.model, self.profile, self.budget)
         self.thorough = self.effort >= EFFORT
-        self.effort *= len(policies.build(OURS, self.model, _NO_STEP, self.budget).ops)
+        self.effort *= len(policies.build_without_waits(OURS, self.model, _NO_STEP, self.budget).ops)
 
     @property
     def cost_ns(self) -> float:

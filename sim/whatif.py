@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.model import ModelSpec
-from schedules.op import Op, Tier
+from schedules.op import Op, Phase, Stream, Tier
 from schedules.schedule import Knob, Schedule
 from schedules.trace import Ints
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.cost import demands
 from sim.hardware import override
 from sim.longest_path import periods
@@ -38,7 +38,7 @@ RATES = (
     ("host memory bandwidth", ("host.memory_bandwidth", "host.adam_params_per_s")),
     ("NVMe, read and write", ("nvme.read", "nvme.write")),
 )
-LINKS = (("H2D", "links.h2d.bandwidth"), ("D2H", "links.d2h.bandwidth"))
+LINKS = (("H2D", Stream.H2D, "links.h2d.bandwidth"), ("D2H", Stream.D2H, "links.d2h.bandwidth"))
 NO_STALL = 1.01  # a step no longer than this, against one with the fastest link, is not held up
 HUGE = 1 << 50
 
@@ -101,14 +101,22 @@ def stream_class(op: Op) -> str:
 
 
 def faster(profile: HardwareProfile) -> dict[str, HardwareProfile]:
-    """Resource -> the machine with a quarter more of it, for all that it has and its op times follow from."""
-    rates = [(name, paths) for name, paths in RATES if profile.mode == "datasheet" or paths not in TIMED]
-    machines = {name: _scaled(profile, paths, MORE) for name, paths in rates}
-    return {name: machine for name, machine in machines.items() if machine is not None}
+    """What is more of a resource -> the machine with it, for all that it has and its op times follow from.
+
+    A quarter more, or as much as what it cannot exceed leaves: "link, host to device, +8%".
+    """
+    machines = {}
+    for name, paths in RATES:
+        if profile.mode == "datasheet" or paths not in TIMED:
+            machine = _scaled(profile, paths, MORE)
+            before, after = lookup(profile, paths[0]), machine and lookup(machine, paths[0])
+            if machine and before and after and after.value > before.value:
+                machines[f"{name}, +{after.value / before.value - 1:.0%}"] = machine
+    return machines
 
 
 def marginal_gains(prediction: Prediction) -> dict[str, float]:
-    """Resource -> by what fraction tokens/s grow with a quarter more of it, the schedule as it is."""
+    """What is more of a resource, see `faster` -> by what fraction tokens/s grow, the schedule as it is."""
     return {
         name: prediction.period_ns / _again(prediction, machine) - 1.0
         for name, machine in faster(prediction.profile).items()
@@ -122,9 +130,13 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
     """
     needed: dict[str, float | None] = {}
     fastest = prediction.profile.host.memory_bandwidth.value
-    for name, path in LINKS:
+    for name, stream, path in LINKS:
         have = lookup(prediction.profile, path)
         assert have is not None, "every machine has links"
+        moved = sum(op.nbytes for op in prediction.schedule.ops if op.stream == stream and op.phase == Phase.COPY)
+        if not moved:
+            needed[name] = None
+            continue
 
         def period(bandwidth: float, path: str = path, have: float = have.value) -> float:
             wider = _scaled(prediction.profile, ("links.duplex",), max(bandwidth / have, 1.0))
@@ -133,10 +145,9 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
             return _again(prediction, changed)
 
         target = NO_STALL * period(fastest)
-        low, high = fastest / 1e5, fastest
+        low, high = min(moved / target * 1e9, fastest), fastest  # with less, copies alone take longer than the step
         if period(low) <= target:
-            needed[name] = None
-            continue
+            high = low
         while high / low > 1.01:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if period(middle) <= target else (middle, high)
@@ -172,7 +183,10 @@ def smallest_memory(
 
 
 def longest_sequence(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
-    """Tokens of the longest sequence that can be trained, one at a time, to a multiple of 1,024; 0 if none can."""
+    """Tokens of the longest sequence that can be trained, one at a time, a multiple of 1,024; 0 if none can.
+
+    In whichever mode of recompute takes least memory, as all of these limits.
+    """
     one = replace(workload, micro_batch_size=1, accumulation=1)
     return 1024 * _largest(lambda n: _trains(model, profile, replace(one, seq_len=1024 * n)))
 
@@ -189,19 +203,29 @@ def _trains(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> b
 def _frugal(
     model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
 ) -> Iterator[dict[Tier, int]]:
-    """Peak bytes of the schedules that take least of one tier or another, those that fit."""
+    """Peak bytes of the schedules that take least of one tier or another, those that fit, of any mode of recompute."""
+    for mode in reversed(RECOMPUTED):
+        if not (mode == "mlp" and model.num_experts):
+            yield from _frugal_in_mode(model, profile, replace(workload, recompute=mode), budget)
+
+
+def _frugal_in_mode(
+    model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
+) -> Iterator[dict[Tier, int]]:
     room, blocks = Room(model, profile, budget), model.num_hidden_layers
     if not room.might_hold(workload):
         return
     least = room.thriftiest(workload)
     nothing_away: dict[str, Knob] = dict.fromkeys(("inputs", "nvme", "nvme_weights", "nvme_inputs"), 0)
     in_host = least.with_knobs({**nothing_away, "inputs": blocks})
-    for resident in (0, blocks // 4, blocks // 2, blocks, blocks + 2):
-        there = [start.with_knobs({"resident": resident}) for start in (least, in_host, least.with_knobs(nothing_away))]
-        for candidate in dict.fromkeys([*there, room.rebalanced(there[0])]):
-            peaks = room.peaks(candidate)
-            if peaks is not None and all(peaks[tier] <= budget.of(tier) for tier in Tier):
-                yield peaks
+    for start in dict.fromkeys((least, in_host, least.with_knobs(nothing_away))):
+        most = room.most_residents(start)
+        for resident in sorted({n for n in (0, 1, most // 2, most) if n <= most}):
+            there = start.with_knobs({"resident": resident})
+            for candidate in dict.fromkeys((there, room.rebalanced(there))):
+                peaks = room.peaks(candidate)
+                if peaks is not None and all(peaks[tier] <= budget.of(tier) for tier in Tier):
+                    yield peaks
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
@@ -212,7 +236,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
     while fits(high) and high < 1 << 24:
         high *= 2
     low = high // 2
-    while high - low > max(1, low // 64):
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
@@ -251,6 +275,9 @@ def _scaled(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> 
 def _assignments(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> Iterator[str]:
     for path in paths:
         if (value := lookup(profile, path)) is not None:
-            ceilings = [lookup(profile, limit) for limited, limit in CEILINGS if limited == path]
-            most = min((limit.value for limit in ceilings if limit is not None), default=math.inf)
+            ceilings = [(limit, lookup(profile, limit)) for limited, limit in CEILINGS if limited == path]
+            most = min(
+                (value.value * (factor if limit in paths else 1.0) for limit, value in ceilings if value is not None),
+                default=math.inf,
+            )
             yield f"{path}={min(value.value * factor, most)!r}{value.unit}"

@@ -8,11 +8,12 @@ import pytest
 
 from schedules import policies, presets
 from schedules.model import ModelSpec
-from schedules.op import Tier
-from schedules.workload import Workload
+from schedules.op import Stream, Tier
+from schedules.workload import RECOMPUTED, Workload
 from sim import hardware, whatif
 from sim.plan import plan
 from sim.prediction import Prediction, memory_of, predict
+from sim.search import NothingFits
 
 
 def shallow(blocks: int) -> ModelSpec:
@@ -28,11 +29,29 @@ def predicted(batch: int, *changes: str, **knobs: int) -> Prediction:
 
 def test_more_of_the_bottleneck_helps_and_more_of_the_rest_does_not() -> None:
     links = whatif.marginal_gains(predicted(1, "links.h2d.bandwidth=5GB/s"))
-    assert max(links, key=lambda name: links[name]) == "link, host to device"
-    assert links["link, host to device"] > 0.1 > abs(links["GPU, matrix products"])
+    assert max(links, key=lambda name: links[name]) == "link, host to device, +25%"
+    assert links["link, host to device, +25%"] > 0.1 > abs(links["GPU, matrix products, +25%"])
     compute = whatif.marginal_gains(predicted(64, resident=10))
-    assert max(compute, key=lambda name: compute[name]) == "GPU, matrix products"
-    assert abs(compute["NVMe, read and write"]) < 1e-9
+    assert max(compute, key=lambda name: compute[name]) == "GPU, matrix products, +25%"
+    assert abs(compute["NVMe, read and write, +25%"]) < 1e-9
+
+
+def test_what_is_more_of_a_link_says_how_much_more_there_can_be() -> None:
+    """No faster than the host's memory; what both directions share grows with each."""
+    for name, words in (("gh200", "+5%"), ("rtx5090", "+8%"), ("h200", "+25%")):
+        machine = hardware.load(name)
+        faster = whatif.faster(machine)[f"link, host to device, {words}"]
+        most = min(1.25 * machine.links.h2d.bandwidth.value, machine.host.memory_bandwidth.value)
+        assert faster.links.h2d.bandwidth.value == pytest.approx(most)
+
+
+def test_bandwidth_is_found_however_large_a_copy_is() -> None:
+    profile = hardware.load("rtx5090")
+    workload = Workload(micro_batch_size=1, seq_len=131_072)
+    built = policies.build("streamed", shallow(8), workload, memory_of(profile), keep=0, offload=4, inputs=4)
+    assert max(op.nbytes for op in built.ops if op.stream == Stream.H2D) > 1e9
+    needed = whatif.required_bandwidth(predict(built, profile))
+    assert all(bandwidth is not None and bandwidth > 1e6 for bandwidth in needed.values())
 
 
 def test_ops_of_the_only_busy_stream_hold_all_of_the_step_up() -> None:
@@ -75,6 +94,27 @@ def test_least_memory_is_enough_and_less_is_not() -> None:
     assert trains(least.device_bytes) and not trains(least.device_bytes - 1)
 
 
+def test_what_a_drive_cannot_hold_may_live_on_the_device() -> None:
+    """The embedding's state is more than what all else takes on the host."""
+    model, workload = replace(shallow(8), vocab_size=100_000), Workload(micro_batch_size=1, seq_len=1024)
+    profile = hardware.load("rtx4090")
+    least = whatif.smallest_memory(model, profile, workload).host_bytes
+    assert least is not None
+    found = plan(model, hardware.override(profile, [f"host.memory={least}bytes"]), seq_len=1024, micro_batch_size=1)
+    assert found.schedule.knobs["resident"]
+    with pytest.raises(NothingFits):
+        plan(model, hardware.override(profile, [f"host.memory={least * 0.9}bytes"]), seq_len=1024, micro_batch_size=1)
+
+
+def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
+    found = {
+        mode: whatif.longest_sequence(shallow(8), profile, Workload(micro_batch_size=1, seq_len=1024, recompute=mode))
+        for mode in RECOMPUTED
+    }
+    assert len(set(found.values())) == 1
+
+
 def test_what_can_be_planned_can_be_trained_with_what_is_left_on_a_drive() -> None:
     """Weights too, in parts: nothing else has room in so little memory."""
     model, workload = shallow(8), Workload(micro_batch_size=2, seq_len=1024)
@@ -97,7 +137,7 @@ def test_longest_sequence_fits_and_one_much_longer_does_not() -> None:
     assert longest >= 1024
 
     def device_bytes(tokens: int) -> int:
-        workload = Workload(micro_batch_size=1, seq_len=tokens)
+        workload = Workload(micro_batch_size=1, seq_len=tokens, recompute="mlp")
         knobs = {"keep": 0, "inputs": 8, "slabs": 1, "slots": 1, "grad_slots": 1}
         schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
         return predict(schedule, profile).peak_bytes[Tier.DEVICE]
