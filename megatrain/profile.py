@@ -23,6 +23,7 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
+from megatrain.here import machine_here, versions
 from megatrain.initial import random_parameters
 from megatrain.rates import Load
 from megatrain.session import machine_name
@@ -78,7 +79,7 @@ def measure(
     """
     runnable = _runnable(schedules, nvme)
     kept = _Parts(parts)
-    here = numbers.here(machine, nvme)
+    here = machine_here(machine, nvme)
     streams = []
     ops: list[dict[str, Any]] = []
     for schedule in runnable[:WOKEN]:
@@ -170,14 +171,14 @@ class _Parts:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        here = f"{machine_name()}, {numbers.versions()}"
+        here = f"{machine_name()}, {versions()}"
         owner = folder / "machine.txt"
         if owner.is_file() and owner.read_text() != here:
             raise Refused(f"{folder} holds what was measured on another machine ({owner.read_text()}): remove it")
         owner.write_text(here)
 
     def of(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `work` finds, as JSON makes of it; found once."""
+        """The result of `work` after a round trip through JSON; computed only once."""
         if self._folder is None:
             return dict(json.loads(json.dumps(work())))
         path = self._folder / f"{name}.json"

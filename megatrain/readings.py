@@ -1,7 +1,7 @@
 """What is read off a machine besides the times of ops: links, host memory, optimizer, products, drive.
 
-Operands are random and lie in arenas larger than any cache, loads last as long as training's: zeros, warm or idle
-machines have misled others by a fifth.
+Operands are random and lie in arenas larger than any cache, loads last as long as training's: measuring zeros, warm
+caches or idle machines has misled others by up to a fifth.
 """
 
 from __future__ import annotations

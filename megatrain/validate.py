@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from megatrain.adam import Adam
 from megatrain.demo import POLICIES
+from megatrain.here import machine_here
 from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
-from megatrain.session import available_memory, backend_of, train
+from megatrain.session import backend_of, train
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.files import write_text
@@ -45,7 +44,6 @@ ROOM = MemoryBudget(device_bytes=1 << 33, host_bytes=1 << 33)
 GPU_MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b")
 GPU_CALIBRATED: tuple[Shape, ...] = ((1, 1024), (8, 1024), (4, 2048), (1, 4096), (4, 4096))
 GPU_HELD_OUT: tuple[Shape, ...] = ((4, 1024), (2, 2048), (1, 3072), (3, 2560))
-GPU_RESERVE = 2 << 30  # bytes for libraries
 
 
 def models() -> list[ModelSpec]:
@@ -108,18 +106,16 @@ def usual(backend: str | None = None) -> Grid:
     Raises:
         InputError: the backend is not on this machine.
     """
-    machine = backend_of(backend)
-    machine.close()
-    if machine.device.type == "cpu":
+    here = machine_here(partial(backend_of, backend), None)
+    if not here.on_gpu:
         return Grid(models=tuple(models()))
-    total = torch.cuda.get_device_properties(machine.device).total_memory
     return Grid(
         models=tuple(presets.load(name) for name in GPU_MODELS),
         calibrated=GPU_CALIBRATED,
         held_out=GPU_HELD_OUT,
         precision="bf16",
         backend="cuda",
-        room=MemoryBudget(device_bytes=total - GPU_RESERVE, host_bytes=available_memory()),
+        room=here.budget,
     )
 
 
