@@ -16,6 +16,7 @@ from megatrain import here, readings
 from megatrain.here import Here
 from megatrain.rates import Rate
 from megatrain.session import machine_name
+from megatrain.way import Way
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim.cost import signature
@@ -68,6 +69,7 @@ def profile_of(
     spaces: Sequence[Mapping[str, int]],
     whole: Mapping[str, Mapping[str, Any]],
     at: Here,
+    way: Way,
 ) -> HardwareProfile:
     """The profile of a machine.
 
@@ -76,11 +78,12 @@ def profile_of(
         streams: what `megatrain.profile.in_a_run` tells, of some schedules.
         spaces: what `megatrain.profile.workspaces` tells, of others.
         whole: what `megatrain.readings` tells, by what was read.
+        way: in which all of it was computed.
     """
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     others = f", {at.optimizer_threads} on the optimizer's" if at.optimizer_threads != 1 else ""
     threads = f"1 thread a stream{others}, {torch.get_num_threads()} on the issuing thread"
-    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, {threads}"
+    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, ops {way}, {threads}"
     ops = _gather(found)
     for part in spaces:
         ops.workspace.update({name: max(nbytes, ops.workspace.get(name, 0)) for name, nbytes in part.items()})
@@ -99,7 +102,7 @@ def profile_of(
         if at.on_gpu
         else "this machine's CPU as host and device: a thread per stream, both memories in RAM",
         date=date,
-        versions=here.versions(),
+        versions=way.told(here.versions()),
         mode="measured",
         gpu=_gpu(whole, dram, at, value),
         host=_host(ops, whole, dram, at, value),

@@ -49,6 +49,8 @@ def profile(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, to measure that too.")] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="Time ops as run --fused computes them.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Time ops as run --graphs launches them.")] = False,
 ) -> None:
     """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. Every --hardware takes the file.
 
@@ -60,6 +62,7 @@ def profile(
 
     from megatrain.profile import covering, measure, shapes_between, shapes_up_to
     from megatrain.session import backend_of
+    from megatrain.way import Way
     from schedules import policies as known
     from schedules import presets
     from schedules.schedule import Schedule
@@ -84,6 +87,7 @@ def profile(
             progress=lambda done, note: progress.update(task, completed=done, note=note),
             machine=partial(backend_of, backend),
             nvme=nvme,
+            way=Way(fused=fused, graphs=graphs),
             memory=covering(built(shapes_between(shapes))) if len(shapes) > 1 else (),
             parts=out.with_name(out.name + ".parts"),
         )
