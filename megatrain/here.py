@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import torch
 
 from megatrain.backend import Backend, Task
 from megatrain.session import available_memory
-from schedules.op import Kind, Op, Phase, Stream
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget
 
 # Of a GPU, for what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more.
 DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
+MAKING = 8  # bytes of RAM a parameter, of one layer at a time, while random weights are made in fp32
 
 PACKAGES = ("torch", "numpy")
 
@@ -33,13 +35,14 @@ def usable_bytes(total: int) -> int:
 class Here:
     """A machine's device, the bytes that schedules may use in each tier, and the threads of an optimizer's op.
 
-    `drive` is the folder on the drive whose free space is `drive_bytes`, if any.
+    `free_bytes` are of RAM, `drive` is the folder on the drive whose free space is `drive_bytes`, if any.
     """
 
     device: str
     on_gpu: bool
     device_bytes: int
     host_bytes: int
+    free_bytes: int
     drive: Path | None = None
     drive_bytes: int = 0
     optimizer_threads: int = 1
@@ -48,6 +51,13 @@ class Here:
     def budget(self) -> MemoryBudget:
         """All of it, for policies."""
         return MemoryBudget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, nvme_bytes=self.drive_bytes)
+
+    def room_for(self, schedule: Schedule) -> MemoryBudget:
+        """What the schedule may use now; on a CPU its device tier has what its host tier leaves of the free RAM."""
+        model = schedule.model
+        host = max(0, self.free_bytes - MAKING * max(model.params(i) for i in model.layers))
+        device = self.device_bytes if self.on_gpu else max(0, host - schedule.allocated_bytes(Tier.HOST))
+        return replace(self.budget, device_bytes=device, host_bytes=host)
 
 
 def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
@@ -65,6 +75,7 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
             on_gpu=on_gpu,
             device_bytes=usable_bytes(total) if on_gpu else half,
             host_bytes=free if on_gpu else half,
+            free_bytes=free,
             drive=nvme.resolve() if nvme is not None else None,
             drive_bytes=shutil.disk_usage(nvme).free if nvme is not None else 0,
             optimizer_threads=_threads(backend, Stream.CPU),

@@ -68,7 +68,7 @@ def measure(
 
     What ops share is measured with `model` and the first schedule's workload, and holds for all. Every compute op
     and optimizer step of any of them is covered; schedules that use NVMe are left out where no folder on a drive is
-    given. A policy may choose another precision than it was asked for
+    given, and all others must fit (`megatrain.fitting`). A policy may choose another precision than it was asked for
     (an fp32 master beside bf16). Takes serialised steps of each schedule, `ALONE_STEPS` and a warm-up, and a minute
     more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the folder
     `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in one

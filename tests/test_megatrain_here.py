@@ -40,7 +40,7 @@ def test_a_gpu_is_found_with_its_memory_and_the_optimizers_threads(
     finally:
         torch.set_num_threads(threads)
     assert (found.device, found.on_gpu, found.device_bytes) == ("H100", True, usable_bytes(80 * GIB))
-    assert found.host_bytes == 100 * GIB and found.optimizer_threads == 3
+    assert found.host_bytes == found.free_bytes == 100 * GIB and found.optimizer_threads == 3
     assert found.drive == tmp_path.resolve() and found.budget.nvme_bytes == found.drive_bytes > 0
 
 

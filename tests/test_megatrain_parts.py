@@ -21,7 +21,7 @@ from schedules.errors import InputError, Refused
 from schedules.presets import load
 from schedules.workload import Workload
 
-H100 = Here(device="H100", on_gpu=True, device_bytes=77 * GIB, host_bytes=200 * GIB)
+H100 = Here(device="H100", on_gpu=True, device_bytes=77 * GIB, host_bytes=200 * GIB, free_bytes=200 * GIB)
 MODEL = replace(load("tiny"), num_hidden_layers=2)
 SCHEDULES = [policies.build("streamed", MODEL, Workload(micro_batch_size=1, seq_len=16, precision="fp32"), H100.budget)]
 
@@ -38,7 +38,7 @@ SCHEDULES = [policies.build("streamed", MODEL, Workload(micro_batch_size=1, seq_
 def test_results_go_on_on_the_same_machine_only(change: dict[str, Any], told: str, tmp_path: Path) -> None:
     at = replace(H100, drive=Path("/drive"))
     claim(tmp_path, at, PLAINLY)
-    claim(tmp_path, replace(at, drive_bytes=5, host_bytes=7), PLAINLY)
+    claim(tmp_path, replace(at, drive_bytes=5, free_bytes=7), PLAINLY)
     with pytest.raises(Refused, match=f"another machine or in another way .{told}.: remove it"):
         claim(tmp_path, replace(at, **change), PLAINLY)
 

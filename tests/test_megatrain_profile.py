@@ -252,6 +252,7 @@ def test_a_gpu_is_described_as_one() -> None:
             on_gpu=True,
             device_bytes=1 << 36,
             host_bytes=1 << 37,
+            free_bytes=1 << 37,
             optimizer_threads=14,
         )
         streams = [profile.in_a_run(schedule)]
