@@ -34,6 +34,7 @@ from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor
 from megatrain.graphs import replayed
+from megatrain.here import usable_bytes
 from megatrain.pointwise import PLAIN, compiled
 from megatrain.profile import kind_of
 from megatrain.train import Trainer, as_they_are
@@ -68,8 +69,6 @@ def end_with_parent() -> None:
 
 # Asked before CUDA starts, the process is there from then on: one forked later has locks, and not the threads in them.
 PLANNER = ProcessPoolExecutor(1, initializer=end_with_parent)
-# For what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more memory.
-DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made
 PIECE = 1 << 26  # random numbers made at a time
 LONGEST = 10  # kernels that are told
@@ -130,8 +129,7 @@ def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host
     """
     model = presets.load(case.model)
     limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
-    reserve = int(max(DEVICE_RESERVE, FRAGMENTS * limit))
-    budget = MemoryBudget(device_bytes=limit - reserve, host_bytes=max(0, host_bytes - HOST_RESERVE))
+    budget = MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE))
     if case.policy == PLANNED:
         return _planned(case, model, profile, budget)
 

@@ -20,7 +20,7 @@ import gpu_rows
 import gpu_steps
 import torch
 
-from megatrain import cuda
+from megatrain import cuda, here
 from megatrain.pointwise import PLAIN
 
 MEMORY = 16 << 30
@@ -122,7 +122,7 @@ def install(gpu: Any) -> None:
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
-    gpu_steps.DEVICE_RESERVE, gpu_steps.FRAGMENTS, gpu_steps.HOST_RESERVE = 0, 0.0, 0
+    here.DEVICE_RESERVE, here.FRAGMENTS, gpu_steps.HOST_RESERVE = 0, 0.0, 0
     gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))

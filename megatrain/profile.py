@@ -8,8 +8,6 @@ another is measured apart, on pairs of streams. Nothing is fitted to a run that 
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +21,15 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
+from megatrain.here import machine_here
 from megatrain.initial import random_parameters
+from megatrain.parts import Parts
 from megatrain.rates import Load
 from megatrain.session import machine_name
-from megatrain.train import Trainer, as_they_are
+from megatrain.train import Trainer
+from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes
 from schedules.errors import Refused
-from schedules.files import write_text
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -40,8 +40,9 @@ from sim.machine import HardwareProfile
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
 Machine = Callable[[], Backend[Any]]  # a fresh backend; who runs on it closes it
+RunOn = tuple[Machine, Path | None, Way]  # where, with which folder on a drive, and how
 
-ALONE_STEPS = 5  # serialised steps per schedule; the first is warm-up
+ALONE_STEPS = 4  # serialised steps per schedule, after its warm-up
 WOKEN, WOKEN_STEPS = 5, 6  # schedules, and steps of each, in which idle streams and the issuing host are watched
 OPS_SHARE = 0.8  # of the progress bar
 
@@ -58,6 +59,7 @@ def measure(
     progress: Progress,
     machine: Machine = this_cpu,
     nvme: Path | None = None,
+    way: Way = PLAINLY,
     parts: Path | None = None,
     memory: Sequence[Schedule] = (),
     rounds: int = 1,
@@ -66,36 +68,37 @@ def measure(
 
     What ops share is measured with `model` and the first schedule's workload, and holds for all. Every compute op
     and optimizer step of any of them is covered; schedules that use NVMe are left out where no folder on a drive is
-    given. A policy may choose another precision than it was asked for (an fp32 master beside bf16). Takes a
-    serialised step of each schedule, `ALONE_STEPS` times, and a minute more. Of those in `memory` the workspace alone
-    is measured, in one step. What is measured is kept in the folder `parts` until all is there, and taken from there
-    if the same machine was interrupted. Ops are timed in so many `rounds`; those that `time_ops` has put into `parts`
-    are not timed again.
+    given, and all others must fit (`megatrain.fitting`). A policy may choose another precision than it was asked for
+    (an fp32 master beside bf16). Takes serialised steps of each schedule, `ALONE_STEPS` and a warm-up, and a minute
+    more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the folder
+    `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in one
+    `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not timed again.
 
     Raises:
-        Refused: no schedule can be run.
+        InputError: ops cannot be computed in this way here.
+        Refused: no schedule can be run, or `parts` are of another machine, drive or way.
         DriveError: the drive cannot be written.
     """
     runnable = _runnable(schedules, nvme)
-    kept = _Parts(parts)
-    here = numbers.here(machine, nvme)
+    at = machine_here(machine, nvme)
+    kept, run_on = Parts(parts, at, way), (machine, nvme, way)
     streams = []
     ops: list[dict[str, Any]] = []
     for schedule in runnable[:WOKEN]:
         progress(0.0, f"how long streams take to notice, {schedule.policy}")
-        streams.append(kept.of(f"streams {schedule.digest}", lambda s=schedule: in_a_run(s, machine, nvme)))  # type: ignore[misc]
+        streams.append(kept.of(f"streams {schedule.digest}", lambda s=schedule: in_a_run(s, *run_on)))  # type: ignore[misc]
     for number in range(rounds):
 
         def of_round(done: float, note: str, number: int = number) -> None:
             progress(OPS_SHARE * (number + done) / rounds, note)
 
-        ops += time_ops(runnable, number, progress=of_round, machine=machine, nvme=nvme, parts=parts)
+        ops += _time_ops(runnable, number, of_round, run_on, kept)
     spaces = []
     for schedule in memory:
         progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
-        spaces.append(kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, machine, nvme)))  # type: ignore[misc]
-    whole = _whole_machine(model, runnable[0], machine, nvme, kept, progress)
-    profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, here)
+        spaces.append(kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, *run_on)))  # type: ignore[misc]
+    whole = _whole_machine(model, runnable[0], run_on, kept, progress)
+    profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, at, way)
     kept.remove()
     progress(1.0, "")
     return profile
@@ -108,13 +111,20 @@ def time_ops(
     progress: Progress,
     machine: Machine = this_cpu,
     nvme: Path | None = None,
+    way: Way = PLAINLY,
     parts: Path | None = None,
 ) -> list[dict[str, Any]]:
     """What `alone` tells of each schedule, in round `number` of a measurement in rounds; the first meters workspace.
 
     Arguments and errors are those of `measure`, which goes on with what is in `parts`.
     """
-    runnable, kept = _runnable(schedules, nvme), _Parts(parts)
+    kept = Parts(parts, machine_here(machine, nvme), way)
+    return _time_ops(_runnable(schedules, nvme), number, progress, (machine, nvme, way), kept)
+
+
+def _time_ops(
+    runnable: Sequence[Schedule], number: int, progress: Progress, run_on: RunOn, kept: Parts
+) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     metered: set[str] = set()
     for place, schedule in enumerate(runnable):
@@ -122,7 +132,7 @@ def time_ops(
         ops = {signature(op, schedule.model, schedule.workload) for op in schedule.ops if op.kind == Kind.COMPUTE}
         new = ops - metered if number == 0 else set[str]()
         name = f"ops {schedule.digest} {number}"
-        found.append(kept.of(name, lambda s=schedule, m=new: alone(s, machine, m, nvme)))  # type: ignore[misc]
+        found.append(kept.of(name, lambda s=schedule, m=new: alone(s, *run_on, m)))  # type: ignore[misc]
         metered |= ops
     return found
 
@@ -162,62 +172,25 @@ def covering(schedules: Sequence[Schedule]) -> list[Schedule]:
     return found
 
 
-class _Parts:
-    """What has been measured so far, a JSON file each, so that a measurement goes on where it was stopped."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        here = f"{machine_name()}, {numbers.versions()}"
-        owner = folder / "machine.txt"
-        if owner.is_file() and owner.read_text() != here:
-            raise Refused(f"{folder} holds what was measured on another machine ({owner.read_text()}): remove it")
-        owner.write_text(here)
-
-    def of(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `work` finds, as JSON makes of it; found once."""
-        if self._folder is None:
-            return dict(json.loads(json.dumps(work())))
-        path = self._folder / f"{name}.json"
-        if not path.is_file():
-            write_text(path, json.dumps(work()))
-        return dict(json.loads(path.read_text()))
-
-    def remove(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
-
-
 # ---- ops
 
 
 def alone(
     schedule: Schedule,
     machine: Machine = this_cpu,
-    metered: Collection[str] = (),
     nvme: Path | None = None,
+    way: Way = PLAINLY,
+    metered: Collection[str] = (),
 ) -> dict[str, Any]:
     """Ops with nothing beside them: `durations_ns` [steps][ops], and from each end to the next issue, `gaps_ns`.
 
-    Also, by signature for those in `metered`, the `workspace` of compute ops in bytes; these are measured in the
-    first step, which is warm-up and not told.
+    Also, by signature for those in `metered`, the `workspace` of compute ops in bytes; these are measured in a first
+    step, which is warm-up and not told.
     """
-    serial = replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
-    workspace: dict[str, int] = {}
-
-    def prepare(of: Schedule, works: Sequence[Work]) -> list[Work]:
-        names = [signature(op, of.model, of.workload) if op.kind == Kind.COMPUTE else "" for op in of.ops]
-        return [
-            _metering(work, name, backend.device, workspace) if name in metered else work
-            for name, work in zip(names, works, strict=True)
-        ]
-
-    backend = machine()
-    trace = _run(serial, ALONE_STEPS, backend, nvme, prepare)
-    shape = (ALONE_STEPS, len(schedule.ops))
-    issue, start, end = (column.reshape(shape)[1:] for column in (trace.issue_ns, trace.start_ns, trace.end_ns))
+    trace, workspace = _run(_serial(schedule), ALONE_STEPS + way.warm_up, machine(), nvme, way, metered)
+    shape = (ALONE_STEPS + way.warm_up, len(schedule.ops))
+    columns = (trace.issue_ns, trace.start_ns, trace.end_ns)
+    issue, start, end = (column.reshape(shape)[way.warm_up :] for column in columns)
     return {
         "durations_ns": (end - start).tolist(),
         "gaps_ns": (issue[:, 1:] - end[:, :-1]).tolist(),
@@ -225,27 +198,36 @@ def alone(
     }
 
 
-def workspaces(schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None = None) -> dict[str, int]:
+def workspaces(
+    schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None = None, way: Way = PLAINLY
+) -> dict[str, int]:
     """Signature of a compute op -> the most bytes that one takes beside its buffers, of one step."""
-    found: dict[str, int] = {}
-    backend = machine()
-
-    def prepare(of: Schedule, works: Sequence[Work]) -> list[Work]:
-        return [
-            _metering(work, signature(op, of.model, of.workload), backend.device, found)
-            if op.kind == Kind.COMPUTE
-            else work
-            for op, work in zip(of.ops, works, strict=True)
-        ]
-
-    serial = replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
-    _run(serial, 1, backend, nvme, prepare)
-    return found
+    launched = replace(way, graphs=False)  # a graph takes what its kernels do
+    steps, ops = 1 + _compiling(way), _signatures(schedule)
+    return _run(_serial(schedule), steps, machine(), nvme, launched, ops)[1]
 
 
-def _metering(work: Work, name: str, device: torch.device, found: dict[str, int]) -> Work:
+def _serial(schedule: Schedule) -> Schedule:
+    """The same, with the host waiting for every op."""
+    return replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
+
+
+def _signatures(schedule: Schedule) -> list[str]:
+    """By op; "" for those that do not compute."""
+    model, workload = schedule.model, schedule.workload
+    return [signature(op, model, workload) if op.kind == Kind.COMPUTE else "" for op in schedule.ops]
+
+
+def _compiling(way: Way) -> int:
+    """The steps in which an op may compile itself, which takes memory that it does not take again."""
+    return 1 if way.fused else 0
+
+
+def _metering(work: Work, name: str, device: torch.device, found: dict[str, int], first: int) -> Work:
+    """The same, which notes how much memory it takes: once, in step `first`."""
+
     def metered(step: int) -> None:
-        if name in found:
+        if step < first or name in found:
             work(step)
         else:
             found[name] = peak_bytes(lambda: work(step), device)
@@ -253,13 +235,15 @@ def _metering(work: Work, name: str, device: torch.device, found: dict[str, int]
     return metered
 
 
-def in_a_run(schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None = None) -> dict[str, Any]:
+def in_a_run(
+    schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None = None, way: Way = PLAINLY
+) -> dict[str, Any]:
     """Of a real run, ns: `woken`, how long after what released it each op started where its stream stood idle by then;
     `issued`, by kind, what the host took from one issue to the next where it had nothing to wait for.
 
     What releases an op is its issue, or the end of an op of another stream that it waits for.
     """
-    trace = _run(schedule, WOKEN_STEPS, machine(), nvme)
+    trace, _ = _run(schedule, WOKEN_STEPS, machine(), nvme, way)
     count, woken = len(schedule.ops), list[int]()
     issued: dict[str, list[int]] = {}
     waits = [[(schedule.index[w.on], w.distance) for w in schedule.waits_of[op.name]] for op in schedule.ops]
@@ -269,11 +253,11 @@ def in_a_run(schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None 
         op, before = schedule.ops[index], schedule.ops[index - 1]
         on = [(step - distance) * count + other for other, distance in waits[index] if distance <= step]
         released = max([int(trace.issue_ns[row]), *(int(trace.end_ns[b]) for b in on)])
-        if step and op.stream != Stream.HOST and released >= free.get(op.stream, 0):
+        if step >= way.warm_up and op.stream != Stream.HOST and released >= free.get(op.stream, 0):
             woken.append(int(trace.start_ns[row]) - released)
         free[op.stream] = int(trace.end_ns[row])
         # between steps the host does more than issue; a host op is not handed over
-        if step and index and not before.blocking and Stream.HOST not in (before.stream, op.stream):
+        if step >= way.warm_up and index and not before.blocking and Stream.HOST not in (before.stream, op.stream):
             issued.setdefault(kind_of(op), []).append(int(trace.issue_ns[row] - trace.issue_ns[row - 1]))
     return {"woken": woken, "issued": issued}
 
@@ -288,10 +272,20 @@ def _run(
     steps: int,
     backend: Backend[Any],
     nvme: Path | None,
-    prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = as_they_are,
-) -> Trace:
-    """The trace of some steps on tokens at random."""
+    way: Way,
+    metered: Collection[str] = (),
+) -> tuple[Trace, dict[str, int]]:
+    """The trace of some steps on tokens at random; of compute ops with `metered` signatures, the workspace in bytes."""
     data = RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload)
+    found: dict[str, int] = {}
+
+    def prepare(of: Schedule, works: Sequence[Work]) -> Sequence[Work]:
+        watched = [
+            _metering(work, name, backend.device, found, _compiling(way)) if name and name in metered else work
+            for name, work in zip(_signatures(of), works, strict=True)
+        ]
+        return way.prepare(of, watched)
+
     with Trainer(
         verify(schedule),
         backend,
@@ -300,19 +294,21 @@ def _run(
         initial=random_parameters(schedule.model, 0),
         record=True,
         nvme=nvme,
+        pointwise=way.pointwise,
         prepare=prepare,
     ) as trainer:
         trainer.run(steps)
-        return trainer.trace()
+        return trainer.trace(), found
 
 
 # ---- the machine as a whole
 
 
 def _whole_machine(
-    model: ModelSpec, schedule: Schedule, machine: Machine, nvme: Path | None, kept: _Parts, progress: Progress
+    model: ModelSpec, schedule: Schedule, run_on: RunOn, kept: Parts, progress: Progress
 ) -> dict[str, dict[str, Any]]:
     """Every reading, by what was read."""
+    machine, nvme, way = run_on
     backend = machine()
     device, threads, workload = backend.device, readings.thread_counts(), schedule.workload
     default = torch.get_num_threads()
@@ -322,7 +318,7 @@ def _whole_machine(
         return readings.Arenas(backend)
 
     def compute() -> Load:
-        return readings.block_load(model, workload, device)
+        return readings.block_load(model, workload, device, way.pointwise)
 
     def update() -> Load:
         return readings.adam_load(model.params(0), workload.precision)

@@ -4,64 +4,27 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
-import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatrain import readings
-from megatrain.backend import Backend
+from megatrain import here, readings
+from megatrain.here import Here
 from megatrain.rates import Rate
-from megatrain.session import available_memory, machine_name
+from megatrain.session import machine_name
+from megatrain.way import Way
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from sim.cost import signature
 from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
 
-PACKAGES = ("torch", "numpy")
 EXTREMES = 0.05  # of the samples, left out at either end
 
 Tell = Callable[..., Value]  # number, unit, and a note on where it came from
-
-
-@dataclass(frozen=True, kw_only=True)
-class Here:
-    """The machine at hand, before anything was measured."""
-
-    device: str
-    on_gpu: bool
-    device_bytes: int
-    host_bytes: int
-    drive_bytes: int
-
-
-def here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
-    """What memory there is. On a CPU each of the two tiers may have half of the RAM."""
-    backend = machine()
-    on_gpu = backend.device.type == "cuda"
-    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    found = Here(
-        device=backend.machine,
-        on_gpu=on_gpu,
-        device_bytes=torch.cuda.get_device_properties(backend.device).total_memory if on_gpu else half,
-        host_bytes=available_memory() if on_gpu else half,
-        drive_bytes=shutil.disk_usage(nvme).free if nvme is not None else 0,
-    )
-    backend.close()
-    return found
-
-
-def versions() -> str:
-    """The software that times depend on."""
-    found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return f"Python {platform.python_version()}, {found}, {platform.system()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +69,7 @@ def profile_of(
     spaces: Sequence[Mapping[str, int]],
     whole: Mapping[str, Mapping[str, Any]],
     at: Here,
+    way: Way,
 ) -> HardwareProfile:
     """The profile of a machine.
 
@@ -114,10 +78,12 @@ def profile_of(
         streams: what `megatrain.profile.in_a_run` tells, of some schedules.
         spaces: what `megatrain.profile.workspaces` tells, of others.
         whole: what `megatrain.readings` tells, by what was read.
+        way: in which all of it was computed.
     """
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    threads = f"1 thread a stream, {torch.get_num_threads()} on the issuing thread"
-    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, {threads}"
+    others = f", {at.optimizer_threads} on the optimizer's" if at.optimizer_threads != 1 else ""
+    threads = f"1 thread a stream{others}, {torch.get_num_threads()} on the issuing thread"
+    source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, ops {way}, {threads}"
     ops = _gather(found)
     for part in spaces:
         ops.workspace.update({name: max(nbytes, ops.workspace.get(name, 0)) for name, nbytes in part.items()})
@@ -136,7 +102,7 @@ def profile_of(
         if at.on_gpu
         else "this machine's CPU as host and device: a thread per stream, both memories in RAM",
         date=date,
-        versions=versions(),
+        versions=way.told(here.versions()),
         mode="measured",
         gpu=_gpu(whole, dram, at, value),
         host=_host(ops, whole, dram, at, value),
@@ -148,7 +114,10 @@ def profile_of(
 
 
 def _gpu(whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Gpu:
-    memory, copy = ("all of it", "a copy on the device") if at.on_gpu else ("half of the RAM", "the host's")
+    reserve = (
+        f"less {here.DEVICE_RESERVE >> 30} GiB, or {here.FRAGMENTS:.0%} if more, for CUDA, libraries and fragments"
+    )
+    memory, copy = (reserve, "a copy on the device") if at.on_gpu else ("half of the RAM", "the host's")
     bandwidth = _median(whole, "products", "copy") if at.on_gpu else dram
     slower = max(0.0, 1 / whole["shares"]["copies"][0] - 1) if at.on_gpu else 0.0
     return Gpu(

@@ -1,7 +1,7 @@
 """What is read off a machine besides the times of ops: links, host memory, optimizer, products, drive.
 
-Operands are random and lie in arenas larger than any cache, loads last as long as training's: zeros, warm or idle
-machines have misled others by a fifth.
+Operands are random and lie in arenas larger than any cache, loads last as long as training's: measuring zeros, warm
+caches or idle machines has misled others by up to a fifth.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend
 from megatrain.initial import random_parameters
 from megatrain.nvme import DEPTH, PIECE, Drive
+from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rates import Load, Rate, rates, together
 from megatrain.template import templates, views
 from schedules.model import ModelSpec
@@ -188,10 +189,10 @@ def _seconds(work: Callable[[], object]) -> float:
 # ---- what layers and the optimizer do
 
 
-def block_load(model: ModelSpec, workload: Workload, device: torch.device) -> Load:
+def block_load(model: ModelSpec, workload: Workload, device: torch.device, pointwise: Pointwise = PLAIN) -> Load:
     """One block's forward pass, nothing kept."""
     dtype = torch.float32 if workload.bytes.activation == 4 else torch.bfloat16
-    layers = templates(model, seq_len=workload.seq_len, device=device, dtype=dtype)
+    layers = templates(model, seq_len=workload.seq_len, device=device, dtype=dtype, pointwise=pointwise)
     layer = layers.blocks[model.layer_kind(0)]
     params = views(random_parameters(model, 0)(0).to(device, dtype), model.parameter_shapes(0))
     x = torch.randn(workload.micro_batch_size, workload.seq_len, model.hidden_size, dtype=dtype, device=device)

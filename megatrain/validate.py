@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from megatrain.adam import Adam
 from megatrain.demo import POLICIES
+from megatrain.here import machine_here
+from megatrain.parts import claim
 from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
-from megatrain.session import available_memory, backend_of, train
+from megatrain.session import backend_of, train
+from megatrain.way import PLAINLY, Way
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.files import write_text
@@ -45,7 +46,6 @@ ROOM = MemoryBudget(device_bytes=1 << 33, host_bytes=1 << 33)
 GPU_MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b")
 GPU_CALIBRATED: tuple[Shape, ...] = ((1, 1024), (8, 1024), (4, 2048), (1, 4096), (4, 4096))
 GPU_HELD_OUT: tuple[Shape, ...] = ((4, 1024), (2, 2048), (1, 3072), (3, 2560))
-GPU_RESERVE = 2 << 30  # bytes for libraries
 
 
 def models() -> list[ModelSpec]:
@@ -64,7 +64,8 @@ def models() -> list[ModelSpec]:
 class Grid:
     """What is profiled, and what is run to check predictions: no run is of a shape that the profile saw.
 
-    A policy may be followed by knobs: "streamed nvme=4". `nvme` is a folder on the drive for those that use one.
+    A policy may be followed by knobs: "streamed nvme=4". `nvme` is a folder on the drive for those that use one. The
+    profile and the runs compute in the same `way`.
     """
 
     models: tuple[ModelSpec, ...]
@@ -77,6 +78,7 @@ class Grid:
     backend: str = "cpu"
     room: MemoryBudget = ROOM
     nvme: Path | None = None
+    way: Way = PLAINLY
 
     def __post_init__(self) -> None:
         if shared := set(self.calibrated) & set(self.held_out):
@@ -108,18 +110,16 @@ def usual(backend: str | None = None) -> Grid:
     Raises:
         InputError: the backend is not on this machine.
     """
-    machine = backend_of(backend)
-    machine.close()
-    if machine.device.type == "cpu":
+    here = machine_here(partial(backend_of, backend), None)
+    if not here.on_gpu:
         return Grid(models=tuple(models()))
-    total = torch.cuda.get_device_properties(machine.device).total_memory
     return Grid(
         models=tuple(presets.load(name) for name in GPU_MODELS),
         calibrated=GPU_CALIBRATED,
         held_out=GPU_HELD_OUT,
         precision="bf16",
         backend="cuda",
-        room=MemoryBudget(device_bytes=total - GPU_RESERVE, host_bytes=available_memory()),
+        room=here.budget,
     )
 
 
@@ -139,7 +139,14 @@ def profile_and_run(
 
     Both take turns, model by model, in every round, or the machine would have one pace for the profile and another for
     the runs. What is in `folder` is not measured or run again. What ops share is measured with the first model.
+
+    Raises:
+        InputError: ops cannot be computed in the grid's way here.
+        Refused: what is in `folder` is of another machine, drive or way; or what `train` refuses.
     """
+    here = machine_here(partial(backend_of, grid.backend), grid.nvme)
+    grid.way.require(on_gpu=here.on_gpu)
+    claim(folder, here, grid.way)
     path = folder / "profile.json"
     calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
     machine, parts = partial(backend_of, grid.backend), folder / "parts"
@@ -158,6 +165,7 @@ def profile_and_run(
                 progress=partial(told, profiling, of=len(turns) + 1),
                 machine=machine,
                 nvme=grid.nvme,
+                way=grid.way,
                 parts=parts,
             )
         chosen = grid.schedules(model, grid.held_out)
@@ -173,6 +181,7 @@ def profile_and_run(
             progress=profiling,
             machine=machine,
             nvme=grid.nvme,
+            way=grid.way,
             parts=parts,
             memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, between)]),
             rounds=grid.rounds,
@@ -198,6 +207,8 @@ def _trained(grid: Grid, schedule: Schedule, number: int, folder: Path) -> Trace
             seed=number,
             backend=grid.backend,
             nvme=grid.nvme,
+            fused=grid.way.fused,
+            graphs=grid.way.graphs,
         )
         run.trace.save(path)
     trace = Trace.read(path)
@@ -211,7 +222,8 @@ def _workspaces(grid: Grid, schedules: Sequence[Schedule], path: Path, progress:
     for schedule in schedules:
         if (name := name_of(schedule)) not in found:
             progress(1.0, f"memory of {name}")
-            found[name] = max(workspaces(schedule, partial(backend_of, grid.backend), grid.nvme).values())
+            on = partial(backend_of, grid.backend)
+            found[name] = max(workspaces(schedule, on, grid.nvme, grid.way).values())
             write_text(path, json.dumps(found))
     return found
 

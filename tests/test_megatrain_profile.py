@@ -14,7 +14,9 @@ from quick_readings import hurry
 from megatrain import profile, rates, readings
 from megatrain.cpu import CpuBackend
 from megatrain.demo import POLICIES
-from megatrain.profile_numbers import Here, profile_of
+from megatrain.here import Here
+from megatrain.profile_numbers import profile_of
+from megatrain.way import PLAINLY
 from megatrain.workspace import peak_bytes
 from schedules import policies
 from schedules.errors import Refused
@@ -115,7 +117,7 @@ def test_ops_are_timed_alone() -> None:
     schedule = schedules()[1]
     found = profile.alone(schedule)
     durations, gaps = np.array(found["durations_ns"]), np.array(found["gaps_ns"])
-    assert durations.shape == (profile.ALONE_STEPS - 1, len(schedule.ops))
+    assert durations.shape == (profile.ALONE_STEPS, len(schedule.ops))
     working = [op.phase != Phase.SYNC for op in schedule.ops]
     assert (durations[:, working] > 0).all() and (gaps >= 0).all()
 
@@ -245,9 +247,18 @@ def test_a_gpu_is_described_as_one() -> None:
             "adam": readings.optimizer(backend, arenas, [1]),
         }
         backend.close()
-        here = Here(device="a GPU", on_gpu=True, device_bytes=1 << 36, host_bytes=1 << 37, drive_bytes=0)
+        here = Here(
+            device="a GPU",
+            on_gpu=True,
+            device_bytes=1 << 36,
+            host_bytes=1 << 37,
+            free_bytes=1 << 37,
+            optimizer_threads=14,
+        )
         streams = [profile.in_a_run(schedule)]
-        found = profile_of([(schedule, profile.alone(schedule))], streams, [], whole, here)
+        found = profile_of([(schedule, profile.alone(schedule))], streams, [], whole, here, PLAINLY)
+    assert "1 thread a stream, 14 on the optimizer's, " in found.host.cores.source
+    assert "less 2 GiB, or 3% if more" in found.gpu.memory.source
     assert found.gpu.name == "a GPU" and found.gpu.memory.value == 1 << 36 and found.gpu.copy_slowdown.value >= 0
     assert found.host.copy_threads is None and found.host.compute_threads is None and found.host.adam_threads is None
     for path, ceiling in machine.CEILINGS:

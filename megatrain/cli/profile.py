@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from megatrain.cli.options import (
     shape_of,
     workload_of,
 )
+from schedules.errors import Refused
 from schedules.workload import RECOMPUTED
 
 
@@ -49,42 +51,55 @@ def profile(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, to measure that too.")] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="Time ops as run --fused computes them.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Time ops as run --graphs launches them.")] = False,
 ) -> None:
     """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. Every --hardware takes the file.
 
     Shapes between the timed ones are predicted from them, and so is any number of micro-batches from two. A plan
-    considers what was timed: give --recompute once for each way it should consider. An interrupted
-    measurement resumes when run again.
+    considers what was timed: give --recompute once for each way it should consider. Policies that need more memory
+    than there is are left out, and named. An interrupted measurement resumes when run again.
     """
     from functools import partial
 
+    from megatrain.fitting import that_fit, told_left_out
+    from megatrain.here import machine_here
     from megatrain.profile import covering, measure, shapes_between, shapes_up_to
     from megatrain.session import backend_of
+    from megatrain.way import Way
     from schedules import policies as known
     from schedules import presets
     from schedules.schedule import Schedule
-    from schedules.workload import MemoryBudget
     from sim.hardware import save
 
     require_outputs(files=[out])
     spec = presets.load(model)
-    everything = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40 if nvme else 0)
+    way, machine = Way(fused=fused, graphs=graphs), partial(backend_of, backend)
+    here = machine_here(machine, nvme)
+    way.require(on_gpu=here.on_gpu)
     shapes = [shape_of(text) for text in shape] if shape else shapes_up_to(batch, seq)
 
     def built(shapes: list[tuple[int, int]]) -> list[Schedule]:
         modes = dict.fromkeys(recompute or ["none"])
         workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
-        return [known.build(name, spec, w, everything) for w in workloads for name in policy or known.comparable()]
+        return [known.build(name, spec, w, here.budget) for w in workloads for name in policy or known.comparable()]
 
+    timed, left = that_fit(built(shapes), here)
+    between, too = that_fit(built(shapes_between(shapes)), here) if len(shapes) > 1 else ([], [])
+    for line in told_left_out([*timed, *between], [*left, *too]):
+        print(f"note: {line}", file=sys.stderr)
+    if not timed:
+        raise Refused(f"nothing to measure: no step of {spec.name} fits this machine")
     with goes_on(), progress_bar() as progress:
         task = progress.add_task("measuring", total=1.0, note="")
         measured = measure(
             spec,
-            covering(built(shapes)),
+            covering(timed),
             progress=lambda done, note: progress.update(task, completed=done, note=note),
-            machine=partial(backend_of, backend),
+            machine=machine,
             nvme=nvme,
-            memory=covering(built(shapes_between(shapes))) if len(shapes) > 1 else (),
+            way=way,
+            memory=covering(between),
             parts=out.with_name(out.name + ".parts"),
         )
     save(measured, out)

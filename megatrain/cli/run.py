@@ -113,6 +113,7 @@ def run(
     from megatrain.adam import Adam
     from megatrain.learning_rate import by_step
     from megatrain.session import Files, train
+    from megatrain.way import Way, measured_in
 
     for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
         if not 0 <= value < math.inf:
@@ -121,6 +122,9 @@ def run(
         hyper = by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=decay_until)
     except ValueError as error:
         raise InputError(str(error)) from None
+    way, timed = str(Way(fused=fused, graphs=graphs)), measured_in(profile) if profile else None
+    if timed not in (way, None):
+        print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     progress = _Progress(steps, schedule.workload.tokens_per_step)
     try:
         with progress_bar(left=False) as bar, _terminated_as_interrupted():

@@ -40,6 +40,8 @@ def validate(
     steps: Annotated[int, typer.Option(min=5, help="Optimizer steps per run.")] = 10,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, for policies that use one.")] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="Profile and run as run --fused does.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Profile and run as run --graphs does.")] = False,
     as_json: Json = False,
 ) -> None:
     """Profile this machine, run shapes that were not profiled, and report how far predictions are from runs.
@@ -48,6 +50,7 @@ def validate(
     """
     from analysis import tables, validation, validation_report
     from megatrain import validate as grids
+    from megatrain.way import Way
     from schedules import presets
 
     require_outputs(folders=[out])
@@ -62,6 +65,7 @@ def validate(
         rounds=rounds,
         steps=steps,
         nvme=nvme,
+        way=Way(fused=fused, graphs=graphs),
     )
     with goes_on(), progress_bar() as bar:
         tasks = {name: bar.add_task(name, total=1.0, note="") for name in ("profiling", "running", "reporting")}

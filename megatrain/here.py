@@ -1,0 +1,98 @@
+"""The machine at hand, before anything is measured: what it is, and how much memory schedules may use."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.backend import Backend, Task
+from megatrain.session import available_memory
+from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
+from schedules.workload import MemoryBudget
+
+# Of a GPU, for what no schedule counts: libraries' workspaces, the rotary table, and fragments, more of them in more.
+DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
+MAKING = 8  # bytes of RAM a parameter, of one layer at a time, while random weights are made in fp32
+
+PACKAGES = ("torch", "numpy")
+
+
+def usable_bytes(total: int) -> int:
+    """The bytes of a GPU's memory that schedules may use, of so many in all; none of a GPU smaller than the reserve."""
+    return max(0, total - int(max(DEVICE_RESERVE, FRAGMENTS * total)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """A machine's device, the bytes that schedules may use in each tier, and the threads of an optimizer's op.
+
+    `free_bytes` are of RAM, `drive` is the folder on the drive whose free space is `drive_bytes`, if any.
+    """
+
+    device: str
+    on_gpu: bool
+    device_bytes: int
+    host_bytes: int
+    free_bytes: int
+    drive: Path | None = None
+    drive_bytes: int = 0
+    optimizer_threads: int = 1
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """All of it, for policies."""
+        return MemoryBudget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, nvme_bytes=self.drive_bytes)
+
+    def room_for(self, schedule: Schedule) -> MemoryBudget:
+        """What the schedule may use now; on a CPU its device tier has what its host tier leaves of the free RAM."""
+        model = schedule.model
+        host = max(0, self.free_bytes - MAKING * max(model.params(i) for i in model.layers))
+        device = self.device_bytes if self.on_gpu else max(0, host - schedule.allocated_bytes(Tier.HOST))
+        return replace(self.budget, device_bytes=device, host_bytes=host)
+
+
+def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
+    """This machine as a backend has it, which is opened for that and closed.
+
+    On a CPU policies may plan with half of the RAM for each tier; a GPU's host has what is free.
+    """
+    backend = machine()
+    try:
+        on_gpu, free = backend.device.type == "cuda", available_memory()
+        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        total = torch.cuda.get_device_properties(backend.device).total_memory if on_gpu else 0
+        return Here(
+            device=backend.machine,
+            on_gpu=on_gpu,
+            device_bytes=usable_bytes(total) if on_gpu else half,
+            host_bytes=free if on_gpu else half,
+            free_bytes=free,
+            drive=nvme.resolve() if nvme is not None else None,
+            drive_bytes=shutil.disk_usage(nvme).free if nvme is not None else 0,
+            optimizer_threads=_threads(backend, Stream.CPU),
+        )
+    finally:
+        backend.close()
+
+
+def _threads(backend: Backend[Any], stream: Stream) -> int:
+    """How many threads torch uses inside an op of a stream."""
+    found: list[int] = []
+    op = Op(name=f"threads of {stream}", kind=Kind.UPDATE, phase=Phase.SYNC, stream=stream)
+    backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: found.append(torch.get_num_threads())), []))
+    return found[0]
+
+
+def versions() -> str:
+    """The software that times depend on."""
+    found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return f"Python {platform.python_version()}, {found}, {platform.system()}"

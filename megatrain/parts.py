@@ -1,0 +1,58 @@
+"""What has been measured so far of something that takes long, and where: it goes on from there on no other machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatrain.here import Here, versions
+from megatrain.session import machine_name
+from megatrain.way import Way
+from schedules.errors import Refused
+from schedules.files import write_text
+
+
+def claim(folder: Path, at: Here, way: Way) -> None:
+    """Note in a folder for results where and how they are measured. Raises Refused where it says otherwise already."""
+    now = {
+        "host": machine_name(),
+        "device": f"{at.device} as {'a GPU' if at.on_gpu else 'a CPU'}",
+        "drive": str(at.drive or "none"),
+        "ops": str(way),
+        "software": versions(),
+    }
+    lines = [f"{name}: {value}" for name, value in now.items()]
+    owner = folder / "machine.txt"
+    if owner.is_file() and (differ := [line for line in owner.read_text().splitlines() if line not in lines]):
+        told = f"{folder} holds what was measured on another machine or in another way ({'; '.join(differ)})"
+        raise Refused(f"{told}: remove it, or write elsewhere")
+    write_text(owner, "\n".join(lines))
+
+
+class Parts:
+    """What has been measured so far, a JSON file each, so that a measurement goes on where it was stopped.
+
+    Raises what a measurement does where ops cannot be computed in this way, or the folder is of another one.
+    """
+
+    def __init__(self, folder: Path | None, at: Here, way: Way) -> None:
+        way.require(on_gpu=at.on_gpu)
+        self._folder = folder
+        if folder is not None:
+            claim(folder, at, way)
+
+    def of(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of `work` after a round trip through JSON; computed only once."""
+        if self._folder is None:
+            return dict(json.loads(json.dumps(work())))
+        path = self._folder / f"{name}.json"
+        if not path.is_file():
+            write_text(path, json.dumps(work()))
+        return dict(json.loads(path.read_text()))
+
+    def remove(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder)

@@ -1,0 +1,50 @@
+"""What a machine is, and how much of its memory schedules may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatrain import here
+from megatrain.cpu import CpuBackend
+from megatrain.here import machine_here, usable_bytes
+from megatrain.profile import this_cpu
+from schedules.op import Stream
+
+GIB = 1 << 30
+
+
+class Gpu(CpuBackend):
+    """A GPU as far as is asked of it before it runs anything."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def test_of_a_gpu_something_is_left_for_what_no_schedule_counts() -> None:
+    assert usable_bytes(24 * GIB) == 22 * GIB and usable_bytes(100 * GIB) == 97 * GIB and usable_bytes(GIB) == 0
+
+
+def test_a_gpu_is_found_with_its_memory_and_the_optimizers_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(here, "available_memory", lambda: 100 * GIB)
+    threads = torch.get_num_threads()
+    try:
+        found = machine_here(lambda: Gpu(machine="H100", threads={Stream.CPU: 3}), tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert (found.device, found.on_gpu, found.device_bytes) == ("H100", True, usable_bytes(80 * GIB))
+    assert found.host_bytes == found.free_bytes == 100 * GIB and found.optimizer_threads == 3
+    assert found.drive == tmp_path.resolve() and found.budget.nvme_bytes == found.drive_bytes > 0
+
+
+def test_a_cpu_is_found_with_half_of_the_ram_for_each_tier() -> None:
+    found = machine_here(this_cpu, None)
+    assert not found.on_gpu and found.device_bytes == found.host_bytes > 0 and found.optimizer_threads == 1
+    assert found.drive is None and found.budget.nvme_bytes == 0
