@@ -31,8 +31,8 @@ from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.machine import HardwareProfile
+from sim.shapes import TERMS, Shape, between
 
-Shape = tuple[int, int]  # micro-batch, sequence
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being done
 
 CALIBRATED: tuple[Shape, ...] = ((1, 64), (4, 64), (2, 128), (1, 256), (4, 256))
@@ -83,6 +83,12 @@ class Grid:
     def __post_init__(self) -> None:
         if shared := set(self.calibrated) & set(self.held_out):
             raise InputError(f"shapes are both profiled and validated: {sorted(shared)}; hold them out of one")
+        for shape in self.held_out:
+            if between(dict.fromkeys(self.calibrated, 1.0), shape) is None:
+                raise InputError(
+                    f"shape {named(shape)} is not among the profiled ones ({', '.join(map(named, self.calibrated))}): "
+                    f"profile at least {TERMS}, with tokens and sequences from below it to above it"
+                )
         if self.steps <= WARMUP + 1:
             raise InputError(f"a run of {self.steps} steps is too short: {WARMUP} of them are left out")
 
@@ -102,6 +108,11 @@ class Grid:
 
     def _workload(self, shape: Shape) -> Workload:
         return Workload(micro_batch_size=shape[0], seq_len=shape[1], precision=self.precision)
+
+
+def named(shape: Shape) -> str:
+    """As commands take it: 2x128."""
+    return f"{shape[0]}x{shape[1]}"
 
 
 def usual(backend: str | None = None) -> Grid:

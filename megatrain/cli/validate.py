@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Json, goes_on, listed, print_json, progress_bar, require_outputs, shape_of
+from megatrain.cli.options import (
+    Json,
+    command_line,
+    goes_on,
+    listed,
+    print_json,
+    progress_bar,
+    require_outputs,
+    shape_of,
+)
 
 Shapes = list[str] | None
 
@@ -80,7 +87,7 @@ def validate(
             grid,
             points,
             profile,
-            shlex.join(["megatrain", *sys.argv[1:]]),
+            command_line(),
             lambda done, note: bar.update(tasks["reporting"], completed=done, note=note),
         )
     if as_json:
