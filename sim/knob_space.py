@@ -21,7 +21,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         "offload": counts,
         "slack": [1, 2, 3, 4],
         "slots": [2, 3, 4],
-        "slabs": [4, 2, 8, 16, 32],
+        "slabs": [2, 4, 8, 16, 32],
     }
     parts = ways_to_part(model, workload)
     if workload.grad_clip is None:

@@ -35,6 +35,7 @@ EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are al
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
+LAST = 6  # of so many parts of the effort, one is kept for a last refinement
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
@@ -142,7 +143,11 @@ class Search:
         """Search all splits that could fit, `bounded`, and at the end every named policy."""
         if max((workload.accumulation for _, workload in bounded), default=1) >= LONG:
             self.a_part_first([workload for _, workload in bounded])
+        aside = self.effort // LAST
+        self.effort -= aside
         self.splits(bounded)
+        self.effort = max(self.effort, 0) + aside
+        self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
         self.share = 0.9
         of_best = self.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
@@ -361,8 +366,10 @@ class Search:
             start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
             self.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.room.holds(start)))
 
-    def refine(self, *, hold: bool) -> None:
+    def refine(self, *, hold: bool, stride: int | None = None) -> None:
         """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
+
+        The large ones are of `stride` values, a sixth of the blocks if left out.
 
         How many blocks are held is one of these knobs if `hold`: early on it leads away from better places.
         """
@@ -373,7 +380,7 @@ class Search:
         space = knob_space(self.model, at.workload, begun=self.start)
         if not hold:
             del space["hold"]
-        stride = max(self.model.num_hidden_layers // 6, 1)
+        stride = stride or max(self.model.num_hidden_layers // 6, 1)
         too_far = set[tuple[str, int]]()  # by how much a knob was changed when there was no room
         while stride and self.effort > 0:
             before = at
