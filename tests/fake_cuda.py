@@ -128,10 +128,9 @@ class FakeBackend(CudaBackend):
         return torch.device("cpu")
 
     def allocate(self, buffer: Buffer) -> Tensor:
-        if buffer.tier == Tier.DEVICE:
-            return torch.zeros(buffer.nbytes, dtype=torch.uint8)
         memory = super().allocate(buffer)
-        self.gpu.pinned.add(memory.untyped_storage().data_ptr())
+        if buffer.tier == Tier.HOST:
+            self.gpu.pinned.add(memory.untyped_storage().data_ptr())
         return memory
 
 
