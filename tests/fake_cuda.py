@@ -171,7 +171,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if not (non_blocking and fake.queues()):
             return copy(target, source, non_blocking)
-        fake.queue(lambda: copy(target, source))
+        fake.queue(lambda: copy(target, source, non_blocking))
         return target
 
     def filled(target: Tensor, value: Any) -> Tensor:
