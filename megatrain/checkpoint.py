@@ -154,9 +154,10 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         if found.get(key) != value:
             was, now = (_short(key, body) for body in (found.get(key), value))
             if key == "lora_rank":
-                saved, trains = _trained(found.get(key)), _trained(value)
+                saved, needs = _trained(found.get(key)), _trained(value)
+                does = "evaluates" if schedule.workload.task == "evaluate" else "trains"
                 raise CheckpointError(
-                    f"{complete[-1]} is of another training: it has {saved}, the schedule trains {trains}"
+                    f"{complete[-1]} is of another training: it has {saved}, the schedule {does} {needs}"
                 )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))

@@ -167,6 +167,21 @@ def test_the_two_newest_stay_and_older_ones_go(tmp_path: Path) -> None:
         assert checkpoint.read(folder, of).step == steps[-1]
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("knobs", [{}, {"resident": 2, "nvme": 1}])
+def test_an_evaluation_is_of_the_weights_that_the_checkpoint_has(
+    precision: str, knobs: dict[str, int], tmp_path: Path
+) -> None:
+    of = schedule(precision=precision)
+    train(of, 2, tmp_path, save=True)
+    right, _ = train(of, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", of))  # before its update
+    evaluation = policies.build("flexgen_block", of.model, of.workload, MEMORY, **knobs)
+    losses, _ = train(evaluation, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", evaluation))
+    assert losses == pytest.approx(right, rel=1e-6)
+    of_random_weights, _ = train(evaluation, 1, tmp_path)
+    assert abs(of_random_weights[0] - right[0]) > 1e-3
+
+
 # ---- frozen weights
 
 
