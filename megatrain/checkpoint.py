@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Checkpoint:
     model: ModelSpec
     step: int
     frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
+    skipped: Sequence[Path] = field(default=(), compare=False)  # newer ones, of saves that were interrupted
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """See Kept. Raises CheckpointError for a file that is damaged or gone."""
@@ -127,9 +128,11 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
     return needed * max(at_once - len(complete), 0)
 
 
-def drop(folder: Path, step: int) -> None:
-    """Remove the checkpoint of `step`, if there is one: the first loss after it was not finite."""
-    shutil.rmtree(folder / f"step-{step:08d}", ignore_errors=True)
+def drop(folder: Path, step: int) -> Path:
+    """Remove the checkpoint of `step`, if there is one: the first loss after it was not finite. Its folder."""
+    target = folder / f"step-{step:08d}"
+    shutil.rmtree(target, ignore_errors=True)
+    return target
 
 
 def told(folder: Path | None) -> str:
@@ -144,8 +147,10 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     Raises CheckpointError if there is none for this schedule.
     """
     complete = [folder] if (folder / LAST).is_file() else _complete(folder)
+    incomplete = sorted(path for path in folder.glob(STEPS) if not (path / LAST).is_file())
     if not complete:
-        raise CheckpointError(f"there is no checkpoint in {folder}")
+        but = f" but {incomplete[-1].name}, which is incomplete: its save was interrupted" if incomplete else ""
+        raise CheckpointError(f"there is no checkpoint in {folder}{but}")
     try:
         found = json.loads((complete[-1] / LAST).read_text())
     except ValueError as error:
@@ -161,7 +166,13 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
                 )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
-    return Checkpoint(folder=complete[-1], model=schedule.model, step=found["step"], frozen=found.get("frozen") or {})
+    return Checkpoint(
+        folder=complete[-1],
+        model=schedule.model,
+        step=found["step"],
+        frozen=found.get("frozen") or {},
+        skipped=[path for path in incomplete if path > complete[-1]],
+    )
 
 
 def require_frozen(resumed: Checkpoint, frozen: Mapping[str, int]) -> None:

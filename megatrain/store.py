@@ -187,15 +187,18 @@ class Store:
         source: Callable[[int], Tensor],
         adapters: Callable[[int], Tensor] | None = None,
         kept: Kept | None = None,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
         """Put weights, adapters and optimizer state where the first step expects them.
 
         `source(i)` is layer i's parameters, fp32, flat, on the CPU, and so is `adapters(i)`, of blocks. With `kept`,
         what is trained goes on from there instead; an evaluation, which trains nothing, takes its weights from there.
+        `on_stage` is told which layer's turn it is.
         """
         model, workload = self._schedule.model, self._schedule.workload
         updated = trained.layers(model, workload)
-        for i in model.layers:
+        for number, i in enumerate(model.layers, 1):
+            on_stage(f"filling layer {number} of {len(model.layers)}")
             sources = {tensors.WEIGHT: source}
             if adapters is not None and i in updated:
                 sources[tensors.ADAPTER] = adapters
