@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megatrain.tensor_file import save_file
 from schedules import trained
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
