@@ -18,7 +18,7 @@ from megatrain import checkpoint, hf
 from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
-from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standard_library
+from megatrain.data import ByteText, TokenSource, from_file, read_bytes, standard_library
 from megatrain.graphs import replayed
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.pointwise import PLAIN, compiled
@@ -58,7 +58,7 @@ class Files:
 
     weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out. Not with `resume`,
         unless adapters are trained.
-    tokens: a .npy file of token numbers; the standard library's source text, a token per byte, if left out.
+    tokens: see `megatrain.data.from_file`; the standard library's source text, a token per byte, if left out.
     resume: a folder of checkpoints, from the newest of which to go on.
     save: a folder for a checkpoint at the end, and `every` so many steps.
     export: a folder for weights, or adapters, as Hugging Face has them, at the end.
@@ -213,7 +213,7 @@ def train(
         model, workload = schedule.model, schedule.workload
         data: TokenSource
         if files.tokens is not None:
-            data = TokenFile(path=files.tokens, vocab_size=model.vocab_size, workload=workload, seed=seed)
+            data = from_file(files.tokens, model.vocab_size, workload, seed)
         else:
             data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)

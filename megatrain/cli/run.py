@@ -70,7 +70,10 @@ def run(
         Path | None, typer.Option(help="Start from the weights in this Hugging Face folder; random if left out.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="A .npy file of token ids; Python's own source files if left out.")
+        Path | None,
+        typer.Option(
+            help="A .npy file of token ids, or a .txt if the model reads bytes; Python's own sources if left out."
+        ),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Continue from this checkpoint, or the newest in a folder.")
