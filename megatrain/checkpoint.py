@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megatrain.tensor_file import save_file
 from schedules import trained
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
@@ -53,6 +54,7 @@ class Checkpoint:
     model: ModelSpec
     step: int
     frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
+    skipped: Sequence[Path] = field(default=(), compare=False)  # newer ones, of saves that were interrupted
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """See Kept. Raises CheckpointError for a file that is damaged or gone."""
@@ -127,9 +129,11 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
     return needed * max(at_once - len(complete), 0)
 
 
-def drop(folder: Path, step: int) -> None:
-    """Remove the checkpoint of `step`, if there is one: the first loss after it was not finite."""
-    shutil.rmtree(folder / f"step-{step:08d}", ignore_errors=True)
+def drop(folder: Path, step: int) -> Path:
+    """Remove the checkpoint of `step`, if there is one: the first loss after it was not finite. Its folder."""
+    target = folder / f"step-{step:08d}"
+    shutil.rmtree(target, ignore_errors=True)
+    return target
 
 
 def told(folder: Path | None) -> str:
@@ -144,8 +148,10 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     Raises CheckpointError if there is none for this schedule.
     """
     complete = [folder] if (folder / LAST).is_file() else _complete(folder)
+    incomplete = sorted(path for path in folder.glob(STEPS) if not (path / LAST).is_file())
     if not complete:
-        raise CheckpointError(f"there is no checkpoint in {folder}")
+        but = f" but {incomplete[-1].name}, which is incomplete: its save was interrupted" if incomplete else ""
+        raise CheckpointError(f"there is no checkpoint in {folder}{but}")
     try:
         found = json.loads((complete[-1] / LAST).read_text())
     except ValueError as error:
@@ -154,13 +160,20 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         if found.get(key) != value:
             was, now = (_short(key, body) for body in (found.get(key), value))
             if key == "lora_rank":
-                saved, trains = _trained(found.get(key)), _trained(value)
+                saved, needs = _trained(found.get(key)), _trained(value)
+                does = "evaluates" if schedule.workload.task == "evaluate" else "trains"
                 raise CheckpointError(
-                    f"{complete[-1]} is of another training: it has {saved}, the schedule trains {trains}"
+                    f"{complete[-1]} is of another training: it has {saved}, the schedule {does} {needs}"
                 )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
-    return Checkpoint(folder=complete[-1], model=schedule.model, step=found["step"], frozen=found.get("frozen") or {})
+    return Checkpoint(
+        folder=complete[-1],
+        model=schedule.model,
+        step=found["step"],
+        frozen=found.get("frozen") or {},
+        skipped=[path for path in incomplete if path > complete[-1]],
+    )
 
 
 def require_frozen(resumed: Checkpoint, frozen: Mapping[str, int]) -> None:

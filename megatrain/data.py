@@ -134,6 +134,25 @@ class TokenFile:
         return torch.from_numpy(found.reshape(*shape, length))
 
 
+def from_file(path: Path, vocab_size: int, workload: Workload, seed: int = 0) -> TokenFile | ByteText:
+    """A .npy file of token numbers; or a .txt file, a token per byte, for a model whose vocabulary is that.
+
+    Raises DataError for a file that is missing, or is not of this vocabulary.
+    """
+    if path.suffix != ".txt":
+        return TokenFile(path=path, vocab_size=vocab_size, workload=workload, seed=seed)
+    if vocab_size != ByteText.vocab_size:
+        raise DataError(
+            f"{path} is text, and the model's vocabulary is {vocab_size} tokens, not {ByteText.vocab_size} bytes: make "
+            "a .npy file of it with the model's tokenizer, as README.md shows"
+        )
+    try:
+        text = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    return ByteText(text=torch.from_numpy(text), workload=workload, seed=seed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RandomTokens:
     """Independent, uniform tokens: nothing to learn, and every model's whole vocabulary."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatrain.checkpoint import Diverged
 from megatrain.linear import LORA_SCALE
 from megatrain.template import views
+from megatrain.tensor_file import save_file
 from schedules import trained
 from schedules.errors import InputError, Refused
 from schedules.hf_config import write_config
@@ -79,7 +79,9 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     Raises WeightsError.
     """
     files = _files(folder)
-    _require_plain(folder)
+    if (config := _config(folder)) is not None:
+        _require_plain(config, folder)
+        _require_same(config, folder, model)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i).items()}
     for name in wanted:
         if name not in files:
@@ -127,14 +129,38 @@ def _by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[s
 PLAIN_ONLY = "training begins with bf16, fp16 or fp32 weights; export the model so, dequantized"
 
 
-def _require_plain(folder: Path) -> None:
-    """Raises WeightsError where config.json says that the weights are quantized, or cannot be read."""
+def _config(folder: Path) -> dict[str, Any] | None:
+    """What config.json says; None where there is none: a preset may say what the model is. Raises WeightsError."""
     try:
         config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:  # a preset may say what the model is
-        return
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
         raise WeightsError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise WeightsError(f"{folder / 'config.json'} holds no JSON object")
+    return config
+
+
+def _require_same(config: dict[str, Any], folder: Path, model: ModelSpec) -> None:
+    """Raises WeightsError where config.json describes a model whose tensors have other names or shapes."""
+    try:
+        other = ModelSpec.from_hf_config(config, model.name)
+    except ModelError:  # what tensors are there tells more
+        return
+    if [file_shapes(other, i) for i in other.layers] == [file_shapes(model, i) for i in model.layers]:
+        return
+    ours = model.to_dict()
+    differing = [
+        f"{key} is {value}, not {ours[key]}"
+        for key, value in other.to_dict().items()
+        if value != ours[key] and isinstance(value, (int, str))
+    ]
+    raise WeightsError(f"the weights in {folder} are of another model than {model.name}: {'; '.join(differing)}")
+
+
+def _require_plain(config: dict[str, Any], folder: Path) -> None:
+    """Raises WeightsError where config.json says that the weights are quantized."""
     if found := config.get("quantization_config"):
         how = found.get("quant_method", "a way that it does not name") if isinstance(found, dict) else found
         raise WeightsError(f"the weights in {folder} are quantized, with {how}: {PLAIN_ONLY}")

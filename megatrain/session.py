@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -17,17 +18,19 @@ from megatrain import checkpoint, hf
 from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
-from megatrain.data import ByteText, TokenFile, TokenSource, read_bytes, standard_library
+from megatrain.data import ByteText, TokenSource, from_file, read_bytes, standard_library
 from megatrain.graphs import replayed
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.pointwise import PLAIN, compiled
-from megatrain.train import Debug, Trainer, as_they_are
+from megatrain.train import Debug, Trainer, as_they_are, never, unheard
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
 from sim.units import scaled
+
+FileEvent = Literal["skipped", "resumed", "saved", "removed", "exported"]
 
 TEXT_BYTES = 8_000_000  # of source text; a demonstration sees a fraction of it
 DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
@@ -55,7 +58,7 @@ class Files:
 
     weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out. Not with `resume`,
         unless adapters are trained.
-    tokens: a .npy file of token numbers; the standard library's source text, a token per byte, if left out.
+    tokens: see `megatrain.data.from_file`; the standard library's source text, a token per byte, if left out.
     resume: a folder of checkpoints, from the newest of which to go on.
     save: a folder for a checkpoint at the end, and `every` so many steps.
     export: a folder for weights, or adapters, as Hugging Face has them, at the end.
@@ -152,7 +155,7 @@ def require_room(wanted: Sequence[tuple[str, Path, int]]) -> None:
 def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Checkpoint | None, steps: int) -> None:
     """Raises what `train` does of what it is to write."""
     if files.every is not None and files.save is None:
-        raise InputError("every so many steps a checkpoint: say where to save it")
+        raise InputError("--every saves checkpoints on the way: say where to, with --save FOLDER")
     wanted = []
     if files.save is not None:
         saves = -(-steps // (files.every or steps))
@@ -175,13 +178,17 @@ def train(
     fused: bool = False,
     graphs: bool = False,
     files: Files = Files(),
-    on_start: Callable[[], None] | None = None,
-    on_loss: Callable[[int, float], None] | None = None,
+    on_stage: Callable[[str], None] = unheard,
+    on_loss: Callable[[int, float], None] = unheard,
+    on_files: Callable[[FileEvent, Path], None] = unheard,
+    stop: Callable[[], bool] = never,
 ) -> Trained:
     """Train so many steps, more of them where `files` say to resume.
 
     `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer. `fused` compiles what multiplies no matrices,
-    `graphs` replays blocks as CUDA graphs. `on_start` is called when all has been checked, before weights are loaded.
+    `graphs` replays blocks as CUDA graphs. `on_stage` is told what begins before the first step, the first time when
+    all has been checked; `on_loss` is as in Trainer.run, and `on_files` is told what happens to a folder. Once `stop`
+    says so, the steps under way are finished, a checkpoint is saved where `files` say where, and nothing is exported.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training.
@@ -206,14 +213,16 @@ def train(
         model, workload = schedule.model, schedule.workload
         data: TokenSource
         if files.tokens is not None:
-            data = TokenFile(path=files.tokens, vocab_size=model.vocab_size, workload=workload, seed=seed)
+            data = from_file(files.tokens, model.vocab_size, workload, seed)
         else:
             data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
         resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
         _require_room_for(files, schedule, resumed, steps)
-        if on_start is not None:
-            on_start()
+        if resumed is not None:
+            for folder in resumed.skipped:
+                on_files("skipped", folder)
+            on_files("resumed", resumed.folder)
         trainer = opened.enter_context(
             Trainer(
                 verified,
@@ -228,9 +237,11 @@ def train(
                 nvme=nvme,
                 pointwise=compiled() if fused else PLAIN,
                 prepare=replayed if graphs else as_they_are,
+                on_stage=on_stage,
             )
         )
-        return _train_and_save(trainer, schedule, steps, files, on_loss)
+        on_stage("compiling, first step" if fused or graphs else "first step")
+        return _train_and_save(trainer, schedule, steps, files, on_loss, on_files, stop)
 
 
 def _train_and_save(
@@ -238,30 +249,33 @@ def _train_and_save(
     schedule: Schedule,
     steps: int,
     files: Files,
-    on_loss: Callable[[int, float], None] | None,
+    on_loss: Callable[[int, float], None],
+    on_files: Callable[[FileEvent, Path], None],
+    stop: Callable[[], bool],
 ) -> Trained:
     """Train so many steps, and save and export on the way. Raises what `train` does of these."""
     losses: list[float] = []
     saved: int | None = None  # the last step after which this run has saved
 
     def told(step: int, loss: float) -> None:
-        if on_loss is not None:
-            on_loss(step, loss)
+        on_loss(step, loss)
         if math.isfinite(loss):
             return
         if files.save is not None and step == saved:
-            checkpoint.drop(files.save, step)
+            on_files("removed", checkpoint.drop(files.save, step))
         raise Diverged(f"the loss of step {step + 1} is {loss}")
 
     try:
-        while len(losses) < steps:
+        while len(losses) < steps and not stop():
             left = steps - len(losses)
-            losses += trainer.run(min(left, files.every or left), on_loss=told)
-            if files.save is not None:
-                trainer.save(files.save)
+            more = trainer.run(min(left, files.every or left), on_loss=told, stop=stop)
+            losses += more
+            if files.save is not None and more:
+                on_files("saved", trainer.save(files.save))
                 saved = trainer.step
-        if files.export is not None:
+        if files.export is not None and not stop():
             hf.write(files.export, schedule.model, schedule.workload, lambda i: trainer.kept(i)[0], files.weights)
+            on_files("exported", files.export)
     except Diverged as error:
         kept = checkpoint.told(files.save)
         raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None

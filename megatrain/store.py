@@ -187,26 +187,29 @@ class Store:
         source: Callable[[int], Tensor],
         adapters: Callable[[int], Tensor] | None = None,
         kept: Kept | None = None,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
         """Put weights, adapters and optimizer state where the first step expects them.
 
         `source(i)` is layer i's parameters, fp32, flat, on the CPU, and so is `adapters(i)`, of blocks. With `kept`,
-        what is trained goes on from there instead.
+        what is trained goes on from there instead; an evaluation, which trains nothing, takes its weights from there.
+        `on_stage` is told which layer's turn it is.
         """
         model, workload = self._schedule.model, self._schedule.workload
         updated = trained.layers(model, workload)
-        for i in model.layers:
+        for number, i in enumerate(model.layers, 1):
+            on_stage(f"filling layer {number} of {len(model.layers)}")
             sources = {tensors.WEIGHT: source}
             if adapters is not None and i in updated:
                 sources[tensors.ADAPTER] = adapters
             for cls, values in sources.items():
-                if i not in updated or cls != trained.cls(workload):
-                    self._fill(self._homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
-                    continue
-                if kept is None:
+                in_checkpoints = cls == trained.cls(workload)
+                if in_checkpoints and kept is not None:
+                    self._go_on(verified, i, *kept(i))
+                elif in_checkpoints and i in updated:
                     self._begin(verified, i, values(i))
                 else:
-                    self._go_on(verified, i, *kept(i))
+                    self._fill(self._homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
 
     def _begin(self, verified: Verified, i: int, values: Tensor) -> None:
         """What is trained of layer i and its optimizer state as before the first step.
@@ -233,7 +236,7 @@ class Store:
         return torch.empty(self._bytes(first), dtype=torch.uint8), homes
 
     def _go_on(self, verified: Verified, i: int, weights: Tensor, state: Tensor) -> None:
-        """What is trained of layer i and its optimizer state, whole, go where the first step expects them."""
+        """What was trained of layer i, and its optimizer state, whole, go where the first step expects them."""
         self._fill(self._homes(verified, trained.cls(self._schedule.workload), i), weights)
         for of, homes in self._states(verified, i):
             if (nbytes := self._bytes(homes[0])) == len(state):

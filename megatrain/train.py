@@ -36,7 +36,7 @@ AHEAD = 2  # steps that may be under way at once; enough for any stream to find 
 
 @dataclass(frozen=True, kw_only=True)
 class Debug:
-    """Makes faults of a schedule show. `poison` fills with NaN whatever holds nothing; every op starts up to
+    """Makes schedule faults visible. `poison` fills with NaN whatever holds nothing; every op starts up to
     `delay_s` seconds late, at random by `seed`.
     """
 
@@ -48,6 +48,15 @@ class Debug:
 def as_they_are(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
     """What ops do, unchanged: how a run is prepared where nothing else is said."""
     return works
+
+
+def unheard(*told: object) -> None:
+    """What is told where nobody listens."""
+
+
+def never() -> bool:
+    """Whether a training is to stop early where nobody asks for it."""
+    return False
 
 
 class Trainer(Generic[E]):
@@ -64,6 +73,7 @@ class Trainer(Generic[E]):
         nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
         pointwise: how layers compute what multiplies no matrices.
         prepare: what to make of the ops' works before the first step, such as `megatrain.graphs.replayed`.
+        on_stage: told what begins, since memory may take minutes: "allocating memory", "filling layer 3 of 34".
 
     Raises:
         NotVerified: see Executor.
@@ -89,6 +99,7 @@ class Trainer(Generic[E]):
         nvme: Path | None = None,
         pointwise: Pointwise = PLAIN,
         prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = as_they_are,
+        on_stage: Callable[[str], None] = unheard,
     ) -> None:
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload
@@ -105,6 +116,7 @@ class Trainer(Generic[E]):
             mlp_chunk=MLP_CHUNK_TOKENS if workload.recompute == "mlp" else None,
         )
         with ExitStack() as opened:  # no file may be left behind
+            on_stage("allocating memory")
             needed = schedule.allocated_bytes(Tier.NVME)
             self._drive = opened.enter_context(Drive(nvme)) if nvme is not None and needed else None
             self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
@@ -112,7 +124,8 @@ class Trainer(Generic[E]):
                 adapters = random_adapters(model, workload.lora_rank, 0)
             sums: dict[int, int] = {}
             source = initial if workload.lora_rank is None else summed(initial, sums)
-            self._store.fill(verified, source, adapters, resume.layer if resume is not None else None)
+            kept = resume.layer if resume is not None else None
+            self._store.fill(verified, source, adapters, kept, on_stage)
             self._frozen = {model.layer_name(i): found for i, found in sums.items()}
             if resume is not None:
                 checkpoint.require_frozen(resume, self._frozen)
@@ -149,40 +162,49 @@ class Trainer(Generic[E]):
         if self._drive is not None:
             self._drive.close()
 
-    def run(self, steps: int, *, on_loss: Callable[[int, float], None] | None = None) -> list[float]:
+    def run(
+        self,
+        steps: int,
+        *,
+        on_loss: Callable[[int, float], None] = unheard,
+        stop: Callable[[], bool] = never,
+    ) -> list[float]:
         """Train `steps` steps more; their losses, each the mean over all tokens of its step.
 
-        `on_loss` is told (step, loss) in order, AHEAD steps late so that nothing waits for it.
+        `on_loss` is told (step, loss) in order, AHEAD steps late so that nothing waits for it. Once `stop` says so no
+        further step begins; those under way are finished.
 
         Raises:
             OpFailed: an op failed; the trainer is closed then, as after an interrupt.
         """
         try:
-            return self._run(steps, on_loss)
+            return self._run(steps, on_loss, stop)
         except BaseException:  # an interrupt too: no thread may be left behind
             self.close()
             raise
 
-    def _run(self, steps: int, on_loss: Callable[[int, float], None] | None) -> list[float]:
+    def _run(self, steps: int, on_loss: Callable[[int, float], None], stop: Callable[[], bool]) -> list[float]:
         losses: list[float] = []
 
         def finish(step: int) -> None:
             self._executor.wait(step)
             losses.append(self._loss(step))
-            if on_loss is not None:
-                on_loss(step, losses[-1])
+            on_loss(step, losses[-1])
 
         first, last = self.step, self.step + steps
         for step in range(first, last):
             if step - AHEAD >= first:
                 finish(step - AHEAD)
+            if stop():
+                last = step
+                break
             inputs, targets = inputs_and_targets(self._data.batch(step))
             self._actions.tokens[step] = inputs.to(self._backend.device), targets.to(self._backend.device)
             if self._backend.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # `to` has waited; torch's stream sanitizer learns it here
             self._actions.losses[step] = {}
             self._executor.issue(step)
-        for step in range(max(first, last - AHEAD), last):
+        for step in range(first + len(losses), last):
             finish(step)
         self.step = last
         return losses

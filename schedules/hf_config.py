@@ -147,6 +147,11 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
     listed = config.get("architectures")
+    if listed is None and (kind := config.get("model_type")) is not None:
+        listed = [architecture for architecture, known in MODEL_TYPES.items() if known == kind]
+        if not listed:
+            known = ", ".join(MODEL_TYPES.values())
+            raise ModelError(f"{name}: the config's model_type {kind!r} is not supported; supported are {known}")
     if not isinstance(listed, (list, tuple)) or len(listed) != 1 or not isinstance(listed[0], str):
         raise ModelError(f"{name}: the config must name one class in 'architectures', it has {listed!r}")
     found: str = listed[0]

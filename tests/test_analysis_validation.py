@@ -202,7 +202,5 @@ def test_a_run_of_few_steps_is_refused() -> None:
 
 
 def test_a_shape_that_no_profile_could_time_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(
-        InputError, match=r"8x128 is not among the profiled ones \(1x16, .*\): profile at least 3"
-    ):
+    with pytest.raises(InputError, match=r"8x128 is not among the profiled ones \(1x16, .*\): profile at least 3"):
         small(held_out=((8, 128),))

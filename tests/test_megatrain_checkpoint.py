@@ -151,8 +151,10 @@ def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:
     assert itself == checkpoint.read(tmp_path / "checkpoints", of)
     checkpoint.require_folder(tmp_path / "checkpoints", of, itself, 1)  # it may be replaced by what goes on from it
     (tmp_path / "checkpoints" / "step-00000002" / checkpoint.LAST).unlink()
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*step-00000002$"):
         checkpoint.read(tmp_path / "checkpoints" / "step-00000002", of)
+    with pytest.raises(CheckpointError, match=r"in .* but step-00000002, which is incomplete: its save was"):
+        checkpoint.read(tmp_path / "checkpoints", of)
 
 
 def test_the_two_newest_stay_and_older_ones_go(tmp_path: Path) -> None:
@@ -165,6 +167,21 @@ def test_the_two_newest_stay_and_older_ones_go(tmp_path: Path) -> None:
         train(of, 1, tmp_path, resume=found, save=True)
         assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:08d}" for step in steps]
         assert checkpoint.read(folder, of).step == steps[-1]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("knobs", [{}, {"resident": 2, "nvme": 1}])
+def test_an_evaluation_is_of_the_weights_that_the_checkpoint_has(
+    precision: str, knobs: dict[str, int], tmp_path: Path
+) -> None:
+    of = schedule(precision=precision)
+    train(of, 2, tmp_path, save=True)
+    right, _ = train(of, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", of))  # before its update
+    evaluation = policies.build("flexgen_block", of.model, of.workload, MEMORY, **knobs)
+    losses, _ = train(evaluation, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", evaluation))
+    assert losses == pytest.approx(right, rel=1e-6)
+    of_random_weights, _ = train(evaluation, 1, tmp_path)
+    assert abs(of_random_weights[0] - right[0]) > 1e-3
 
 
 # ---- frozen weights
@@ -260,7 +277,9 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(
         patched.setattr(checkpoint, "save_file", on_third_layer(killed))
         with pytest.raises(Killed):
             train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
-    assert (folder / "step-00000002").is_dir() and checkpoint.read(folder, of).step == 1
+    assert (folder / "step-00000002").is_dir()
+    found = checkpoint.read(folder, of)
+    assert found.step == 1 and found.skipped == [folder / "step-00000002"]
     _, right = train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
     found = checkpoint.read(folder, of)
     assert found.step == 2 and same({i: found.layer(i) for i in of.model.layers}, right)
@@ -417,6 +436,7 @@ def test_a_loss_that_is_not_finite_stops_and_costs_no_good_checkpoint(tmp_path: 
     """The step that diverges has a finite loss, and the checkpoint after it is of no use."""
     of, folder = schedule(), tmp_path / "checkpoints"
     losses: list[float] = []
+    told: list[tuple[str, str]] = []
     files = session.Files(save=folder, every=1, export=tmp_path / "hf")
     with pytest.raises(Diverged, match=r"the loss of step 4 is nan: .*step-00000002 is kept; try a lower learning"):
         session.train(
@@ -425,7 +445,9 @@ def test_a_loss_that_is_not_finite_stops_and_costs_no_good_checkpoint(tmp_path: 
             hyper=lambda step: Adam(lr=1e30 if step == 2 else 1e-3),
             files=files,
             on_loss=lambda step, loss: losses.append(loss),
+            on_files=lambda event, folder: told.append((event, folder.name)),
         )
+    assert told[-2:] == [("saved", "step-00000003"), ("removed", "step-00000003")]
     assert len(losses) == 4 and math.isfinite(losses[2]) and not math.isfinite(losses[3])
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
     assert not list((tmp_path / "hf").iterdir())

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
-import megatrain.cli.run as run_command
+from megatrain.cli import progress
 
 ROOT = Path(__file__).parent.parent
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
@@ -70,7 +76,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["adversary", "streamed", "flexgen_block"], 2, "streamed trains weights and flexgen_block trains nothing"),
         (["run", "tiny", "--steps", "1", "--export", "/proc/nowhere"], 2, "/proc/nowhere"),
         (["run", "tiny", "-p", "flexgen_block", "--steps", "1", "--export", "/tmp"], 2, "nothing is trained"),
-        (["run", "tiny", "--steps", "1", "--every", "1"], 2, "say where to save it"),
+        (["run", "tiny", "--steps", "1", "--every", "1"], 2, "with --save FOLDER"),
         (["run", "tiny", "--warmup", "5", "--decay-until", "5"], 2, "decay must end after warm-up"),
         (["run", "llama-2-70b", "--steps", "1"], 1, "GB of memory are available on this machine"),
         (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
@@ -201,37 +207,111 @@ def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_who_interrupts_a_training_is_told_what_is_kept(how: signal.Signals, tmp_path: Path) -> None:
-    options = ["--steps", "1000000", "--save", str(tmp_path / "run"), "--every", "5", "--nvme", str(tmp_path)]
-    command = [sys.executable, "-m", "megatrain", "run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16"]
-    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=_hears) as run:
-        until = time.monotonic() + 60
-        while not list(tmp_path.glob("run/*/training.json")) and time.monotonic() < until:
-            time.sleep(0.05)
+def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: Path) -> None:
+    with _endless(tmp_path, "--every", "5") as run:
+        _wait(lambda: list(tmp_path.glob("run/*/training.json")))
         run.send_signal(how)
+        out, told = run.communicate(timeout=60)
+    assert run.returncode == 130 and "loss" in out
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    saved = tmp_path / "run" / f"step-{log[-1]['step']:08d}"
+    assert (
+        told.endswith(f"saved {saved}\nmegatrain: interrupted after step {log[-1]['step']}; {saved} is kept\n")
+        and "megatrain: the steps under way are finished and saved" in told
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"]  # nothing lies on the drive
+    step = ["run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16", "--nvme", str(tmp_path), "--steps"]
+    after = json.loads(megatrain(*step, "1", "--resume", str(tmp_path / "run"), "--json").stdout)
+    whole = json.loads(megatrain(*step, str(log[-1]["step"] + 1), "--json").stdout)
+    assert after["losses"] == whole["losses"][-1:] and after["resumed"] == str(saved)
+
+
+def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
+    with _endless(tmp_path, "--accumulation", "100") as run:  # a step takes a while
+        _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
+        run.send_signal(signal.SIGINT)
+        while "steps under way" not in run.stderr.readline():
+            pass
+        run.send_signal(signal.SIGINT)
         _, told = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert re.search(rf"megatrain: interrupted after step \d+; {tmp_path}/run/step-\d+ is kept\n$", told)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing lies on the drive
+    assert re.search(r"megatrain: interrupted after step \d+; no checkpoint was saved\n$", told)
+    assert not list((tmp_path / "run").iterdir())
+
+
+def _endless(folder: Path, *options: str) -> subprocess.Popen[str]:
+    step = ["run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16", "--nvme", str(folder), *options]
+    files = ["--save", str(folder / "run"), "--log", str(folder / "log"), "--steps", "1000000"]
+    command = [sys.executable, "-m", "megatrain", *step, *files]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, cwd=ROOT, preexec_fn=_hears)
+
+
+def _wait(until: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not until() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _hears() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 
 
-def test_the_bar_of_a_training_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 10.0, 10.1, 12.0, 18.0])
-    monkeypatch.setattr(run_command.time, "perf_counter", lambda: next(now))
-    progress = run_command._Progress(100, 64)
-    assert progress.reached() == "before the first step was done"
+def shown(steps: int, moments: list[float], monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, StringIO]:
+    """A training's progress where there is no terminal, made at the first of these moments; what it says."""
+    now, said = iter(moments), StringIO()
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    return progress.TrainingProgress(Progress(console=Console(file=said)), steps, 64, **options), said
+
+
+def test_a_training_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, _ = shown(100, [0.0, 10.0, 10.0, 10.1, 12.0, 18.0], monkeypatch)
+    assert of.reached() == "before the first step was done"
     notes = []
     for step, loss in enumerate([5.5, 5.4, 5.3, 5.2, 5.1], 20):
-        progress.add(step, loss)
-        notes.append(progress.note())
-    assert notes[0] == "1/100, loss 5.500"
-    assert notes[3] == "4/100, loss 5.200"  # the first come together
-    assert notes[4] == "5/100, loss 5.100, 32 tokens/s, 0:03:10 left"
-    assert progress.reached() == "after step 25"
+        of.loss(step, loss, 1e-3)
+        notes.append(of.note())
+    assert notes[0] == "21/120, loss 5.500"
+    assert notes[3] == "24/120, loss 5.200"  # the first come together
+    assert notes[4] == "25/120, loss 5.100, 32 tokens/s, 0:03:10 left"
+    assert of.reached() == "after step 25"
+
+
+def test_without_a_terminal_a_training_says_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = [0.0, 1.0, 2.0, 3.0, 13.0, 14.0, 20.0, 21.0, 29.9, 30.0, 31.0]
+    of, said = shown(5, moments, monkeypatch)
+    for stage in ("allocating memory", *(f"filling layer {i} of 3" for i in (1, 2, 3)), "first step"):
+        of.stage(stage)
+    for step in range(5):
+        of.loss(step, 5.5, 1e-3)
+    assert said.getvalue().splitlines() == [
+        "allocating memory",
+        "filling layer 1 of 3",
+        "filling layer 3 of 3",  # ten seconds later
+        "first step",
+        "step 1/5, loss 5.500",
+        "step 4/5, loss 5.500",
+        "step 5/5, loss 5.500, 23 tokens/s, 0:00:00 left",
+    ]
+
+
+def test_a_log_goes_on_where_it_ended_and_stops_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    for first in (0, 1):
+        of, _ = shown(1, [10.0, 11.0, 12.5], monkeypatch, log=log)
+        of.stage("allocating memory")
+        of.loss(first, math.nan if first else 5.5, 0.5)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [
+        {"step": 1, "loss": 5.5, "lr": 0.5, "seconds": 2.5},
+        {"step": 2, "loss": None, "lr": 0.5, "seconds": 2.5},
+    ]
+    of, said = shown(2, [0.0, 1.0, 2.0], monkeypatch, log=Path("/dev/full"))
+    of.loss(0, 5.5, 0.5)
+    of.loss(1, 5.5, 0.5)
+    assert said.getvalue().count("note: /dev/full cannot be written any longer, and ends: No space left on device") == 1
+    of, _ = shown(2, [0.0, 1.0], monkeypatch, log=tmp_path)
+    with pytest.raises(IsADirectoryError):
+        of.stage("allocating memory")
 
 
 def test_a_sequence_longer_than_the_model_was_made_for_is_noted() -> None:

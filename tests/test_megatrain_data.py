@@ -135,6 +135,19 @@ def test_all_of_a_file_is_looked_at_part_by_part(tmp_path, monkeypatch):
         token_file(tmp_path, tokens)
 
 
+def test_text_is_read_by_a_model_of_bytes_alone(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_bytes(bytes(TEXT.tolist()))
+    source = data.from_file(book, 256, WORKLOAD, seed=3)
+    assert torch.equal(source.batch(5), ByteText(text=TEXT, workload=WORKLOAD, seed=3).batch(5))
+    with pytest.raises(DataError, match=r"book\.txt is text, and the model's vocabulary is 1000 tokens, not 256 bytes"):
+        data.from_file(book, 1000, WORKLOAD)
+    with pytest.raises(DataError, match=r"nowhere\.txt cannot be read: No such file"):
+        data.from_file(tmp_path / "nowhere.txt", 256, WORKLOAD)
+    np.save(tmp_path / "tokens.npy", np.arange(200))
+    assert isinstance(data.from_file(tmp_path / "tokens.npy", 256, WORKLOAD), TokenFile)
+
+
 def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):
     def read(name):
         TokenFile(path=tmp_path / name, vocab_size=9, workload=WORKLOAD)

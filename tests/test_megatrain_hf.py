@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,10 +298,36 @@ def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:
     hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    (tmp_path / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"lack model\.layers\.2\.input_layernorm\.weight"):
         hf.parameters(tmp_path, replace(TINY, num_hidden_layers=3))
     with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.gate_proj\.weight .* has the shape \[\d+, \d+\], the"):
         hf.parameters(tmp_path, replace(TINY, intermediate_size=2 * TINY.intermediate_size))
+
+
+def test_weights_of_another_model_are_told_by_its_numbers(tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    other = replace(TINY, num_hidden_layers=3, intermediate_size=100, rope_theta=5.0)
+    with pytest.raises(
+        WeightsError, match=r"than tiny: intermediate_size is 64, not 100; num_hidden_layers is 2, not 3$"
+    ):
+        hf.parameters(tmp_path, other)
+    hf.parameters(tmp_path, replace(TINY, max_position_embeddings=4096))  # of which no tensor knows
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Unheard"]}))
+    hf.parameters(tmp_path, TINY)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(WeightsError, match=r"config\.json holds no JSON object"):
+        hf.parameters(tmp_path, TINY)
+
+
+def test_files_of_weights_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from megatrain import initial, session
 from megatrain.adam import Adam
-from megatrain.cpu import CpuBackend
+from megatrain.cpu import CpuBackend, CpuEvent
+from megatrain.data import RandomTokens
+from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -70,6 +74,55 @@ def test_a_step_is_not_as_long_as_the_checkpoint_before_it(forgotten: int) -> No
     )  # fmt: skip
     found = {every: session.Trained(losses=[0.0] * 7, trace=trace, every=every).step_ns for every in (1, 2, None)}
     assert not found[1] and set(found[2]) == {10} and max(found[None]) == 510
+
+
+def test_a_training_tells_what_it_does_with_folders_and_stops_when_asked(tmp_path: Path) -> None:
+    told: list[tuple[str, object]] = []
+    files = session.Files(save=tmp_path / "run", every=2, export=tmp_path / "hf")
+
+    def train(steps: int, resume: Path | None = None, stop_at: int = 99) -> list[float]:
+        told.clear()
+        return session.train(
+            verified(),
+            steps=steps,
+            hyper=Adam(lr=1e-3),
+            files=replace(files, resume=resume),
+            on_stage=lambda stage: told.append(("stage", stage)),
+            on_loss=lambda step, loss: told.append(("loss", step)),
+            on_files=lambda event, folder: told.append((event, folder.name)),
+            stop=lambda: ("loss", stop_at) in told,
+        ).losses
+
+    assert len(train(9, stop_at=2)) == 4  # AHEAD of the one that is known
+    filling = [("stage", f"filling layer {i} of 6") for i in range(1, 7)]
+    begin = [("stage", "allocating memory"), *filling, ("stage", "first step")]
+    losses = [("loss", step) for step in range(9)]
+    assert told == [*begin, *losses[:2], ("saved", "step-00000002"), *losses[2:4], ("saved", "step-00000004")]
+    (tmp_path / "run" / "step-00000006").mkdir()
+    assert len(train(3, resume=tmp_path / "run", stop_at=4)) == 2
+    resumed = [("skipped", "step-00000006"), ("resumed", "step-00000004")]
+    assert told == [*resumed, *begin, *losses[4:6], ("saved", "step-00000006")]
+    assert not list((tmp_path / "hf").iterdir())
+    assert len(train(1, resume=tmp_path / "run")) == 1
+    assert told[-2:] == [("saved", "step-00000007"), ("exported", "hf")]
+
+
+@pytest.mark.parametrize(("stop_at", "trained"), [(None, 0), (0, 2), (1, 3), (7, 8), (6, 8)])
+def test_no_step_begins_once_a_training_is_to_stop(stop_at: int | None, trained: int) -> None:
+    """What it leaves is what as many steps leave."""
+    step, told = verified(), [] if stop_at is not None else [None]
+    data = RandomTokens(vocab_size=256, workload=step.schedule.workload)
+
+    def trainer() -> Trainer[CpuEvent]:
+        model = step.schedule.model
+        return Trainer(step, CpuBackend(), data, Adam(lr=1e-3), initial=initial.random_parameters(model, 0))
+
+    with trainer() as stopped, trainer() as whole:
+        losses = stopped.run(8, on_loss=lambda step, loss: told.append(step), stop=lambda: stop_at in told)
+        assert len(losses) == stopped.step == trained
+        assert losses == whole.run(trained)
+        for i in step.schedule.model.layers:
+            assert all(map(torch.equal, stopped.kept(i), whole.kept(i)))
 
 
 def test_adapters_begin_with_the_runs_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,11 @@ def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
         op_bytes(spec(), 2, Phase.FORWARD, WORKLOAD)
 
 
+def test_a_config_without_its_class_is_known_by_its_type() -> None:
+    named = spec(architectures=["Qwen2ForCausalLM"])
+    assert spec(architectures=None, model_type="qwen2") == named
+
+
 NAN = float("nan")
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
@@ -204,6 +209,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"architectures": ["T5ForConditionalGeneration"]}, "is an encoder-decoder"),
         ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; supported are Llama"),
         ({"architectures": None}, "must name one class in 'architectures'"),
+        ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, mis"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
         ({"architectures": ["MixtralForCausalLM"]}, "lacks 'num_local_experts'"),
         ({"hidden_size": -32}, "hidden_size must be a whole number of at least 1, not -32"),

@@ -99,7 +99,7 @@ def main() -> NoReturn:
     try:
         code = _code()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read, such as `head`, has seen enough: no complaint now, nor when Python ends
+    except BrokenPipeError:  # the reader (`head`, say) has closed the pipe: stay silent, also at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

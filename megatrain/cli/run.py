@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,14 +31,15 @@ from megatrain.cli.options import (
     schedule_of,
     workload_of,
 )
+from megatrain.cli.progress import TrainingProgress
 from schedules.errors import InputError, Refused
 
 if TYPE_CHECKING:
-    from megatrain.session import Trained
+    from megatrain.session import FileEvent, Trained
     from schedules.schedule import Schedule
     from sim.prediction import Prediction
 
-PACED = 5  # losses from which a pace is told: the first ones come together, since steps are issued ahead
+HAPPENED = {"resumed": "resumed from", "skipped": "skipped, since its save was interrupted:"}  # where the word is short
 
 
 def run(
@@ -72,7 +71,10 @@ def run(
         Path | None, typer.Option(help="Start from the weights in this Hugging Face folder; random if left out.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="A .npy file of token ids; Python's own source files if left out.")
+        Path | None,
+        typer.Option(
+            help="A .npy file of token ids, or a .txt if the model reads bytes; Python's own sources if left out."
+        ),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Continue from this checkpoint, or the newest in a folder.")
@@ -89,6 +91,7 @@ def run(
     fused: Annotated[bool, typer.Option("--fused", help="Compile norms, rotations, gates and the loss.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Replay blocks as CUDA graphs.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Append a JSON line per step: step, loss, lr, seconds.")] = None,
     as_json: Json = False,
 ) -> None:
     """Verify a schedule and train with it on this machine."""
@@ -96,7 +99,7 @@ def run(
     from schedules.workload import MemoryBudget
     from sim.prediction import memory_of, predict
 
-    require_outputs(files=[trace], folders=[save, export])
+    require_outputs(files=[trace, log], folders=[save, export])
     profile = machine_of(hardware, None) if hardware else None
     budget = (
         memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34, nvme_bytes=1 << 40)
@@ -125,37 +128,43 @@ def run(
     way, timed = str(Way(fused=fused, graphs=graphs)), measured_in(profile) if profile else None
     if timed not in (way, None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
-    progress = _Progress(steps, schedule.workload.tokens_per_step)
-    try:
-        with progress_bar(left=False) as bar, _terminated_as_interrupted():
-            task = bar.add_task("training", total=steps, note="")
+    happened: dict[str, str] = {}
+    with progress_bar(left=False) as bar:
+        progress = TrainingProgress(bar, steps, schedule.workload.tokens_per_step, log)
 
-            def on_loss(step: int, loss: float) -> None:
-                progress.add(step, loss)
-                bar.update(task, advance=1, note=progress.note())
+        def on_files(event: FileEvent, folder: Path) -> None:
+            happened[event] = str(folder)
+            progress.say(f"{HAPPENED.get(event, event)} {folder}")
 
-            result = train(
-                verified,
-                steps=steps,
-                hyper=hyper,
-                seed=seed,
-                debug=debug,
-                backend=backend,
-                nvme=nvme,
-                fused=fused,
-                graphs=graphs,
-                files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
-                on_start=bar.start,
-                on_loss=on_loss,
-            )
-    except checkpoint.Diverged as error:
-        if as_json:
-            print_json({**schedule.describe(), "losses": progress.losses, "reason": str(error)})
-        raise
-    except KeyboardInterrupt:
-        print(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    record = _record(schedule, result) | predicted
+        def interrupted() -> typer.Exit:
+            progress.say(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}")
+            return typer.Exit(130)
+
+        try:
+            with _Interrupt(useful=lambda: save is not None and bool(progress.losses)) as interrupt:
+                result = train(
+                    verified,
+                    steps=steps,
+                    hyper=hyper,
+                    seed=seed,
+                    debug=debug,
+                    backend=backend,
+                    nvme=nvme,
+                    fused=fused,
+                    graphs=graphs,
+                    files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
+                    on_stage=progress.stage,
+                    on_loss=lambda step, loss: progress.loss(step, loss, hyper(step).lr),
+                    on_files=on_files,
+                    stop=lambda: interrupt.asked,
+                )
+        except checkpoint.Diverged as error:
+            if as_json:
+                print_json({**schedule.describe(), "losses": progress.losses, **happened, "reason": str(error)})
+            raise
+        except KeyboardInterrupt:
+            raise interrupted() from None
+    record = _record(schedule, result) | happened | predicted
     try:
         if trace is not None:
             result.trace.save(trace)
@@ -164,46 +173,41 @@ def run(
             print_json(record)
         else:
             print("\n".join(_told(schedule, record)))
+    if interrupt.asked:
+        raise interrupted()
 
 
-class _Progress:
-    """How far a training of so many steps is, each of so many tokens."""
+class _Interrupt:
+    """Ctrl-C and SIGTERM during a training, while open.
 
-    def __init__(self, steps: int, tokens: int) -> None:
-        self.losses: list[float] = []
-        self._steps, self._tokens = steps, tokens
-        self._step, self._began, self._now = 0, 0.0, 0.0
+    The first asks it to stop after the steps under way and to save, where that is of use; any other ends it at once.
+    """
 
-    def add(self, step: int, loss: float) -> None:
-        """A step, counted from 0 over all runs that go on from each other, is done."""
-        self._step, self._now = step + 1, time.perf_counter()
-        if not self.losses:
-            self._began = self._now
-        self.losses.append(loss)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def note(self) -> str:
-        """Beside the bar."""
-        done = len(self.losses)
-        said = f"{done}/{self._steps}, loss {self.losses[-1]:.3f}"
-        if done < PACED or self._now <= self._began:
-            return said
-        pace = (self._now - self._began) / (done - 1)  # the first step's start is not known
-        left = timedelta(seconds=round(pace * (self._steps - done)))
-        return f"{said}, {self._tokens / pace:,.0f} tokens/s, {left} left"
+    def __init__(self, useful: Callable[[], bool]) -> None:
+        self.asked = False
+        self._useful = useful
+        self._before: dict[int, Any] = {}
 
-    def reached(self) -> str:
-        """How far it got, for the message after an interrupt."""
-        return f"after step {self._step}" if self.losses else "before the first step was done"
+    def __enter__(self) -> _Interrupt:
+        for number in self.SIGNALS:
+            before = signal.getsignal(number)
+            if before not in (signal.SIG_IGN, None):  # a shell in the background has Ctrl-C ignored
+                self._before[number] = before
+                signal.signal(number, self._heard)
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a training as Ctrl-C does: nothing is left on a drive, and what is kept is told."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _heard(self, number: int, frame: object) -> None:
+        if self.asked or not self._useful():
+            raise KeyboardInterrupt
+        self.asked = True
+        # not print: what the signal has interrupted may be a print itself
+        os.write(2, b"\nmegatrain: the steps under way are finished and saved; interrupt again to end at once\n")
 
 
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
