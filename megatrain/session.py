@@ -19,10 +19,9 @@ from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import ByteText, TokenSource, from_file, read_bytes, standard_library
-from megatrain.graphs import replayed
 from megatrain.initial import random_adapters, random_parameters
-from megatrain.pointwise import PLAIN, compiled
-from megatrain.train import Debug, Trainer, as_they_are, never, unheard
+from megatrain.train import Debug, Trainer, never, unheard
+from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.schedule import Schedule
@@ -175,8 +174,7 @@ def train(
     debug: bool = False,
     backend: str | None = "cpu",
     nvme: Path | None = None,
-    fused: bool = False,
-    graphs: bool = False,
+    way: Way = PLAINLY,
     files: Files = Files(),
     on_stage: Callable[[str], None] = unheard,
     on_loss: Callable[[int, float], None] = unheard,
@@ -185,10 +183,10 @@ def train(
 ) -> Trained:
     """Train so many steps, more of them where `files` say to resume.
 
-    `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer. `fused` compiles what multiplies no matrices,
-    `graphs` replays blocks as CUDA graphs. `on_stage` is told what begins before the first step, the first time when
-    all has been checked; `on_loss` is as in Trainer.run, and `on_files` is told what happens to a folder. Once `stop`
-    says so, the steps under way are finished, a checkpoint is saved where `files` say where, and nothing is exported.
+    `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer, and ops are computed in this `way`. `on_stage` is
+    told what begins before the first step, the first time when all has been checked; `on_loss` is as in Trainer.run,
+    and `on_files` is told what happens to a folder. Once `stop` says so, the steps under way are finished, a checkpoint
+    is saved where `files` say where, and nothing is exported.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training.
@@ -205,8 +203,7 @@ def train(
         )
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
-        if graphs and machine.device.type != "cuda":
-            raise InputError("CUDA graphs need a GPU; run without them")
+        way.require(on_gpu=machine.device.type == "cuda")
         require_memory(verified, machine.device)
         require_drive(verified, nvme)
         schedule = verified.schedule
@@ -235,12 +232,12 @@ def train(
                 debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
                 record=True,
                 nvme=nvme,
-                pointwise=compiled() if fused else PLAIN,
-                prepare=replayed if graphs else as_they_are,
+                pointwise=way.pointwise,
+                prepare=way.prepare,
                 on_stage=on_stage,
             )
         )
-        on_stage("compiling, first step" if fused or graphs else "first step")
+        on_stage("first step" if way == PLAINLY else "compiling, first step")
         return _train_and_save(trainer, schedule, steps, files, on_loss, on_files, stop)
 
 

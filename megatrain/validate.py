@@ -218,8 +218,7 @@ def _trained(grid: Grid, schedule: Schedule, number: int, folder: Path) -> Trace
             seed=number,
             backend=grid.backend,
             nvme=grid.nvme,
-            fused=grid.way.fused,
-            graphs=grid.way.graphs,
+            way=grid.way,
         )
         run.trace.save(path)
     trace = Trace.read(path)

@@ -127,17 +127,17 @@ def test_a_validation_profiles_and_runs_in_one_way(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hurry(monkeypatch)
-    trained: list[bool] = []
+    trained: list[Way] = []
     train = validate.train
 
-    def noted(verified: Any, *, fused: bool, **more: Any) -> Any:
-        trained.append(fused)
-        return train(verified, fused=False, **more)  # the compiler that it would take is slow
+    def noted(verified: Any, *, way: Way, **more: Any) -> Any:
+        trained.append(way)
+        return train(verified, way=PLAINLY, **more)  # the compiler that it would take is slow
 
     monkeypatch.setattr(validate, "train", noted)
-    grid = small(policies=("resident",), calibrated=((1, 16), (4, 64)), way=FUSED)
+    grid = small(policies=("resident",), calibrated=((1, 16), (2, 16), (4, 64)), way=FUSED)
     found, points = validate.profile_and_run(grid, tmp_path, lambda done, note: None, lambda done, note: None)
-    assert measured_in(found) == "fused" and trained == [True] and calls and len(points) == 1
+    assert measured_in(found) == "fused" and trained == [FUSED] and calls and len(points) == 1
     with pytest.raises(Refused, match=r"another machine or in another way .ops: fused.: remove it"):
         validate.profile_and_run(replace(grid, way=PLAINLY), tmp_path, lambda done, note: None, lambda done, note: None)
     with pytest.raises(InputError, match="CUDA graphs need a GPU"):

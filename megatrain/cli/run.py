@@ -125,8 +125,8 @@ def run(
         hyper = by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=decay_until)
     except ValueError as error:
         raise InputError(str(error)) from None
-    way, timed = str(Way(fused=fused, graphs=graphs)), measured_in(profile) if profile else None
-    if timed not in (way, None):
+    way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
+    if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     happened: dict[str, str] = {}
     with progress_bar(left=False) as bar:
@@ -150,8 +150,7 @@ def run(
                     debug=debug,
                     backend=backend,
                     nvme=nvme,
-                    fused=fused,
-                    graphs=graphs,
+                    way=way,
                     files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
                     on_stage=progress.stage,
                     on_loss=lambda step, loss: progress.loss(step, loss, hyper(step).lr),
