@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import sweep
 from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it

@@ -22,10 +22,11 @@ Source: pytorch, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py, _fsd
 
 from __future__ import annotations
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, Window, kept_as, sweep
+from schedules.sweep import Window, sweep
 from schedules.workload import MemoryBudget, Workload
 
 

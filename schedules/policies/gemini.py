@@ -28,10 +28,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from schedules.kept import Activations, Kept, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Activations, Kept, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 
 STEADY_DEVICE_RATIO = 0.9  # of device memory that auto fills (steady_cuda_cap_ratio)

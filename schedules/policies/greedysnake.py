@@ -26,11 +26,12 @@ Source: GreedySnake, arXiv 2512.17570.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
 from schedules.shelf import Shelf
-from schedules.sweep import Activations, Streamed, kept_as, land, spread, sweep
+from schedules.sweep import Streamed, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload
 
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from schedules.kept import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Activations, Window, kept_as, sweep
+from schedules.sweep import Window, sweep
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "adapters"
@@ -88,4 +89,4 @@ def policy(
 
     if keep is not None:
         return build(keep)
-    return build(build(0).blocks_that_fit(memory, copies=[workload.accumulation] * len(model.blocks)))
+    return most_that_fit(build, memory, copies=[workload.accumulation] * len(model.blocks))

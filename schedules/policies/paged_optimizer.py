@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, Kept, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Activations, Kept, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -58,9 +59,11 @@ def policy(
         paged = _without_room(model, workload, memory, kept(keep or 0))
     else:
         paged = model.layers[: round(pressure * len(model.layers))]
-    if keep is None:
-        keep = _step(model, workload, paged, kept(0)).blocks_that_fit(memory, copies=[1] * len(model.blocks))
-    return _step(model, workload, paged, kept(keep))
+
+    def build(keep: int) -> Program:
+        return _step(model, workload, paged, kept(keep))
+
+    return build(keep) if keep is not None else most_that_fit(build, memory, copies=[1] * len(model.blocks))
 
 
 def _without_room(model: ModelSpec, workload: Workload, memory: MemoryBudget, kept: Kept) -> range:

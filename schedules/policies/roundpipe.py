@@ -21,10 +21,11 @@ Source: RoundPipe (April 2026), roundpipe.py, optim_stream.py and attribute.py o
 
 from __future__ import annotations
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, Streamed, kept_as, sweep
+from schedules.sweep import Streamed, sweep
 from schedules.workload import MemoryBudget, Workload
 
 

@@ -30,10 +30,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, Reduction, cast, forward_and_backward, passes, sub_groups, upload, with_master
 

@@ -24,10 +24,11 @@ Source: pytorch/ao, torchao/optim/cpu_offload.py.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -55,17 +56,20 @@ def policy(
     if offload_gradients and workload.accumulation > 1:
         raise ProgramError("offload_gradients: torchao frees a gradient after each backward, it cannot accumulate")
     if keep is None:
-        least = policy(
-            model,
-            workload,
-            memory,
-            offload_gradients=offload_gradients,
-            run_ahead=run_ahead,
-            keep=0,
-            activations=activations,
-            every=every,
-        )
-        keep = least.blocks_that_fit(memory, copies=[1] * len(model.blocks))
+
+        def build(keep: int) -> Program:
+            return policy(
+                model,
+                workload,
+                memory,
+                offload_gradients=offload_gradients,
+                run_ahead=run_ahead,
+                keep=keep,
+                activations=activations,
+                every=every,
+            )
+
+        return most_that_fit(build, memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     ends = (model.embed, model.head) if offload_gradients else model.layers

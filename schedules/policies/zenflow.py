@@ -20,10 +20,11 @@ Source: DeepSpeed runtime/zenflow; arXiv:2505.12242.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, spread, sweep
+from schedules.sweep import spread, sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import with_master
 

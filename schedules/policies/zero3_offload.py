@@ -31,10 +31,11 @@ from __future__ import annotations
 from typing import Literal
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Fetch, Reduction, passes, sub_groups, with_master
 

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, passes, with_master
 
