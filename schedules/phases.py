@@ -69,7 +69,7 @@ def misused(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
 
 
 def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
-    """Who runs an op looks for one buffer of each tensor."""
+    """Who runs an op looks for one buffer of each tensor, and a buffer holds one tensor at a time."""
     for side, accesses in (("reads", op.reads), ("writes", op.writes)):
         buffers = defaultdict[str, list[str]](list)
         for access, times in Counter(accesses).items():
@@ -79,6 +79,10 @@ def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
         for tensor, places in buffers.items():
             if len(places) > 1 and (side, op.phase, parse(tensor).cls) not in _IN_SEVERAL:
                 yield f"{op.name} {side} {tensor} in {' and '.join(places)}", "name one of these buffers"
+    written = {access.buffer: access.tensor for access in reversed(op.writes)}
+    for access in op.writes:
+        if (other := written[access.buffer]) != access.tensor:
+            yield f"{op.name} writes {other} and {access.tensor} into {access.buffer}", "use two buffers"
 
 
 _IN_SEVERAL = {  # what an op may name in several buffers
