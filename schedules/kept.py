@@ -16,6 +16,11 @@ from schedules.program import Program
 from schedules.workload import MemoryBudget
 
 Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
+KNOBS = {  # the help of knobs that many policies have
+    "activations": "what blocks do, but for those that keep theirs anyway: run forward again, from an input on the "
+    "device (recompute) or on the host (inputs), or keep what they need, there (keep), on the host or on NVMe.",
+    "every": "blocks that run forward again from one input.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

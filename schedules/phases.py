@@ -10,6 +10,7 @@ from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.schedule import Schedule
 from schedules.tensor import Tensor, parse
+from schedules.traffic import phases_of
 
 COMPUTE = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)
 
@@ -95,10 +96,7 @@ _IN_SEVERAL = {  # what an op may name in several buffers
 def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     model, i, m = schedule.model, op.layer, op.microbatch
     assert i is not None and m is not None
-    phases: tuple[Phase, ...] = (Phase.EMBED, Phase.BACKWARD) if i == model.embed else (Phase.LOSS,)
-    if model.is_block(i):
-        phases = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
-    if op.phase not in phases:
+    if op.phase not in (phases := phases_of(model, i)):
         yield f"{op.name} computes {op.phase} of layer {model.layer_name(i)}", f"that layer has {', '.join(phases)}"
         return
     must, may = needed(schedule, op)

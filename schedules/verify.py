@@ -1,7 +1,7 @@
 """Is a schedule safe? Every hazard re-derived from the accesses, and every read followed to its write.
 
-`verify` finds all problems at once, before anything runs. What it returns is the only thing the executor
-accepts.
+`verify` finds the problems before anything runs, all at once but for those that would only follow from others. What it
+returns is the only thing the executor accepts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def verify(schedule: Schedule) -> Verified:
     bytes, FLOPs and parameters are those of what each op touches.
 
     Raises:
-        ScheduleError: with all violations found.
+        ScheduleError: with all violations found. Where a name, size or wait has no meaning nothing else is looked at,
+            and amounts, which follow from what ops touch, only where all else is right.
     """
     violations = list(malformed(schedule))
     if violations:  # the other checks would stumble over the same faults

@@ -6,6 +6,7 @@ commit it: a refactor must not change them).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -506,7 +507,7 @@ def test_every_policy_has_a_summary_and_explains_its_knobs() -> None:
     for name in policies.names():
         assert policies.summary(name).endswith(".")
         for knob in policies.knobs(name):
-            assert f"  {knob} = " in policies.explain(name)
+            assert re.search(rf"\n  {knob} = .+\n      \w", policies.explain(name)), "what it is, and what it does"
 
 
 def test_a_policy_file_of_ones_own_is_built_from_its_path() -> None:
@@ -599,6 +600,11 @@ def test_a_bad_knob_is_refused_when_building(knobs: dict[str, Knob], message: st
     with pytest.raises(PolicyError) as raised:
         policies.build("streamed", TINY, workload(), ROOM, **knobs)
     assert str(raised.value).endswith(message)
+
+
+def test_adapters_have_a_rank() -> None:
+    with pytest.raises(PolicyError, match="lora_streamed: rank: of the adapters, at least 1, not 0"):
+        policies.build("lora_streamed", TINY, workload(), ROOM, rank=0)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,6 @@ def policy(
         pressure: the fraction of the layers whose states are paged, from 0 to 1; as few as the device has no
             room for if left out.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if pressure is not None and not 0 <= pressure <= 1:
         raise ProgramError(f"pressure: a fraction of the layers, from 0 to 1, not {pressure}")

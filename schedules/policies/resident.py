@@ -33,9 +33,6 @@ def policy(
 
     Args:
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if keep is None:
 

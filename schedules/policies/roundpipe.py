@@ -42,9 +42,6 @@ def policy(
 
     Args:
         is_async: the optimizer runs beside the next step, whose weights miss its update.
-        activations: blocks run forward again, from an input on the host (inputs) or on the device (recompute), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload, staleness=1 if is_async else 0)

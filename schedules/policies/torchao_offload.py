@@ -49,9 +49,6 @@ def policy(
         offload_gradients: free a gradient on the device once it is copied. Not with accumulation.
         run_ahead: Adam starts with the first gradient that has landed, while the device is still at the backward.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if offload_gradients and workload.accumulation > 1:
         raise ProgramError("offload_gradients: torchao frees a gradient after each backward, it cannot accumulate")

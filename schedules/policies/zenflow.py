@@ -42,9 +42,6 @@ def policy(
 
     Args:
         topk_ratio: the fraction of the blocks, from 0 to 1, that are important.
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if not 0 <= topk_ratio <= 1:
         raise ProgramError(f"topk_ratio: a fraction of the blocks, from 0 to 1, not {topk_ratio}")

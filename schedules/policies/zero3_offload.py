@@ -59,9 +59,6 @@ def policy(
 
     Args:
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
         prefetch: layers fetched ahead: stage3_prefetch_bucket_size, 5e7 parameters unless set, in whole layers.
         sub_group_size: parameters that each pass of the optimizer takes at once, rounded up to whole layers.

@@ -55,9 +55,6 @@ def policy(
         pipeline_write: wait for a sub-group's write only before the next one's.
         sub_group_size: parameters of a sub-group, rounded up to whole layers.
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
     """
     kept = kept_as(model, activations, every=every)

@@ -48,9 +48,6 @@ def policy(
     Args:
         overlap_comm: gradients have a stream of their own.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     kept = kept_as(model, activations, every=every)
     p = Program(model, with_master(workload))
