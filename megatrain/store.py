@@ -46,8 +46,7 @@ class Store:
     buffer that is `release`d.
 
     Raises:
-        StoreError: a buffer is on NVMe and there is no drive, or a device buffer holds saved activations and other
-            tensors in turn.
+        StoreError: a buffer is on NVMe and there is no drive.
         DriveError: the drive has no room.
     """
 
@@ -83,8 +82,7 @@ class Store:
                     self._on_drive[buffer.name].poison()
                 continue
             if buffer.tier == Tier.DEVICE and tensors.SAVED in classes[buffer.name]:
-                if len(classes[buffer.name]) > 1:
-                    raise StoreError(f"{buffer.name} holds saved activations and other tensors: use two buffers")
+                assert classes[buffer.name] == {tensors.SAVED}, "verified: they have device buffers of their own"
                 continue
             self._slabs[buffer.name] = allocate(buffer)
             if poison:

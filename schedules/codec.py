@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +14,7 @@ from schedules.files import write_text
 from schedules.kinds import SCHEDULE, wrong_kind
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
-from schedules.schedule import FORMAT, Schedule
+from schedules.schedule import FORMAT, Knob, Schedule
 from schedules.workload import Workload
 
 
@@ -104,6 +105,10 @@ def loads(text: str) -> Schedule:
         raise CodecError(
             f"not JSON at line {error.lineno}, column {error.colno}: {error.msg} (is the file cut off?)"
         ) from None
+    except CodecError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists
+        raise CodecError(f"not to be read as JSON: {error}") from None
     if not isinstance(data, dict) or "format" not in data:
         raise CodecError('no "format": this is not a schedule file')
     if data["format"] != FORMAT:
@@ -117,13 +122,21 @@ def loads(text: str) -> Schedule:
         model=_part(ModelSpec.from_dict, data["model"], "model"),
         workload=_part(Workload.from_dict, data["workload"], "workload"),
         policy=_string(data, "policy", ""),
-        knobs=_mapping(data["knobs"], "knobs"),
+        knobs={name: _knob(value, f"knobs.{name}") for name, value in _mapping(data["knobs"], "knobs").items()},
         staleness=_count(data, "staleness", ""),
     )
 
 
 def _no_constant(text: str) -> float:
     raise CodecError(f"{text} is not a number")
+
+
+def _knob(value: Any, where: str) -> Knob:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CodecError(f"{where} must be finite, not {value}")
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise CodecError(f"{where} must be true, false, a number, a word or null, not {value!r}")
+    return value
 
 
 def _read_buffer(row: Any, where: str) -> Buffer:

@@ -17,6 +17,7 @@ from schedules.op import Access, Op, Phase, Tier
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
 from schedules.tensor import describe, named, parse
+from schedules.violation import Violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +26,12 @@ class Content:
 
     tensor: str
     version: int
-    # gradients: the passes in it, sorted; norm: the gradients in it; weights: see _adam; saved: the op that ended it
-    parts: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()  # gradients: the backward passes in it, sorted
     scaled: bool = False  # gradients: multiplied by the clipping coefficient
+    layers: tuple[str, ...] = ()  # norm: those whose gradients are in it, sorted
+    updated: tuple[str, ...] = ()  # weights: the parts of them that are ahead of `version`, sorted
+    ended_by: str = ""  # saved activations: the op after which they are there no longer
     writer: str = ""  # the op that wrote it, for messages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Violation:
-    """One thing wrong: the rule, what happens in words, what to add or change, and the op where it shows."""
-
-    rule: str
-    message: str
-    fix: str
-    op: str
-    on: str = ""
-    buffer: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.rule}{f' on {self.buffer}' if self.buffer else ''}: {self.message}\n{self.fix}"
 
 
 class Contents:
@@ -70,6 +58,8 @@ class Contents:
         self._training = bool(self._layers) and any(
             op.phase in (Phase.ADAM, Phase.BACKWARD, Phase.LOSS) for op in schedule.ops
         )
+        clips = self._training and schedule.workload.grad_clip is not None
+        self._no_norm = clips and not any(op.phase == Phase.NORM for op in schedule.ops)
 
     def check(self) -> Iterator[Violation]:
         """Violations in program order; each op's first of a kind only, since later steps repeat it.
@@ -79,22 +69,23 @@ class Contents:
         """
         seen: set[tuple[str, str, str]] = set()
         most = min(self._schedule.staleness, len(self._schedule.buffers)) + 2
+        yield from self._some_norm()
         while self._step < 3 or (self._step < most and self._oldest == self._step - 1):
             self._updated.clear()
             self._begun.clear()
             for violation in self._one_step():
-                key = (violation.rule, violation.op, violation.buffer)
+                key = (violation.rule, violation.op, violation.about)
                 if key not in seen:
                     seen.add(key)
                     yield violation
             self._step += 1
         declared = self._schedule.staleness
-        if self._oldest < declared and not seen:
+        if self._oldest < declared and not seen and not self._no_norm:
             yield Violation(
                 rule="staleness",
                 op="",
                 message=f"declared is a staleness of {declared}, found one of {self._oldest}: "
-                "no op reads weights or gradients that are further behind",
+                "no op computes with weights that are further behind",
                 fix=f"declare staleness={self._oldest}",
             )
 
@@ -109,6 +100,17 @@ class Contents:
         if self._schedule.workload.task == "evaluate":
             yield from self._all_evaluated()
 
+    def _some_norm(self) -> Iterator[Violation]:
+        """A policy that does not clip is told so once, and not by each of its updates."""
+        if self._no_norm:
+            clip = self._schedule.workload.grad_clip
+            yield Violation(
+                rule="gradient clipping",
+                op=next((op.name for op in self._schedule.ops if op.phase == Phase.ADAM), ""),
+                message=f"gradients are to be clipped to a global norm of {clip}, and no op computes that norm",
+                fix="call norm() with every layer's gradient before the first update, or ask for no clipping",
+            )
+
     # ---- reading
 
     def _read(self, op: Op, access: Access, found: dict[Access, Content]) -> Iterator[Violation]:
@@ -119,10 +121,12 @@ class Contents:
             self.initial[access.buffer] = access.tensor
         if held is not None and held.tensor == access.tensor:
             found[access] = held
-            if (problem := self._age(op, held)) is not None:
+            if (problem := self._age(op, access.buffer, held)) is not None:
                 yield problem
             return
         found[access] = self._expected(access.tensor)
+        if access.tensor == tensors.NORM and self._no_norm:
+            return
         what = (
             f"nothing: no op wrote it before {op.name}"
             if held is None
@@ -137,59 +141,56 @@ class Contents:
             fix=f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
         )
 
-    def _age(self, op: Op, held: Content) -> Violation | None:
+    def _age(self, op: Op, buffer: str, held: Content) -> Violation | None:
         """Weights must be of the version this step trains (or as stale as declared); the rest of this step."""
         cls = parse(held.tensor).cls
-        stale = self._schedule.staleness
         if cls == tensors.STATE or (cls in tensors.PARAMETERS and op.phase not in COMPUTE):
             return None  # carried along; checked where it is computed with or updated
         if cls in tensors.PARAMETERS and (cls != self._trained or not self._layers):
             return None  # frozen: there is one version
-        if cls in tensors.PARAMETERS and held.parts:
+        if held.updated:
             return Violation(
                 rule="stale read",
                 op=op.name,
                 on=held.writer,
-                buffer=held.tensor,
-                message=f"{op.name} reads {describe(held.tensor)} while only {_listed(held.parts)} updated",
+                buffer=buffer,
+                message=f"{op.name} reads {describe(held.tensor)} while only {_listed(held.updated)} updated",
                 fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
             )
-        if cls == tensors.SAVED and held.parts:
+        if held.ended_by:
             return Violation(
                 rule="stale read",
                 op=op.name,
-                on=held.parts[0],
-                buffer=held.tensor,
-                message=f"{op.name} reads {describe(held.tensor)} where they ended with {held.parts[0]}: "
+                on=held.ended_by,
+                buffer=buffer,
+                message=f"{op.name} reads {describe(held.tensor)} where they ended with {held.ended_by}: "
                 "one backward uses them up, and a copy to the device moves them",
                 fix="run one backward of them, and read them where they were last copied to",
             )
         if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._miscounted:
             return None
-        oldest = self._step - (stale if cls in {*tensors.PARAMETERS, *tensors.GRADIENTS, tensors.NORM} else 0)
+        stale = self._schedule.staleness if cls in tensors.PARAMETERS else 0
+        oldest = self._step - stale
         self._oldest = max(self._oldest, self._step - held.version)
         if oldest <= held.version <= self._step:
             return None
         age = f"version {held.version} where version {self._step} is due"
-        unit = "updates" if cls in tensors.PARAMETERS else "steps"
+        counted = f"updates; declared staleness {stale}" if cls in tensors.PARAMETERS else "steps"
         return Violation(
             rule="stale read",
             op=op.name,
             on=held.writer,
-            buffer=held.tensor,
-            message=f"{op.name} reads {describe(held.tensor)} in {age} (counted in {unit}; "
-            f"declared staleness {stale}); {held.writer} wrote it",
-            fix=f"bring {held.tensor} up to date between {held.writer} and {op.name}, or declare the staleness",
+            buffer=buffer,
+            message=f"{op.name} reads {describe(held.tensor)} in {age} (counted in {counted}); {held.writer} wrote it",
+            fix=f"bring {held.tensor} up to date between {held.writer} and {op.name}"
+            + (", or declare the staleness" if cls in tensors.PARAMETERS else ""),
         )
 
     def _expected(self, tensor: str) -> Content:
-        parts: tuple[str, ...] = ()
         name = parse(tensor)
-        if name.cls in tensors.GRADIENTS:
-            parts = self._complete(name.layer)
-        if name.cls == tensors.NORM:
-            parts = self._all_layers()
-        return Content(tensor, self._step, parts)
+        passes = self._complete(name.layer) if name.cls in tensors.GRADIENTS else ()
+        layers = self._all_layers() if name.cls == tensors.NORM else ()
+        return Content(tensor, self._step, passes, layers=layers)
 
     # ---- what is complete
 
@@ -214,7 +215,7 @@ class Contents:
                     message=f"the gradient of layer {layer} is never applied: the step has no update of it"
                     + (" that is whole" if layer in self._begun else ""),
                     fix=f"add an update of layer {layer}" + (", of each part" if layer in self._begun else ""),
-                    buffer=named(self._trained, layer),
+                    subject=named(self._trained, layer),
                 )
 
     def _all_evaluated(self) -> Iterator[Violation]:
@@ -226,7 +227,7 @@ class Contents:
                     op=self._schedule.ops[-1].name,
                     message=f"the loss of micro-batch {m} is computed {losses[m]} times in a step",
                     fix="compute the loss of every micro-batch once",
-                    buffer=f"micro-batch {m}",
+                    subject=f"micro-batch {m}",
                 )
 
     # ---- writing
@@ -250,19 +251,19 @@ class Contents:
         for buffer in self._may_hold.get(saved, ()):
             content = self._held.get(buffer)
             if content is not None and content.tensor == saved and self._tier(buffer) in tiers:
-                self._held[buffer] = replace(content, parts=(op.name,))
+                self._held[buffer] = replace(content, ended_by=op.name)
 
     def _compute(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         yield from self._complete_op(op)
         yield from self._one_version(op, found)
         for access in op.writes:
             cls = parse(access.tensor).cls
-            parts: tuple[str, ...] = ()
+            passes: tuple[str, ...] = ()
             if cls in tensors.GRADIENTS:
-                before = found[access].parts if access in found else ()
+                before = found[access].passes if access in found else ()
                 assert op.layer is not None
-                parts = tuple(sorted([*before, f"{self._model.layer_name(op.layer)}.{op.microbatch}"]))
-            self._write(op, access, Content(access.tensor, self._step, parts))
+                passes = tuple(sorted([*before, f"{self._model.layer_name(op.layer)}.{op.microbatch}"]))
+            self._write(op, access, Content(access.tensor, self._step, passes))
         for access in found if op.phase == Phase.BACKWARD else ():
             if parse(access.tensor).cls == tensors.SAVED:
                 self._end(op, access.tensor, *Tier)
@@ -311,23 +312,22 @@ class Contents:
                 message=f"{op.name} adds up {describe(target.tensor)} from one that is clipped and one that is not",
                 fix="add up the whole gradient before it is clipped",
             )
-        parts = tuple(sorted(part for term in terms for part in term.parts))
-        oldest, scaled = min(term.version for term in terms), any(term.scaled for term in terms)
-        self._write(op, target, Content(target.tensor, oldest, parts, scaled))
+        passes = tuple(sorted(one for term in terms for one in term.passes))
+        self._write(op, target, Content(target.tensor, self._step, passes, any(term.scaled for term in terms)))
 
     def _norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
-        parts: list[str] = []
+        layers: list[str] = []
         for access, content in found.items():
             name = parse(access.tensor)
             if name.cls == tensors.NORM:
-                parts += content.parts
+                layers += content.layers
                 continue
-            parts.append(name.layer)
+            layers.append(name.layer)
             yield from self._whole_gradient(op, access, content)
             if content.scaled:
                 yield self._clipped_before(op, access, content)
-        self._write(op, target, Content(tensors.NORM, self._step, tuple(sorted(parts))))
+        self._write(op, target, Content(tensors.NORM, self._step, layers=tuple(sorted(layers))))
 
     def _scale(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
@@ -355,7 +355,7 @@ class Contents:
                 fix=f"name the buffers of g, o and {self._trained} of one layer",
             )
             return
-        layer, part, done = parse(weights.tensor).layer, parse(state.tensor).part, found[weights].parts
+        layer, part, done = parse(weights.tensor).layer, parse(state.tensor).part, found[weights].updated
         due = sorted(map(str, tensors.parts(part.of))) if part else []
         what = f"layer {layer}" if part is None else f"part {part} of layer {layer}"
         if (before := self._updated.get(layer)) is not None or str(part) in done:
@@ -399,15 +399,15 @@ class Contents:
             )
         # a weight has its new version once all parts of it are updated; until then it says which
         version = found[weights].version + whole
-        self._write(op, weights, replace(found[weights], version=version, parts=() if whole else updated))
+        self._write(op, weights, replace(found[weights], version=version, updated=() if whole else updated))
         self._write(op, state, replace(found[state], version=found[state].version + 1))
 
     def _whole_gradient(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
         due = self._complete(parse(access.tensor).layer)
-        if content.parts == due:
+        if content.passes == due:
             return
-        missing = sorted(set(due) - set(content.parts))
-        extra = sorted(part for part in set(content.parts) if content.parts.count(part) > due.count(part))
+        missing = sorted(set(due) - set(content.passes))
+        extra = sorted(one for one in set(content.passes) if content.passes.count(one) > due.count(one))
         told = [f"without backward of {', '.join(missing)}"] if missing else []
         told += [f"with {', '.join(extra)} more than once"] if extra else []
         yield Violation(
@@ -420,12 +420,12 @@ class Contents:
         )
 
     def _whole_norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
-        if self._schedule.workload.grad_clip is None:
+        if self._schedule.workload.grad_clip is None or self._no_norm:
             return
         norm = next((c for a, c in found.items() if a.tensor == tensors.NORM), None)
-        parts = norm.parts if norm else ()
-        if parts != self._all_layers():
-            missing = sorted(set(self._all_layers()) - set(parts))
+        layers = norm.layers if norm else ()
+        if layers != self._all_layers():
+            missing = sorted(set(self._all_layers()) - set(layers))
             lacks = f"a norm without layers {', '.join(missing)}" if norm else "no global norm"
             yield Violation(
                 rule="gradient clipping",

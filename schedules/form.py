@@ -8,11 +8,11 @@ from itertools import pairwise
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.amounts import Amounts
-from schedules.contents import Violation
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.schedule import Schedule
 from schedules.tensor import NORM, SAVED, TensorError, describe, parse
+from schedules.violation import Violation
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
@@ -68,14 +68,19 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
         what = f"{first.name} updates on {first.stream} and {other.name} on {other.stream}"
         yield _wrong(other, what, "let the CPU run all its updates on one stream")
     amounts = Amounts(schedule.model, schedule.workload)
+    ill = False
     for op in schedule.ops:
-        yield from list(_op_accesses(schedule, op, amounts)) or [*_op_form(schedule, op), *_op_reach(schedule, op)]
+        found = list(_op_accesses(schedule, op, amounts))
+        ill = ill or bool(found)
+        yield from found or [*_op_form(schedule, op), *_op_reach(schedule, op)]
+    if not ill:
+        yield from _saved_apart(schedule)
 
 
 def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:
     """Bytes, FLOPs and parameters that are not those of the model and step: a prediction is made of them.
 
-    They follow from what ops touch: to be asked where that is right.
+    They follow from what ops touch: ask only once the accesses are known to be right.
     """
     amounts = Amounts(schedule.model, schedule.workload)
     for op in schedule.ops:
@@ -122,6 +127,22 @@ def _op_accesses(schedule: Schedule, op: Op, amounts: Amounts) -> Iterator[Viola
             )
 
 
+def _saved_apart(schedule: Schedule) -> Iterator[Violation]:
+    """What autograd saves inside a layer brings its own memory: a device buffer for it has none for other tensors."""
+    first: dict[str, tuple[Op, str]] = {}  # device buffer -> who touched it first, and what
+    told: set[str] = set()
+    for op in schedule.ops:
+        for access in op.accesses:
+            if schedule.buffer[access.buffer].tier != Tier.DEVICE or access.buffer in told:
+                continue
+            by, tensor = first.setdefault(access.buffer, (op, access.tensor))
+            if (parse(tensor).cls == SAVED) != (parse(access.tensor).cls == SAVED):
+                told.add(access.buffer)
+                what = f"{by.name} touches {describe(tensor)} in {access.buffer}, {op.name} {describe(access.tensor)}"
+                fix = "give saved activations buffers of their own on the device"
+                yield _wrong(op, what, fix, access.buffer, on=by.name)
+
+
 def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
     """Kind, phase and stream must go together, and each phase must name what it cannot do without."""
     if op.phase not in _PHASES_OF[op.kind]:
@@ -131,8 +152,9 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         yield _wrong(op, f"{op.name} ({op.phase}) is queued on {op.stream}", "compute ops run on the compute stream")
     if op.phase == Phase.SYNC and op.stream != Stream.HOST:
         yield _wrong(op, f"{op.name} synchronises on stream {op.stream}", "only the host synchronises")
-    computes = op.kind == Kind.COMPUTE and op.phase != Phase.SYNC
-    if computes and (op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches):
+    if op.kind == Kind.COMPUTE and (
+        op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches
+    ):
         yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
         return
     yield from (_wrong(op, message, fix) for message, fix in misused(schedule, op))
@@ -251,7 +273,7 @@ _AMOUNTS = {"nbytes": "bytes", "flops": "FLOPs", "params": "parameters", "fresh"
 _PHASES_OF = {
     Kind.PREFETCH: (Phase.COPY, Phase.SYNC),
     Kind.OFFLOAD: (Phase.COPY, Phase.SYNC),
-    Kind.COMPUTE: (*COMPUTE, Phase.SYNC),
+    Kind.COMPUTE: COMPUTE,
     Kind.UPDATE: (
         Phase.ACCUMULATE,
         Phase.CAST,
@@ -264,8 +286,8 @@ _PHASES_OF = {
 }
 
 
-def _wrong(op: Op, message: str, fix: str, buffer: str = "") -> Violation:
-    return Violation(rule="structure", op=op.name, buffer=buffer, message=message, fix=fix)
+def _wrong(op: Op, message: str, fix: str, buffer: str = "", on: str = "") -> Violation:
+    return Violation(rule="structure", op=op.name, on=on, buffer=buffer, message=message, fix=fix)
 
 
 def _some(buffers: Iterable[str]) -> str:

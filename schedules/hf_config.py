@@ -29,7 +29,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {
         "max_position_embeddings": 131072,
         "sliding_window": 128,
+        "head_dim": 64,
         "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         "rms_norm_eps": 1e-5,
     },
 }
@@ -88,7 +97,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "hidden_act": settings.get("hidden_act", "silu"),
         **_biases_and_norms(architecture, settings),
         **_experts(architecture, settings, need),
-        **_windows(architecture, settings, _count("num_hidden_layers", need("num_hidden_layers"), name)),
+        **_windows(architecture, settings, _count("num_hidden_layers", need("num_hidden_layers"), name), name),
     }
 
 
@@ -126,6 +135,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         **{key: spec[key] for key in SAME},
         "rope_scaling": spec["rope_scaling"] or None,
     }
+    if not spec["rope_scaling"] and "rope_scaling" in ARCHITECTURES[architecture]:
+        config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
     if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         config["attention_bias"] = spec["attention_bias"]
     if architecture == "LlamaForCausalLM":
@@ -172,9 +183,9 @@ def _divide(hidden: Any, heads: Any, name: str) -> int:
     return width // count
 
 
-def _count(key: str, value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{name}: {key} must be a whole number of at least 1, not {value!r}")
+def _count(key: str, value: Any, name: str, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ModelError(f"{name}: {key} must be a whole number of at least {least}, not {value!r}")
     return value
 
 
@@ -188,12 +199,21 @@ def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str,
     kind = pairs.get("rope_type", "default")
     if kind == "default":
         return theta, ()
-    if kind not in ROPE_NEEDS:
+    if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
+        pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
+    return theta, tuple(sorted(pairs.items()))
+
+
+def check_rope(scaling: tuple[tuple[str, Any], ...], name: str) -> None:
+    """Raises ModelError for a rope_scaling, as sorted pairs, that is of no known type, or that lacks a number."""
+    pairs = dict(scaling)
+    kind = pairs.get("rope_type", "default")
+    if kind == "default":
+        return
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise ModelError(
             f"{name}: rope_scaling of type {kind!r} is not supported; supported are default, {', '.join(ROPE_NEEDS)}"
         )
-    if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
-        pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
     for key in ROPE_NEEDS[kind]:
         if key not in pairs:
             raise ModelError(f"{name}: rope_scaling of type {kind!r} lacks {key!r}")
@@ -202,7 +222,6 @@ def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str,
             raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
     if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
         raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
-    return theta, tuple(sorted(pairs.items()))
 
 
 def positive(value: object) -> bool:
@@ -249,7 +268,7 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
     return {}
 
 
-def _windows(architecture: str, settings: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+def _windows(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> dict[str, Any]:
     window = settings.get("sliding_window")
     if architecture == "LlamaForCausalLM" or window is None:
         return {}
@@ -259,8 +278,10 @@ def _windows(architecture: str, settings: Mapping[str, Any], blocks: int) -> dic
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"):
         return {"sliding_window": window}
     types = settings.get("layer_types")
+    if types is not None and not isinstance(types, (list, tuple)):
+        raise ModelError(f"{name}: layer_types must be a list, not {types!r}")
     if types is None:
-        first = settings.get("max_window_layers", 28)
+        first = _count("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
         sliding = [i % 2 == 0 if architecture == "GptOssForCausalLM" else i >= first for i in range(blocks)]
         types = ["sliding_attention" if s else "full_attention" for s in sliding]
     return {"sliding_window": window, "layer_types": tuple(types)}

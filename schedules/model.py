@@ -1,7 +1,7 @@
-"""The shape of a decoder-only language model, and what follows from it: parameters, FLOPs and bytes.
+"""The shape of a decoder-only language model, in the fields of Hugging Face's `config.json`.
 
-Every number a schedule carries about a model is computed here from Hugging Face's `config.json` fields.
-Nothing is measured and nothing depends on a machine.
+Its parameters, and the bytes of its activations, follow here; FLOPs and traffic have files of their own. Nothing is
+measured and nothing depends on a machine.
 
 Layers are numbered as in a schedule: -1 is the embedding, 0 .. L-1 are the decoder blocks, L is the head
 (final norm and output projection).
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from schedules.hf_config import ARCHITECTURES, ModelError, positive, read_config
+from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config
 from schedules.workload import Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
@@ -82,6 +82,7 @@ class ModelSpec:
             raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only 'silu'")
         self._check_experts()
         self._check_attention()
+        check_rope(self.rope_scaling, self.name)
 
     def _check_type(self, name: str, kind: str, value: object) -> None:
         optional = name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -108,9 +109,8 @@ class ModelSpec:
             raise ModelError(f"{self.name}: a mixture of experts needs moe_intermediate_size")
 
     def _check_attention(self) -> None:
-        unknown = set(self.layer_types) - {FULL, SLIDING}
-        if unknown:
-            raise ModelError(f"{self.name}: layer_types holds {min(unknown)!r}, not {FULL!r} or {SLIDING!r}")
+        if unknown := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
+            raise ModelError(f"{self.name}: layer_types holds {unknown[0]!r}, not {FULL!r} or {SLIDING!r}")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise ModelError(
                 f"{self.name}: layer_types names {len(self.layer_types)} blocks, "
@@ -141,8 +141,13 @@ class ModelSpec:
         if unknown:
             raise ModelError(f"a model has no field {unknown[0]!r}; its fields are {', '.join(known)}")
         values = dict(data)
-        values["layer_types"] = tuple(data.get("layer_types", ()))
-        values["rope_scaling"] = tuple(sorted(data.get("rope_scaling", {}).items()))
+        types, scaling = data.get("layer_types", ()), data.get("rope_scaling", {})
+        if not isinstance(types, (list, tuple)):
+            raise ModelError(f"layer_types must be a list, not {types!r}")
+        if not isinstance(scaling, Mapping):
+            raise ModelError(f"rope_scaling must be a dictionary, not {scaling!r}")
+        values["layer_types"] = tuple(types)
+        values["rope_scaling"] = tuple(sorted(scaling.items()))
         try:
             return cls(**values)
         except TypeError as error:  # what dataclasses raise for a field left out

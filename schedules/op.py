@@ -79,9 +79,9 @@ class Op:
 
     `reads` and `writes` decide everything that is derived: edges, waits, races, memory. An op that both
     reads and writes a gradient adds to it. The demand is in amounts, never in time:
-    `nbytes` is the payload of a copy, the host-memory traffic of an update, and the device-memory traffic
-    of a compute op; `flops` are those executed (causal attention once); `params` are parameters touched;
-    `fresh` are bytes written into host memory that the process has only now been given, page by page.
+    `nbytes` is the payload of a copy, the memory traffic of an update, on the side where it runs, and the
+    device-memory traffic of a compute op; `flops` are those executed (causal attention once); `params` are parameters
+    touched; `fresh` are bytes written into host memory that the process has only now been given, page by page.
     """
 
     name: str

@@ -10,6 +10,7 @@ from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.schedule import Schedule
 from schedules.tensor import Tensor, parse
+from schedules.traffic import phases_of
 
 COMPUTE = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)
 
@@ -69,7 +70,7 @@ def misused(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
 
 
 def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
-    """Who runs an op looks for one buffer of each tensor."""
+    """Who runs an op looks for one buffer of each tensor, and a buffer holds one tensor at a time."""
     for side, accesses in (("reads", op.reads), ("writes", op.writes)):
         buffers = defaultdict[str, list[str]](list)
         for access, times in Counter(accesses).items():
@@ -79,6 +80,10 @@ def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
         for tensor, places in buffers.items():
             if len(places) > 1 and (side, op.phase, parse(tensor).cls) not in _IN_SEVERAL:
                 yield f"{op.name} {side} {tensor} in {' and '.join(places)}", "name one of these buffers"
+    written = {access.buffer: access.tensor for access in reversed(op.writes)}
+    for access in op.writes:
+        if (other := written[access.buffer]) != access.tensor:
+            yield f"{op.name} writes {other} and {access.tensor} into {access.buffer}", "use two buffers"
 
 
 _IN_SEVERAL = {  # what an op may name in several buffers
@@ -91,10 +96,7 @@ _IN_SEVERAL = {  # what an op may name in several buffers
 def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     model, i, m = schedule.model, op.layer, op.microbatch
     assert i is not None and m is not None
-    phases: tuple[Phase, ...] = (Phase.EMBED, Phase.BACKWARD) if i == model.embed else (Phase.LOSS,)
-    if model.is_block(i):
-        phases = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
-    if op.phase not in phases:
+    if op.phase not in (phases := phases_of(model, i)):
         yield f"{op.name} computes {op.phase} of layer {model.layer_name(i)}", f"that layer has {', '.join(phases)}"
         return
     must, may = needed(schedule, op)

@@ -51,7 +51,7 @@ def _read(path: Path, name: str) -> ModelSpec:
         config = json.loads(text)
     except ModelError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object")

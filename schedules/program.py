@@ -481,11 +481,12 @@ class Program:
         return held + max(workspaces)
 
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
-        """How many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches at once.
+        """About how many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches.
 
         To be asked of the whole program written so that every block is recomputed: what it holds already,
         its largest workspace included, is taken from the budget, and the one buffer for what a recompute
-        saves is counted once.
+        saves is counted once. What else changes where a block keeps them is not counted: `most_that_fit` writes the
+        program again to see.
         """
         one = self.nbytes(self.saved(0, 0))
         spare = memory.device_bytes - self.device_bytes() + one

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.model import ModelSpec
+from schedules.model import FP32, ModelSpec
 from schedules.tensor import TensorError, parse
 from schedules.workload import Workload
 
 NORM_BYTES = 8  # the sum of squares is kept in fp64
-WIDE = 4  # bytes of an fp32 element
 
 
 def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
@@ -38,6 +37,6 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
     per_param = {
         tensors.ADAPTER: precision.weight,
         tensors.GRAD: precision.grad,
-        tensors.GRAD32: WIDE,
+        tensors.GRAD32: FP32,
     }[name.cls]
     return trained.params(model, workload, layer) * per_param

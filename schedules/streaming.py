@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from schedules import tensor as tensors
 from schedules.drive import Drive
+from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.passing import Passing
 from schedules.program import Program
-from schedules.sweep import Kept, Window, land, spread, sweep, visits
+from schedules.sweep import Window, land, spread, sweep, visits
 from schedules.workload import Workload
 
 

@@ -8,151 +8,17 @@ vertical one, in which a layer runs every micro-batch before the next layer come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from schedules import trained
-from schedules.errors import ProgramError
-from schedules.model import ModelSpec
-from schedules.op import Stream, Tier
+from schedules.kept import Kept, Travel
+from schedules.op import Stream
 from schedules.program import Keep, Program
 from schedules.ring import Ring
 
 T = TypeVar("T")
 Place = Callable[[int], str | None]  # layer -> its device buffer; None is the tensor's home
-
-
-Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What blocks keep for their backward, and where. A block in none of the first three runs forward again.
-
-    on_device: all activations stay. on_host: they go to the host and come back. on_nvme: they go to the host and on
-    to a drive, and come back. inputs: the block's input goes to the host and comes back, whatever else the block
-    keeps. inputs_on_nvme: of these blocks, those whose inputs go on to a drive. slack: how many visits of a block lie
-    between its own and the moment its buffer is needed again, or filled again. every: of so many blocks that run
-    forward again one keeps its input, and they run forward again together.
-    """
-
-    on_device: Collection[int] = ()
-    on_host: Collection[int] = ()
-    on_nvme: Collection[int] = ()
-    inputs: Collection[int] = ()
-    inputs_on_nvme: Collection[int] = ()
-    slack: int = 1
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ProgramError(f"every: blocks that share an input, at least 1, not {self.every}")
-
-    def recomputes(self, i: int) -> bool:
-        """Whether block i runs forward again."""
-        return not (i in self.on_device or i in self.on_host or i in self.on_nvme)
-
-    def travels(self, p: Program, i: int, m: int) -> list[str]:
-        """The tensors of block i, micro-batch m, that leave the device and come back."""
-        found = [p.output(i - 1, m)] if i in self.inputs else []
-        return [*found, p.saved(i, m)] if i in self.on_host or i in self.on_nvme else found
-
-    def deep(self, p: Program, group: Iterable[int]) -> set[str]:
-        """Those that go on to a drive, of these micro-batches."""
-        return {
-            *(p.saved(i, m) for i in self.on_nvme for m in group),
-            *(p.output(i - 1, m) for i in self.inputs_on_nvme for m in group),
-        }
-
-    def pieces(self, blocks: Sequence[int]) -> list[list[int]]:
-        """The blocks in order, those together that run forward again from one input.
-
-        A block whose input travels has it for itself.
-        """
-        found: list[list[int]] = []
-
-        def alone(i: int) -> bool:
-            return not self.recomputes(i) or i in self.inputs
-
-        for i in blocks:
-            if found and len(found[-1]) < self.every and not (alone(i) or alone(found[-1][-1])):
-                found[-1].append(i)
-            else:
-                found.append([i])
-        return found
-
-    def backward_visits(self, blocks: Sequence[int]) -> list[int]:
-        """The blocks in the order in which `sweep` asks for their weights on the way back."""
-        return [i for piece in reversed(self.pieces(blocks)) for i in (*piece[:-1], *reversed(piece))]
-
-
-def kept_as(model: ModelSpec, activations: Activations, *, keep: int = 0, every: int = 1) -> Kept:
-    """The last `keep` blocks keep their activations, the others do as `activations` says.
-
-    recompute: their input stays and they run forward again; with `every`, one input for so many blocks. inputs: the
-    same, the inputs wait on the host. keep: all stays. host, nvme: all goes there and comes back.
-    Raises ProgramError where a choice has no meaning.
-    """
-    if every > 1 and activations != "recompute":
-        raise ProgramError(f"every: blocks that share an input, 1 unless they recompute; not {every}")
-    at_most(len(model.blocks), "blocks", keep=keep)
-    others = model.blocks[: len(model.blocks) - keep]
-    last = model.blocks[len(others) :]
-    return Kept(
-        on_device=model.blocks if activations == "keep" else last,
-        on_host=others if activations == "host" else (),
-        on_nvme=others if activations == "nvme" else (),
-        # the last block's is needed again at once
-        inputs=[i for i in others if i != model.blocks[-1]] if activations == "inputs" else (),
-        every=every,
-    )
-
-
-class Travel:
-    """Activations on their way from the device and back, each beside the computation that follows or precedes.
-
-    What one forward leaves behind goes once the next `slack` forwards have buffers of their own; what a backward
-    needs comes while the `slack` before it run. `returns` is what each backward needs back, in their order. `deep`
-    tensors go on to a drive, and are read from there one visit earlier.
-    """
-
-    def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int, deep: Collection[str] = ()) -> None:
-        self._program, self._slack, self._deep = p, slack, deep
-        self._returns = deque(returns)
-        self._reads = deque(self._returns)
-        self._leaving: deque[Sequence[str]] = deque()
-
-    def leave(self, tensors: Sequence[str]) -> None:
-        """A forward has run, and leaves these behind."""
-        self._leaving.append(tensors)
-        if len(self._leaving) > self._slack:
-            self._go()
-
-    def turn(self) -> None:
-        """The last forward has run; the first backward comes."""
-        while self._leaving:
-            self._go()
-        self._read()
-        for _ in range(self._slack):
-            self.come()
-
-    def come(self) -> None:
-        """A backward is about to run: bring back what one of the next needs."""
-        self._read()
-        for tensor in self._returns.popleft() if self._returns else ():
-            self._program.restore(tensor)
-
-    def _read(self) -> None:
-        for tensor in self._reads.popleft() if self._reads else ():
-            if tensor in self._deep:
-                self._program.restore(tensor, tier=Tier.HOST)
-
-    def _go(self) -> None:
-        for tensor in self._leaving.popleft():
-            self._program.evict(tensor)
-            if tensor in self._deep:
-                self._program.evict(tensor, tier=Tier.NVME)
 
 
 def sweep(
@@ -353,10 +219,3 @@ def spread(of: Sequence[T], count: int) -> set[T]:
     count = min(count, n)
     offset = (n - count) // 2
     return {of[n - 1 - j] for j in range(n) if (j * count + offset) % n + count >= n} if n else set()
-
-
-def at_most(limit: int, what: str, **counts: int | None) -> None:
-    """Raises ProgramError for a knob that counts more than the `limit` there are, of `what`."""
-    for name, count in counts.items():
-        if count is not None and count > limit:
-            raise ProgramError(f"{name}={count}: there are {limit} {what}")

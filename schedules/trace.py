@@ -175,7 +175,7 @@ class Trace:
             raise TraceError(f"{path} {wrong}")
         try:
             return cls._from_json(json.loads(text))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{path} is not a trace of format {FORMAT}: {error!r}") from None
 
     @classmethod

@@ -19,6 +19,13 @@ MLP_CHUNK_TOKENS = 8192
 EXPERTS_CHUNK = 1 << 29
 
 
+def phases_of(model: ModelSpec, i: int) -> tuple[Phase, ...]:
+    """The phases in which layer i is computed. Raises ModelError when there is no layer i."""
+    if model.is_block(i):
+        return Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD
+    return (Phase.EMBED, Phase.BACKWARD) if i == model.embed else (Phase.LOSS,)
+
+
 def op_bytes(
     model: ModelSpec, i: int, phase: Phase, workload: Workload, *, fused: bool = True, output: bool = True
 ) -> int:
@@ -48,7 +55,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     one product, and their gradient read by two.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
-    if not _is_computed(model, i, phase):
+    if phase not in phases_of(model, i):
         raise ModelError(f"{model.name}: layer {model.layer_name(i)} has no compute op of phase {phase}")
     if i == model.embed:
         return 0
@@ -137,12 +144,6 @@ def _of_experts(model: ModelSpec, workload: Workload, i: int) -> int:
     """Elements of the gradients of block i's experts' matrices."""
     trained = shapes(model, workload, i).items()
     return sum(math.prod(shape) for name, shape in trained if ".experts." in name and len(shape) == 3)
-
-
-def _is_computed(model: ModelSpec, i: int, phase: Phase) -> bool:
-    if model.is_block(i):
-        return phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
-    return phase in ((Phase.EMBED, Phase.BACKWARD) if i == model.embed else (Phase.LOSS,))
 
 
 def _unfused_block_bytes(model: ModelSpec, a: int) -> int:

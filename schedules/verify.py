@@ -1,7 +1,7 @@
 """Is a schedule safe? Every hazard re-derived from the accesses, and every read followed to its write.
 
-`verify` finds all problems at once, before anything runs. What it returns is the only thing the executor
-accepts.
+`verify` finds the problems before anything runs, all at once but for those that would only follow from others. What it
+returns is the only thing the executor accepts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from schedules.contents import Contents, Violation
+from schedules.contents import Contents
 from schedules.errors import Refused
 from schedules.form import malformed, wrong_amounts
 from schedules.hazards import Accesses, HappensBefore, Hazard, Instance, in_order
@@ -18,6 +18,7 @@ from schedules.op import Op, Tier
 from schedules.schedule import Schedule
 from schedules.show import excerpt
 from schedules.tensor import describe
+from schedules.violation import Violation
 
 
 class ScheduleError(Refused):
@@ -39,7 +40,7 @@ class ScheduleError(Refused):
         first, *others = group
         lines = str(first).splitlines()
         if others:
-            shown = [v.op if v.op != first.op else v.buffer for v in others[:_TOLD]]
+            shown = [v.op if v.op != first.op else v.about for v in others[:_TOLD]]
             lines.append(f"the same for {', '.join(dict.fromkeys(shown))}" + _rest(len(others) - len(shown), " "))
         where = excerpt(self.schedule, first.op, first.on) if first.op else ""
         return "\n".join("  " + line for line in [*lines, *where.splitlines()])
@@ -82,7 +83,8 @@ def verify(schedule: Schedule) -> Verified:
     bytes, FLOPs and parameters are those of what each op touches.
 
     Raises:
-        ScheduleError: with all violations found.
+        ScheduleError: with all violations found. Where a name, size or wait has no meaning nothing else is looked at,
+            and amounts, which follow from what ops touch, only where all else is right.
     """
     violations = list(malformed(schedule))
     if violations:  # the other checks would stumble over the same faults

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -87,14 +87,10 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation", "seq_len"):
             _whole_number(name, getattr(self, name), least=1)
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision {self.precision!r} is unknown; known are {', '.join(PRECISIONS)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.optimizer!r} is unknown; known are {', '.join(OPTIMIZERS)}")
-        if self.task not in TASKS:
-            raise ValueError(f"task {self.task!r} is unknown; known are {', '.join(TASKS)}")
-        if self.recompute not in RECOMPUTED:
-            raise ValueError(f"recompute {self.recompute!r} is unknown; known are {', '.join(RECOMPUTED)}")
+        _known_word("precision", self.precision, PRECISIONS)
+        _known_word("optimizer", self.optimizer, OPTIMIZERS)
+        _known_word("task", self.task, TASKS)
+        _known_word("recompute", self.recompute, RECOMPUTED)
         if self.lora_rank is not None:
             _whole_number("lora_rank", self.lora_rank, least=1)
             if self.task == "evaluate":
@@ -130,7 +126,12 @@ class Workload:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Workload:
         """The inverse of `to_dict`. Raises ValueError on a missing, unknown or meaningless field."""
-        _known_fields(cls, data, required=("micro_batch_size", "seq_len"))
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(data) - set(known)):
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+        for name in ("micro_batch_size", "seq_len"):
+            if name not in data:
+                raise ValueError(f"{cls.__name__} lacks the field {name!r}")
         return cls(**data)
 
 
@@ -150,15 +151,6 @@ class MemoryBudget:
         """Bytes that may be filled on a tier."""
         return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}[tier]
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MemoryBudget:
-        """The inverse of `to_dict`. Raises ValueError on a missing, unknown or meaningless field."""
-        _known_fields(cls, data, required=("device_bytes", "host_bytes"))
-        return cls(**data)
-
 
 def _whole_number(name: str, value: object, *, least: int) -> None:
     # bool is an int in Python, but `accumulation=True` is a mistake
@@ -166,11 +158,6 @@ def _whole_number(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def _known_fields(cls: type[Workload | MemoryBudget], data: Mapping[str, Any], *, required: tuple[str, ...]) -> None:
-    known = [field.name for field in fields(cls)]
-    unknown = sorted(set(data) - set(known))
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
-    missing = [name for name in required if name not in data]
-    if missing:
-        raise ValueError(f"{cls.__name__} lacks the field {missing[0]!r}")
+def _known_word(name: str, value: object, words: Iterable[str]) -> None:
+    if value not in (known := list(words)):
+        raise ValueError(f"{name} {value!r} is unknown; known are {', '.join(known)}")

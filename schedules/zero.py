@@ -11,17 +11,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Kept, sweep
+from schedules.sweep import sweep
 from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it
 
 
 def with_master(workload: Workload) -> Workload:
-    """The workload with the fp32 master that ZeRO always keeps: bf16 and bf16_split become bf16_fp32."""
+    """The workload with the fp32 master that these systems always keep: bf16 and bf16_split become bf16_fp32."""
     return replace(workload, precision="bf16_fp32") if workload.precision in ("bf16", "bf16_split") else workload
 
 
@@ -181,8 +182,8 @@ class Fetch:
 class Reduction:
     """The way of ZeRO-3's gradients: down, the same values up again, and, when whole, down once more in fp32.
 
-    Under accumulation the sum comes up instead, and goes down with the new gradient added. At most two handings
-    over are under way: the host waits for the older before a third. The fp32 gradients of layers `on_device`
+    Under accumulation the sum comes up instead, and goes down with the new gradient added. At most two
+    hand-overs are under way: the host waits for the older before a third. The fp32 gradients of layers `on_device`
     stay on the device. `land` takes (layer, device buffer) to the host, where the home of fp32 gradients is not.
     If not `wide`, they go down the last time as they are, to the buffers of `flat_grad`.
     """

@@ -22,11 +22,12 @@ from test_schedules_policies import (
 )
 
 from schedules import policies
+from schedules.kept import Kept
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.program import Program
 from schedules.schedule import Knob, Schedule
-from schedules.sweep import Kept, spread, sweep, visits
+from schedules.sweep import spread, sweep, visits
 from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget
 

@@ -74,6 +74,11 @@ def test_a_truncated_file_is_refused(schedule: Schedule, cut: int) -> None:
         (("waits", 0, "distance"), True, "waits[0].distance must be a whole number"),
         (("workload", "seq_len"), 0, "workload: seq_len must be a whole number of at least 1"),
         (("model", "vocab_size"), None, "model: "),
+        (("model", "rope_scaling"), None, "model: rope_scaling must be a dictionary, not None"),
+        (("workload", "task"), ["train"], "workload: task ['train'] is unknown"),
+        (("knobs",), [], "knobs must be an object"),
+        (("knobs", "slots"), [2], "knobs.slots must be true, false, a number, a word or null, not [2]"),
+        (("knobs", "slots"), 1e999, "not a number"),
         (("ops",), {}, "ops must be a list"),
         (("policy",), "", "policy must be a non-empty string"),
     ],
@@ -113,9 +118,17 @@ def test_a_missing_field_is_named(schedule: Schedule, part: str, optional: set[s
     loads(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": NaN}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"format": NaN}', "\x00", "[" * 10**5, '{"format": ' + "9" * 5000 + "}"]
+)
 def test_other_files_are_refused(text: str) -> None:
     with pytest.raises(CodecError):
+        loads(text)
+
+
+def test_a_knob_beyond_all_numbers_is_refused(schedule: Schedule) -> None:
+    text = dumps(schedule).replace('"slots": 2', '"slots": 1e999')
+    with pytest.raises(CodecError, match=r"knobs\.slots must be finite, not inf"):
         loads(text)
 
 

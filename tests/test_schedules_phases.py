@@ -256,6 +256,24 @@ def from_device_to_drive(s: Schedule) -> Schedule:
     return before(s, s.ops[0].name, copy_to(on("w.1"), drive, s, Stream.NVME_WRITE))
 
 
+def two_tensors_in_one_buffer(s: Schedule) -> Schedule:
+    gradient = access_of(s, "B.1.0", "g.1")
+    back = next(access for access in op_of(s, "B.1.0").writes if access.tensor == "d.0.0")
+    moved = Access(gradient.buffer, back.tensor)
+    writes = tuple(moved if access == back else access for access in op_of(s, "B.1.0").writes)
+    return edited(s, "B.1.0", writes=writes)
+
+
+def saved_and_others_in_turn(s: Schedule) -> Schedule:
+    saved = access_of(s, "F.1.0", "s.1.0")
+    norm = Access(saved.buffer, "norm")  # when the backward has used them up
+
+    def moved(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
+        return tuple(norm if access.tensor == "norm" else access for access in accesses)
+
+    return with_ops(s, [replace(op, reads=moved(op.reads), writes=moved(op.writes)) for op in s.ops])
+
+
 def replaced(s: Schedule, name: str, old: Access, new: Access) -> tuple[Access, ...]:
     return tuple(new if access == old else access for access in op_of(s, name).reads)
 
@@ -296,6 +314,11 @@ def nothing_added(s: Schedule) -> Schedule:
         (saved_within_the_device, "copy .* moves the saved activations of .* from device to device"),
         (saved_within_the_host, "copy .* moves the saved activations of .* from host to host"),
         (saved_by_a_cast, "copy .* moves the saved activations of .* from device to device"),
+        (two_tensors_in_one_buffer, r"B\.1\.0 writes (g\.1 and d\.0\.0|d\.0\.0 and g\.1) into device\.g\.1\n"),
+        (
+            saved_and_others_in_turn,
+            r"structure on saved\d: F\.\d\.0 touches the saved activations .* in saved\d, N the global gradient norm",
+        ),
         (from_drive_to_drive, r"copy \(copy\) moves the weights of layer 1 from nvme to nvme"),
         (from_device_to_drive, "a drive and the device have no link"),
     ],

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from schedules import kept
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.program import Program
@@ -64,12 +65,16 @@ def summary(name_or_path: str | Path) -> str:
 
 
 def explain(name_or_path: str | Path) -> str:
-    """A policy's help: what its file says it does, and its knobs. Raises PolicyError."""
+    """A policy's help: what its file says it does, and its knobs. Raises PolicyError.
+
+    What knobs that many of ours have mean is said once for all, unless the file says otherwise.
+    """
     module = _module(name_or_path)
     function, where = _policy(module), _short(name_or_path)
     text = inspect.getdoc(module) or f"{where}: its file does not say what it does."
     lines = []
-    arguments = dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
+    shared = kept.KNOBS if str(name_or_path) in names() else {}
+    arguments = shared | dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
     for name, knob in _knobs(function, where).items():
         default = "" if knob.default is knob.empty else f" = {str(knob.default).lower()}"
         lines.append(f"  {name}{default}  ({_expected(knob)})")

@@ -22,10 +22,11 @@ from dataclasses import replace
 from typing import Literal
 
 from schedules.errors import ProgramError
+from schedules.kept import at_most
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Place, Window, at_most
+from schedules.sweep import Place, Window
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "nothing"

@@ -22,10 +22,11 @@ Source: pytorch, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py, _fsd
 
 from __future__ import annotations
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, Window, kept_as, sweep
+from schedules.sweep import Window, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -37,13 +38,7 @@ def policy(
     activations: Activations = "recompute",
     every: int = 1,
 ) -> Program:
-    """Build the step.
-
-    Args:
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
-    """
+    """Build the step."""
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload)
     ring, grads, landing = p.slots("weight", 2), p.slots("grad", 2), p.buffer("landing", Tier.HOST)

@@ -25,14 +25,15 @@ Source: colossalai/zero/gemini (gemini_mgr.py, placement_policy.py, gemini_ddp.p
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
+from schedules.kept import Activations, Kept, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Activations, Kept, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
+from schedules.zero import with_master
 
 STEADY_DEVICE_RATIO = 0.9  # of device memory that auto fills (steady_cuda_cap_ratio)
 
@@ -50,12 +51,8 @@ def policy(
 
     Args:
         placement: static keeps no chunk that is not in use, auto keeps as many as fit the device.
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
-    if workload.precision in ("bf16", "bf16_split"):
-        workload = replace(workload, precision="bf16_fp32")
+    workload = with_master(workload)
     kept = kept_as(model, activations, every=every)
     if placement == "static":
         return _step(model, workload, kept, chunks=1, static=True)

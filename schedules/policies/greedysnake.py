@@ -26,11 +26,12 @@ Source: GreedySnake, arXiv 2512.17570.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
 from schedules.shelf import Shelf
-from schedules.sweep import Activations, Streamed, kept_as, land, spread, sweep
+from schedules.sweep import Streamed, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -49,9 +50,6 @@ def policy(
     Args:
         alpha: the fraction of the blocks, from 0 to 1, that are updated beside the next forward.
         ssd: weights and optimizer state live on a drive.
-        activations: blocks run forward again, from an input on the host (inputs) or on the device (recompute), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if not 0 <= alpha <= 1:
         raise ProgramError(f"alpha: a fraction of the blocks, from 0 to 1, not {alpha}")

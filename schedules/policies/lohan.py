@@ -21,11 +21,12 @@ Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou.
 
 from __future__ import annotations
 
+from schedules.kept import Kept, at_most
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
 from schedules.shelf import Shelf
-from schedules.sweep import Kept, Streamed, at_most, land, spread, sweep
+from schedules.sweep import Streamed, land, spread, sweep
 from schedules.workload import MemoryBudget, Workload
 
 

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Activations, Window, kept_as, sweep
+from schedules.sweep import Window, sweep
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "adapters"
@@ -44,14 +46,13 @@ def policy(
     """Build the step.
 
     Args:
-        rank: of the adapters.
+        rank: of the adapters, at least 1.
         slots: device buffers for streamed weights.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
     """
+    if rank < 1:
+        raise ProgramError(f"rank: of the adapters, at least 1, not {rank}")
     workload = replace(workload, lora_rank=workload.lora_rank or rank)
 
     def build(keep: int) -> Program:
@@ -88,4 +89,4 @@ def policy(
 
     if keep is not None:
         return build(keep)
-    return build(build(0).blocks_that_fit(memory, copies=[workload.accumulation] * len(model.blocks)))
+    return most_that_fit(build, memory, copies=[workload.accumulation] * len(model.blocks))

@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, Kept, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Activations, Kept, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -44,9 +45,6 @@ def policy(
         pressure: the fraction of the layers whose states are paged, from 0 to 1; as few as the device has no
             room for if left out.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if pressure is not None and not 0 <= pressure <= 1:
         raise ProgramError(f"pressure: a fraction of the layers, from 0 to 1, not {pressure}")
@@ -58,9 +56,11 @@ def policy(
         paged = _without_room(model, workload, memory, kept(keep or 0))
     else:
         paged = model.layers[: round(pressure * len(model.layers))]
-    if keep is None:
-        keep = _step(model, workload, paged, kept(0)).blocks_that_fit(memory, copies=[1] * len(model.blocks))
-    return _step(model, workload, paged, kept(keep))
+
+    def build(keep: int) -> Program:
+        return _step(model, workload, paged, kept(keep))
+
+    return build(keep) if keep is not None else most_that_fit(build, memory, copies=[1] * len(model.blocks))
 
 
 def _without_room(model: ModelSpec, workload: Workload, memory: MemoryBudget, kept: Kept) -> range:

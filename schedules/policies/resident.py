@@ -12,10 +12,11 @@ Exact in its training. Approximated: the optimizer is one kernel per layer.
 
 from __future__ import annotations
 
+from schedules.kept import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -32,13 +33,13 @@ def policy(
 
     Args:
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if keep is None:
-        least = policy(model, workload, memory, keep=0, activations=activations, every=every)
-        keep = least.blocks_that_fit(memory, copies=[1] * len(model.blocks))
+
+        def build(keep: int) -> Program:
+            return policy(model, workload, memory, keep=keep, activations=activations, every=every)
+
+        return most_that_fit(build, memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), p.state(i))

@@ -21,10 +21,11 @@ Source: RoundPipe (April 2026), roundpipe.py, optim_stream.py and attribute.py o
 
 from __future__ import annotations
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, Streamed, kept_as, sweep
+from schedules.sweep import Streamed, sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -41,9 +42,6 @@ def policy(
 
     Args:
         is_async: the optimizer runs beside the next step, whose weights miss its update.
-        activations: blocks run forward again, from an input on the host (inputs) or on the device (recompute), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload, staleness=1 if is_async else 0)

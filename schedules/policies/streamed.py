@@ -35,10 +35,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from schedules.kept import Kept, at_most, most_that_fit
 from schedules.model import ModelSpec
 from schedules.program import Program
 from schedules.streaming import StreamedStep
-from schedules.sweep import Kept, at_most, spread
+from schedules.sweep import spread
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -144,7 +145,4 @@ def policy(
     if keep is not None:
         return build(keep)
     copies = [1 if i >= len(model.blocks) - alone else len(groups[0]) for i in reversed(others)]
-    program = build(most := build(0).blocks_that_fit(memory, copies=copies))
-    while most and program.device_bytes() > memory.device_bytes:  # more blocks in flight than `build(0)` had
-        program = build(most := most - 1)
-    return program
+    return most_that_fit(build, memory, copies=copies)

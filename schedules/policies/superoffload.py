@@ -30,10 +30,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, Reduction, cast, forward_and_backward, passes, sub_groups, upload, with_master
 
@@ -55,9 +55,6 @@ def policy(
         ratio: the part of the sub-groups, from 0 to 1, that the CPU steps.
         sub_group_size: parameters of a sub-group, rounded up to whole layers, and of the gradient bucket.
         overlap_comm: gradients have a stream of their own (false in DeepSpeed's examples of SuperOffload).
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if not 0 <= ratio <= 1:
         raise ProgramError(f"ratio: a part of the sub-groups, from 0 to 1, not {ratio}")

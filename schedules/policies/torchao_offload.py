@@ -24,10 +24,11 @@ Source: pytorch/ao, torchao/optim/cpu_offload.py.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -48,24 +49,24 @@ def policy(
         offload_gradients: free a gradient on the device once it is copied. Not with accumulation.
         run_ahead: Adam starts with the first gradient that has landed, while the device is still at the backward.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-        activations: what the other blocks do: run forward again (recompute), from an input on the device or the host
-            (inputs), or keep what they need, there (keep), on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if offload_gradients and workload.accumulation > 1:
         raise ProgramError("offload_gradients: torchao frees a gradient after each backward, it cannot accumulate")
     if keep is None:
-        least = policy(
-            model,
-            workload,
-            memory,
-            offload_gradients=offload_gradients,
-            run_ahead=run_ahead,
-            keep=0,
-            activations=activations,
-            every=every,
-        )
-        keep = least.blocks_that_fit(memory, copies=[1] * len(model.blocks))
+
+        def build(keep: int) -> Program:
+            return policy(
+                model,
+                workload,
+                memory,
+                offload_gradients=offload_gradients,
+                run_ahead=run_ahead,
+                keep=keep,
+                activations=activations,
+                every=every,
+            )
+
+        return most_that_fit(build, memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     ends = (model.embed, model.head) if offload_gradients else model.layers

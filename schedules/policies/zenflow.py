@@ -20,10 +20,11 @@ Source: DeepSpeed runtime/zenflow; arXiv:2505.12242.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, spread, sweep
+from schedules.sweep import spread, sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import with_master
 
@@ -41,9 +42,6 @@ def policy(
 
     Args:
         topk_ratio: the fraction of the blocks, from 0 to 1, that are important.
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     if not 0 <= topk_ratio <= 1:
         raise ProgramError(f"topk_ratio: a fraction of the blocks, from 0 to 1, not {topk_ratio}")

@@ -31,10 +31,11 @@ from __future__ import annotations
 from typing import Literal
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Fetch, Reduction, passes, sub_groups, with_master
 
@@ -58,9 +59,6 @@ def policy(
 
     Args:
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
         prefetch: layers fetched ahead: stage3_prefetch_bucket_size, 5e7 parameters unless set, in whole layers.
         sub_group_size: parameters that each pass of the optimizer takes at once, rounded up to whole layers.

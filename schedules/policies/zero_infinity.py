@@ -23,11 +23,12 @@ Source: ZeRO-Infinity, arXiv 2104.07857; DeepSpeed edaa722 (0.19.6 development),
 
 from __future__ import annotations
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.swap import Swap
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Fetch, Reduction, sub_groups, with_master
 
@@ -54,9 +55,6 @@ def policy(
         pipeline_write: wait for a sub-group's write only before the next one's.
         sub_group_size: parameters of a sub-group, rounded up to whole layers.
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
     """
     kept = kept_as(model, activations, every=every)

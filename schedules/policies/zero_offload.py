@@ -24,10 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as, sweep
+from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, passes, with_master
 
@@ -47,9 +48,6 @@ def policy(
     Args:
         overlap_comm: gradients have a stream of their own.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     kept = kept_as(model, activations, every=every)
     p = Program(model, with_master(workload))

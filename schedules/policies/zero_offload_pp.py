@@ -24,10 +24,10 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from schedules.errors import ProgramError
+from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Activations, kept_as
 from schedules.workload import MemoryBudget, Workload
 from schedules.zero import Bucket, Reduction, forward_and_backward, passes, sub_groups, upload, with_master
 
@@ -52,9 +52,6 @@ def policy(
         sub_group_size: parameters of a sub-group, rounded up to whole layers.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
         overlap_comm: gradients have a stream of their own (DeepSpeed's default for stage 3).
-        activations: blocks run forward again (recompute), from an input on the device or the host (inputs), or keep
-            what they need, there, on the host or on NVMe.
-        every: blocks that run forward again from one input.
     """
     workload, groups = with_master(workload), sub_groups(model, sub_group_size)
     stream = Stream.D2H if overlap_comm else Stream.COMPUTE
