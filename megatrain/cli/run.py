@@ -31,7 +31,7 @@ from megatrain.cli.options import (
     schedule_of,
     workload_of,
 )
-from megatrain.cli.progress import TrainingProgress
+from megatrain.cli.training_progress import TrainingProgress
 from schedules.errors import InputError, Refused
 
 if TYPE_CHECKING:
