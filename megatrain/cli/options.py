@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,7 +51,6 @@ ModelsToo = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 STEP = ("policy", "batch", "accumulation", "seq", "precision", "clip", "recompute", "knob")  # what makes a schedule
-RECORDED = "recorded"  # the policy of what `megatrain import` writes
 PATIENCE_S = 2.0  # of work that tells its stages only if it takes longer
 BAR = 12  # columns
 WINDOW_S = 3600.0  # the time left follows from the pace of the last hour: a step may take minutes
@@ -77,9 +77,12 @@ def workload_of(
 
 
 def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
+    """A machine with numbers changed, which its name tells wherever it is told: "rtx3090 with host.memory=100GiB"."""
     from sim.hardware import load, override
 
-    return override(load(hardware), changes or [])
+    machine = override(load(hardware), changes or [])
+    last = {change.partition("=")[0].strip(): change for change in changes or []}  # of several for one number
+    return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine
 
 
 def is_schedule(target: str) -> bool:
@@ -141,7 +144,7 @@ def schedule_to_prove(file: Path) -> Schedule:
 
     require_input(file)
     schedule = codec.read(file)
-    if schedule.policy == RECORDED and not schedule.buffers:
+    if schedule.is_recording:
         raise InputError(f"{file} is the recording of a run: it can be drawn and compared, not proven or run")
     return schedule
 
