@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from analysis.tables import seconds
 from analysis.text_gantt import LEGEND, SMALL, text_gantt
 from schedules import policies, presets
 from schedules.files import write_text
@@ -18,6 +17,7 @@ from schedules.op import Tier
 from schedules.workload import Workload
 from sim import hardware
 from sim.prediction import Prediction, contents, memory_of, predict
+from sim.units import rate, seconds
 
 MACHINE = "h200"
 NUMBERS_MODEL, PICTURE_MODEL, PICTURE_BLOCKS = "qwen2.5-7b", "llama-2-7b", 6
@@ -110,12 +110,12 @@ def speed(policy: str) -> Rows:
     rows = []
     for name in dict.fromkeys((policy, YARDSTICK)):
         found = _predicted(name, numbers=True)
-        rate = f"{found.tokens_per_s:,.0f}" if found.fits else "does not fit"
+        told = rate(found.tokens_per_s) if found.fits else "does not fit"
         rows.append(
             [
                 found.schedule.label,
                 seconds(found.period_ns / 1e9),
-                rate,
+                told,
                 seconds(found.bound_ns / 1e9),
                 f"{found.gap:.1%}",
                 found.binding,
@@ -171,10 +171,10 @@ def index(names: Sequence[str]) -> str:
     for name in sorted(names, key=lambda name: _predicted(name, numbers=True).period_ns):
         found = _predicted(name, numbers=True)
         total = next(row for row in states(found) if row[0] == "all states")
-        rate = f"{found.tokens_per_s:,.0f}" if found.fits else "does not fit"
+        told = rate(found.tokens_per_s) if found.fits else "does not fit"
         ratio = f"{found.tokens_per_s / yardstick.tokens_per_s:.2f}" if found.fits else ""
         link = f"[{found.schedule.label}]({name}.md)"
-        rows.append([link, policies.summary(name), rate, ratio, *total[1:]])
+        rows.append([link, policies.summary(name), told, ratio, *total[1:]])
     heading = ("policy", "what it does", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
     lines = ["# Policies", "", f"{about(yardstick)}; states in bytes per parameter.", ""]
     lines += [_table(heading, rows)]

@@ -6,10 +6,11 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
-from megatrain.tables import drive_rows, prediction_record
-from megatrain.terminal import print_table
+from megatrain.tables import drive_rows, prediction_record, print_memory, setting
+from megatrain.terminal import Column, Record, print_table, show_records
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.model import ModelSpec
@@ -20,11 +21,27 @@ from sim.candidate import Tried
 from sim.machine import HardwareProfile
 from sim.order_proof import OrderProof
 from sim.plan import Plan, plan
-from sim.prediction import memory_of
-from sim.units import scaled
+from sim.prediction import CLASS_NAMES, memory_of
+from sim.units import rate, scaled, seconds
 
 MORE_DEVICE, MORE_HOST = 16 * 2**30, 64 * 10**9  # bytes of the question "what if there were more"
 SOME = 25  # candidates of a search that begins with a good schedule
+TOLD = 0.0005  # smaller parts of the gap, and smaller losses, are not worth a line
+LESS = (
+    "Below zero: this schedule as it is would be slower, since what goes faster meets other work on the same memory "
+    "or link."
+)
+
+
+def _step(record: Record) -> str:
+    return "-" if record["ns"] is None else seconds(record["ns"] / 1e9)
+
+
+AS_THEY_COME = (
+    Column(heading="policy", cell=itemgetter("policy"), number=False),
+    Column(heading="step", cell=_step),
+    Column(heading="why it was not simulated", cell=itemgetter("reason"), number=False, folds=True),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +59,6 @@ class WhatIf:
     smallest_host_bytes: int | None
     longest_sequence: int
     largest_micro_batch: int
-
-
-TOLD = 0.0005  # smaller parts of the gap are not worth a line
 
 
 def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
@@ -180,57 +194,43 @@ def _order_record(proof: OrderProof) -> dict[str, Any]:
 
 def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: OrderProof | None) -> None:
     """The plan for people."""
-    prediction, schedule, workload = found.prediction, found.schedule, found.schedule.workload
+    prediction, schedule = found.prediction, found.schedule
     simulated = sum(tried.period_ns is not None for tried in found.tried)
     changed = policies.changed(schedule)
-    print(
-        f"{schedule.model.name} on {prediction.profile.name} ({prediction.profile.mode} profile), "
-        f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
-    )
+    print(setting(prediction))
     print(f"{schedule.label}{' with ' if changed else ''}{', '.join(changed)}; digest {schedule.short_digest}")
     print(
         f"{len(found.tried)} candidates, {simulated} of them simulated, in {found.seconds:.1f} s"
         f"{'' if found.finished else ', interrupted'}; all times predicted\n"
     )
     rows = [
-        ["throughput", f"{prediction.tokens_per_s:,.0f} tokens/s"],
-        [f"  5 % to 95 % at {spread.noise:.0%} noise an op", f"{spread.p5:,.0f} to {spread.p95:,.0f} tokens/s"],
+        ["throughput", f"{rate(prediction.tokens_per_s)} tokens/s"],
+        [f"  5 % to 95 % at {spread.noise:.0%} noise an op", f"{rate(spread.p5)} to {rate(spread.p95)} tokens/s"],
         *([["  with a drive too, not worth its wear", f"{found.spared:+.1%}"]] if found.spared else []),
-        ["step", f"{prediction.period_ns / 1e6:,.1f} ms"],
+        ["step", seconds(prediction.period_ns / 1e9)],
         ["MFU, HFU", f"{prediction.mfu:.1%}, {prediction.hfu:.1%}"],
-        ["above the bound of this schedule", f"{prediction.gap:.1%}, {prediction.bound_ns / 1e6:,.1f} ms"],
+        ["above the bound of this schedule", f"{prediction.gap:.1%}, {seconds(prediction.bound_ns / 1e9)}"],
         ["  which is set by", prediction.binding],
-        ["above the bound of any schedule", f"{found.gap:.1%}, {found.lower_bound_ns / 1e6:,.1f} ms"],
+        ["above the bound of any schedule", f"{found.gap:.1%}, {seconds(found.lower_bound_ns / 1e9)}"],
         ["  which is set by", found.bound.binding],
         *([f"  {part}", f"{share:+.1%}"] for part, share in found.gap_parts.items() if abs(share) >= TOLD),
     ]
     print_table("one step", ["", ""], rows + drive_rows(prediction))
     print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
-    memory = []
-    for tier, limit in zip(Tier, vars(memory_of(prediction.profile)).values(), strict=True):
-        if peak := prediction.peak_bytes[tier]:
-            memory.append([tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), f"{peak / limit:.0%}"])
-    print_table("memory", ["tier", "peak", "available", "used"], memory)
+    print_memory(prediction)
     others: dict[str, Tried] = {}  # each in the step that suits it best
     for tried in sorted(found.tried, key=lambda tried: tried.period_ns or math.inf):
         if not tried.knobs:
             others.setdefault(tried.policy, tried)
-    named = [
-        [
-            name,
-            "not simulated" if tried.period_ns is None else f"{tried.period_ns / 1e6:,.1f} ms",
-            tried.reason,
-        ]
-        for name, tried in others.items()
-    ]
+    named = [{"policy": name, "ns": tried.period_ns, "reason": tried.reason} for name, tried in others.items()]
     for line in _not_measured(found):
         print(line)
-    print_table("policies as they come", ["policy", "step", "why not"], named)
+    show_records(named, AS_THEY_COME, title="policies as they come")
     if proof is not None:
         known = "searched to the end" if proof.finished else "as far as the time went"
         print(
-            f"order: with every op as fast as alone a step takes {float(proof.period_ns) / 1e6:,.1f} ms; in any order, "
-            f"with as many buffers, at least {float(proof.bound_ns) / 1e6:,.1f} ms ({known}): at most "
+            f"order: with every op as fast as alone a step takes {seconds(float(proof.period_ns) / 1e9)}; in any "
+            f"order, with as many buffers, at least {seconds(float(proof.bound_ns) / 1e9)} ({known}): at most "
             f"{proof.gain:.1%} to gain\n"
         )
     if answers is not None:
@@ -254,13 +254,20 @@ def _not_measured(found: Plan) -> list[str]:
     return ["left out, for the profile has no times for it:", *lines, f"to measure it: {found.measure_with}\n"]
 
 
+def _in_words(stream_class: str) -> str:
+    """A class of ops as `whatif.stream_class` names it, for people: "d2h, saved activations"."""
+    stream, _, what = stream_class.partition(" ")
+    return f"{stream}, {CLASS_NAMES.get(what, what)}"
+
+
 def _show_what_if(answers: WhatIf) -> None:
     gains = sorted(answers.planned_gains.items(), key=lambda item: -item[1])
-    rows = [
-        [name, f"{answers.gains[name]:+.1%}" if name in answers.gains else "", f"{gain:+.1%}"] for name, gain in gains
-    ]
+    as_it_is = {name: f"{round(gain, 3) + 0.0:+.1%}" for name, gain in answers.gains.items()}  # no -0.0%
+    rows = [[name, as_it_is.get(name, ""), f"{gain:+.1%}"] for name, gain in gains]
     print_table("what more would bring, in tokens/s", ["", "this schedule", "planned anew"], rows)
-    critical = [[name, f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
+    if any(gain < -TOLD for gain in answers.gains.values()):
+        print(f"{LESS}\n")
+    critical = [[_in_words(name), f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
     print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
     limits = [
         [f"{link} bandwidth for no stall", "any" if rate is None else scaled(rate, "GB/s")]

@@ -9,7 +9,7 @@ from schedules.op import Tier
 from schedules.schedule import Schedule
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes
-from sim.units import scaled
+from sim.units import rate, scaled, seconds
 
 
 def print_summary(schedule: Schedule, verdict: str) -> None:
@@ -33,33 +33,23 @@ def print_fit(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit 
 
 def print_prediction(prediction: Prediction) -> None:
     """Step, memory and streams of one prediction."""
-    schedule, profile = prediction.schedule, prediction.profile
-    workload = schedule.workload
-    print(
-        f"{schedule.label} for {schedule.model.name} on {profile.name} ({profile.mode} profile), "
-        f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
-    )
+    schedule = prediction.schedule
+    print(f"{schedule.label} for {setting(prediction)}")
     print(
         f"digest {schedule.short_digest}, {len(schedule.ops)} ops, {len(schedule.waits)} waits; all times predicted\n"
     )
     rows = [
-        ["step", f"{prediction.period_ns / 1e6:,.1f} ms"],
-        ["throughput", f"{prediction.tokens_per_s:,.0f} tokens/s"],
+        ["step", seconds(prediction.period_ns / 1e9)],
+        ["throughput", f"{rate(prediction.tokens_per_s)} tokens/s"],
         ["model FLOP/s", scaled(prediction.model_flops_per_s, "TFLOP/s")],
         ["MFU", f"{prediction.mfu:.1%}"],
         ["HFU", f"{prediction.hfu:.1%}"],
-        ["bound of this schedule", f"{prediction.bound_ns / 1e6:,.1f} ms"],
+        ["bound of this schedule", seconds(prediction.bound_ns / 1e9)],
         ["above the bound", f"{prediction.gap:.1%}"],
         ["what binds", prediction.binding],
     ]
     print_table("one step", ["", ""], rows + drive_rows(prediction))
-    memory = []
-    for tier, limit in zip(Tier, vars(memory_of(profile)).values(), strict=True):
-        if peak := prediction.peak_bytes[tier]:
-            memory.append(
-                [tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), f"{peak / limit:.0%}" if limit else "-"]
-            )
-    print_table("memory", ["tier", "peak", "available", "used"], memory)
+    print_memory(prediction)
     streams = []
     for stream, share in prediction.utilisation.items():
         causes = prediction.idle_causes_ns[stream]
@@ -67,6 +57,26 @@ def print_prediction(prediction: Prediction) -> None:
         told = ", ".join(f"{cause} {ns / span:.0%}" for cause, ns in sorted(causes.items(), key=lambda c: -c[1])[:3])
         streams.append([stream, told, f"{share:.1%}"])
     print_table("streams", ["stream", "idle, waiting for", "busy"], streams, left=2)
+
+
+def setting(prediction: Prediction) -> str:
+    """The model, the machine and the step of a prediction, in a line."""
+    workload, profile = prediction.schedule.workload, prediction.profile
+    return (
+        f"{prediction.schedule.model.name} on {profile.name} ({profile.mode} profile), "
+        f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
+    )
+
+
+def print_memory(prediction: Prediction) -> None:
+    """What a prediction needs of every tier that it uses, and what there is."""
+    rows, has = [], memory_of(prediction.profile)
+    for tier in Tier:
+        if peak := prediction.peak_bytes[tier]:
+            limit = has.of(tier)
+            used = f"{peak / limit:.0%}" if limit else "-"
+            rows.append([tier, scaled(peak, "GB", 2), scaled(limit, "GB", 2), used])
+    print_table("memory", ["tier", "peak", "available", "used"], rows)
 
 
 def drive_rows(prediction: Prediction) -> list[list[str]]:

@@ -24,6 +24,7 @@ from sim.bound import bound
 from sim.cost import MissingCost, Unmeasured
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
+from sim.units import seconds
 
 OURS = "streamed"
 ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
@@ -131,7 +132,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
         limit = bound(schedule, case.profile)
         if not reason and limit.period_ns >= best_ns:
-            reason = f"cannot take less than {limit.period_ns / 1e6:,.1f} ms"
+            reason = f"cannot take less than {seconds(limit.period_ns / 1e9)}"
         if not reason:
             prediction = predict(schedule, case.profile, case.budget, limit=limit)
             period = prediction.period_ns

@@ -27,7 +27,7 @@ DAY_NS = 86_400 * 10**9
 STEPS = (4, 8, 16)  # simulated until the period repeats
 HOLDERS = 5  # how many of the largest holders of memory an error names
 
-_CLASS_NAMES: Mapping[str, str] = {
+CLASS_NAMES: Mapping[str, str] = {
     tensors.WEIGHT: "weights",
     tensors.ADAPTER: "adapters",
     tensors.GRAD: "gradients",
@@ -306,7 +306,7 @@ def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
     classes: dict[str, dict[str, None]] = {}
     for op in schedule.ops:
         for access in op.accesses:
-            classes.setdefault(access.buffer, {})[_CLASS_NAMES[tensors.parse(access.tensor).cls]] = None
+            classes.setdefault(access.buffer, {})[CLASS_NAMES[tensors.parse(access.tensor).cls]] = None
     totals: dict[str, int] = {}
     for buffer in schedule.buffers:
         if buffer.tier == tier:

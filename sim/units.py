@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from decimal import Decimal
 
@@ -58,3 +59,18 @@ def scaled(value: float, unit: str, digits: int = 1) -> str:
         if value >= 1000.0**power:
             return f"{value / 1000.0**power:,.{digits}f} {_PREFIXES[power]}{base}"
     return f"{value:,.0f} {base}"
+
+
+def seconds(value: float | None) -> str:
+    """A time with its unit, s from one second on, else ms: four digits, or all before the point."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    number, unit = (value, "s") if value >= 1 else (value * 1e3, "ms")
+    return f"{number:,.{max(0, 4 - len(str(int(number))))}f} {unit}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens/s without their unit: whole, but three digits of what is below 10."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
 
 from megatrain.terminal import Column, Record, show_records
-from sim.units import scaled
+from sim.units import rate, scaled, seconds
 
 ROWS: list[Record] = [
     {"name": "llama-3.1-8b", "count": "8,030,261,248", "rate": "55.4 GB/s", "words": "one two three " * 9},
@@ -73,3 +74,16 @@ def test_too_narrow_for_any_table_a_row_is_some_lines() -> None:
 )
 def test_what_is_small_has_a_smaller_unit(value: float, unit: str, told: str) -> None:
     assert scaled(value, unit) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1234.5, "1,234 s"), (1.5, "1.500 s"), (0.25, "250.0 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")],
+)
+def test_times_have_units(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (10.2, "10"), (9.876, "9.88"), (0.0123, "0.0123")])
+def test_a_rate_is_never_told_as_zero(value: float, text: str) -> None:
+    assert rate(value) == text

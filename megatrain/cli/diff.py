@@ -27,6 +27,7 @@ def diff(
     from schedules import codec
     from schedules.files import write_text
     from schedules.trace import Trace
+    from sim.units import seconds
 
     require_input(first, second, schedule)
     require_outputs(files=[out])
@@ -48,7 +49,7 @@ def diff(
             listed = {what: [{"difference_ns": ns, "text": text} for ns, text in lines] for what, lines in told.items()}
             print_json({"runs": found.names, "steps_ns": found.steps_ns, "differences": listed, **rows})
         else:
-            names, lengths = found.names, [tables.seconds(ns / 1e9) for ns in found.steps_ns]
+            names, lengths = found.names, [seconds(ns / 1e9) for ns in found.steps_ns]
             print(f"first: {first} ({names[0]}), a step of {lengths[0]}")
             print(f"second: {second} ({names[1]}), a step of {lengths[1]}\n")
             for what, lines in told.items():

@@ -68,6 +68,7 @@ def plan(
     from sim import order_proof, whatif
     from sim.plan import plan as search
     from sim.search import NothingFits
+    from sim.units import rate
 
     # what is lacking for the answer is told before the search, which may take long
     require_outputs(files=[out])
@@ -81,7 +82,7 @@ def plan(
         task = bar.add_task("planning", total=1.0, note="")
 
         def progress(best: Prediction | None, share: float, note: str) -> None:
-            found = f"{best.tokens_per_s:,.0f} tokens/s" if best else "nothing fits yet"
+            found = f"{rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
             bar.update(task, completed=share, note=f"{found}; {note}")
 
         try:

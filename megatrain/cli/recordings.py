@@ -28,6 +28,7 @@ def import_trace(
     from analysis import kineto, tables
     from schedules import codec, presets
     from schedules.files import write_text
+    from sim.units import rate, seconds
 
     require_input(file)
     require_outputs(folders=[out])
@@ -42,7 +43,7 @@ def import_trace(
         title = f"{recording.step} on {recording.trace.machine}"
         tables.show(queues, tables.QUEUES, title=title, note=tables.QUEUES_NOTE)
         tokens = workload.tokens_per_step / (recording.step_ns / 1e9)
-        print(f"step of {tables.seconds(recording.step_ns / 1e9)}: {tokens:,.0f} tokens/s")
+        print(f"step of {seconds(recording.step_ns / 1e9)}: {rate(tokens)} tokens/s")
     print(f"written to {out}: queues.csv, schedule.json, trace.json")
 
 
