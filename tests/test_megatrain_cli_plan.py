@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 from timed_profile import timed
 
+from megatrain import plan_tables
 from megatrain.cli import profile as profile_command
 from schedules import presets
 from schedules.schedule import Schedule
 from schedules.workload import RECOMPUTED, Workload
-from sim import hardware
+from sim import hardware, whatif
+from sim.plan import plan
 
 ROOT = Path(__file__).parent.parent
 STEP = ("-t", "256", "-s", "64")
@@ -53,6 +56,27 @@ def test_the_same_for_programs_with_what_if(here: str) -> None:
     assert "link, host to device, +25%" in record["what_if"]["gains"]
 
 
+def test_what_if_is_in_words_and_narrow_enough_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(presets.load("tiny"), hardware.load("h200"), seq_len=64, tokens_per_step=256)
+    answers = plan_tables.WhatIf(
+        criticality={"d2h s": 0.3, "compute forward": 0.2, "h2d w": 0.0},
+        gains={"link, +25%": -0.012, "GPU, +25%": -0.0001},
+        planned_gains={"link, +25%": 0.0, "GPU, +25%": 0.5},
+        required_bandwidth={"H2D": None},
+        smallest_device_bytes=None,
+        smallest_host_bytes=10**9,
+        longest_sequence=128,
+        largest_micro_batch=4,
+    )
+    plan_tables.show(found, whatif.spread(found.prediction, 0.02), answers, None)
+    told = capsys.readouterr().out
+    assert " d2h, saved activations  " in told and " compute, forward  " in told and "h2d, weights" not in told
+    assert "-1.2%" in told and "Below zero: this schedule as it is would be slower" in told and "-0.0%" not in told
+    named = told.partition("policies as they come")[2].partition("what more would bring")[0]
+    assert re.search(r"^ zero3_offload  +-  cannot take less than", named, re.MULTILINE)
+    assert max(map(len, named.splitlines())) < 80
+
+
 def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:
     told = megatrain("plan", "tiny", *STEP, "--json")
     assert json.loads(told.stdout)["left_out"] == [] and json.loads(told.stdout)["measure_with"] is None
@@ -81,7 +105,8 @@ def test_a_plan_that_nothing_fits_is_json_too() -> None:
     told = megatrain("plan", "qwen2.5-72b", "-H", "rtx4090", "--set", "nvme.capacity=1GB", "-t", "4096", "--json")
     assert told.returncode == 1
     record = json.loads(told.stdout)
-    assert record["fits"] is False and record["model"] == "qwen2.5-72b" and record["machine"] == "rtx4090"
+    assert record["fits"] is False and record["model"] == "qwen2.5-72b"
+    assert record["machine"] == "rtx4090 with nvme.capacity=1GB"
     assert record["reason"] in told.stderr.replace("megatrain: ", "")
 
 

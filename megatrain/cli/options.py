@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,9 +78,12 @@ def workload_of(
 
 
 def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
+    """A machine with numbers changed, which its name tells wherever it is told: "rtx3090 with host.memory=100GiB"."""
     from sim.hardware import load, override
 
-    return override(load(hardware), changes or [])
+    machine = override(load(hardware), changes or [])
+    last = {change.partition("=")[0].strip(): change for change in changes or []}  # of several for one number
+    return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine
 
 
 def is_schedule(target: str) -> bool:
