@@ -176,7 +176,7 @@ def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
         Column(heading="machine", cell=lambda row: row["machine"] + (" *" if row["pareto"] else ""), number=False),
         Column(heading="changed", cell=lambda row: row["changes"] or "", number=False, folds=True),
         Column(heading="schedule", cell=_schedule, number=False, spare=_planned(table)),
-        Column(heading="tokens/s", cell=tables.number("tokens_per_s", ",.0f")),
+        Column(heading="tokens/s", cell=tables.rates("tokens_per_s")),
         Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
         Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),

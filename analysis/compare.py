@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from schedules import policies
@@ -14,6 +14,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
+from sim.cost import MissingCost
 from sim.machine import HardwareProfile
 from sim.prediction import Prediction, memory_of, peak_bytes, predict, shortage
 from sim.units import scaled
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 BASELINE = "zero3_offload"
 OUR_STATE: dict[str, Knob] = {"master": "weights"}  # the baseline's knobs with which it keeps the state that ours keep
+SAME_STATE = " ".join([BASELINE, *(f"{name}={value}" for name, value in OUR_STATE.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +32,16 @@ class Row:
     """One policy on one model and workload. GB is 10^9 bytes.
 
     Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41.0 GB") and
-    `reason` whole; both are empty where it fits. `gap` is by what fraction the step exceeds its bound.
+    `reason` whole; both are empty where it fits. So too where a measured profile lacks the time of an op ("not
+    measured: ..."): `fits` is None there. `gap` is by what fraction the step exceeds its bound. The ratio is to the
+    baseline of the same `precision`, or, where there is none, to another (`same_state` is False then).
     """
 
     model: str
     params_b: float  # 10^9 parameters, embeddings included
     policy: str
-    label: str  # the policy, marked where its training is not exact
+    knobs: str  # those given: "master=weights"
+    label: str  # the policy with its knobs, marked where its training is not exact
     machine: str
     source: str  # "predicted" or "measured"
     micro_batch_size: int
@@ -44,7 +49,7 @@ class Row:
     seq_len: int
     precision: str  # as built: a policy may insist on its own
     recompute: str
-    fits: bool
+    fits: bool | None
     shortage: str
     reason: str
     tokens_per_s: float
@@ -59,6 +64,7 @@ class Row:
     host_peak_gb: float
     nvme_peak_gb: float
     ratio_to_zero3_offload: float
+    same_state: bool
     digest: str
 
 
@@ -71,25 +77,21 @@ def compare(
     profile: HardwareProfile,
     workloads: Sequence[Workload],
     budget: MemoryBudget | None = None,
-    *,
-    knobs: Mapping[str, Mapping[str, Knob]] | None = None,
 ) -> pd.DataFrame:
     """A row for every model, workload and policy, in this order; the columns are those of Row.
 
     Args:
-        names: policies, by name or path.
+        names: policies, by name or path, with any knobs: "streamed slots=3".
         budget: the machine's own memory if left out.
-        knobs: of a policy, by its name as given in `names`; the rest keeps the defaults.
 
     Raises:
         PolicyError: a policy or knob is unknown, or the policy fails.
         ScheduleError: a policy's schedule is not safe.
-        MissingCost: the profile is a measured one and lacks an op's time.
     """
     return frame(
         row
         for model, workload in itertools.product(models, workloads)
-        for row in rows(model, names, profile, workload, budget, knobs=knobs)
+        for row in rows(model, names, profile, workload, budget)
     )
 
 
@@ -99,29 +101,39 @@ def rows(
     profile: HardwareProfile,
     workload: Workload,
     budget: MemoryBudget | None = None,
-    *,
-    knobs: Mapping[str, Mapping[str, Knob]] | None = None,
 ) -> Iterator[Row]:
     """The rows of one model and workload, one by one as they are found. Raises as `compare` does."""
     budget = budget or memory_of(profile)
-    for name in names:
-        schedule = policies.build(name, model, workload, budget, **(knobs or {}).get(name, {}))
+    for text in names:
+        name, knobs = policies.with_knobs(text)
+        schedule = policies.build(name, model, workload, budget, **knobs)
         verify(schedule)
-        if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
-            yield _without_nvme(schedule, profile, budget)
-        else:
-            yield row_of(predict(schedule, profile, budget))
+        row = _row_of(schedule, profile, budget)
+        given = " ".join(f"{knob}={value}" for knob, value in knobs.items())
+        yield replace(row, knobs=given, label=f"{row.label} {given}".strip())
+
+
+def _row_of(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> Row:
+    if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
+        return _without_nvme(schedule, profile, budget)
+    try:
+        return row_of(predict(schedule, profile, budget))
+    except MissingCost as error:
+        peaks, short = peak_bytes(schedule, profile), f"not measured: {error.what.signature}"
+        return _row(schedule, profile, peaks, fits=None, shortage=short, reason=str(error))
 
 
 def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
-    """Rows as a table, with each one's ratio of tokens/s to the baseline's of the same step."""
+    """Rows as a table, with each one's ratio of tokens/s to the baseline's of the same step, and state if it can be."""
     import pandas as pd
 
     table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
     step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len"]
     of_baseline = table["tokens_per_s"].where(table["policy"] == BASELINE)
-    baseline = of_baseline.groupby([table[name] for name in step]).transform("first")
-    table["ratio_to_zero3_offload"] = table["tokens_per_s"] / baseline
+    any_state = of_baseline.groupby([table[name] for name in step]).transform("first")
+    same_state = of_baseline.groupby([table[name] for name in [*step, "precision"]]).transform("first")
+    table["ratio_to_zero3_offload"] = table["tokens_per_s"] / same_state.fillna(any_state)
+    table["same_state"] = same_state.notna()
     return table
 
 
@@ -133,6 +145,7 @@ def row_of(prediction: Prediction) -> Row:
             prediction.schedule,
             prediction.profile,
             prediction.peak_bytes,
+            fits=False,
             shortage=f"does not fit: {lacking.short}",
             reason=str(lacking),
         )
@@ -173,7 +186,7 @@ def _without_nvme(schedule: Schedule, profile: HardwareProfile, budget: MemoryBu
     needed = scaled(schedule.allocated_bytes(Tier.NVME), "GB")
     reason = f"the schedule keeps {needed} on NVMe, and {profile.name} has none"
     peaks = peak_bytes(schedule, profile)
-    return _row(schedule, profile, peaks, shortage=f"does not fit: {lacking.short}", reason=reason)
+    return _row(schedule, profile, peaks, fits=False, shortage=f"does not fit: {lacking.short}", reason=reason)
 
 
 def _row(
@@ -181,6 +194,7 @@ def _row(
     profile: HardwareProfile,
     peaks: Mapping[Tier, int],
     *,
+    fits: bool | None = True,
     shortage: str = "",
     reason: str = "",
     tokens_per_s: float = math.nan,
@@ -197,6 +211,7 @@ def _row(
         model=schedule.model.name,
         params_b=schedule.model.total_params / 1e9,
         policy=schedule.policy,
+        knobs="",
         label=schedule.label,
         machine=profile.name,
         source="predicted",
@@ -205,7 +220,7 @@ def _row(
         seq_len=workload.seq_len,
         precision=workload.precision,
         recompute=workload.recompute,
-        fits=not shortage,
+        fits=fits,
         shortage=shortage,
         reason=reason,
         tokens_per_s=tokens_per_s,
@@ -220,5 +235,6 @@ def _row(
         host_peak_gb=peaks[Tier.HOST] / 1e9,
         nvme_peak_gb=peaks[Tier.NVME] / 1e9,
         ratio_to_zero3_offload=math.nan,
+        same_state=False,
         digest=schedule.digest,
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from analysis.figure import FONT_PT, axes_for, figure_of, stacked_axes
-from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, policy_style
+from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
 BAND = 0.10  # of the identity line in `predicted_against_measured`
 _STEPS_SHOWN = 3  # in pictures of memory
 _LEGEND_INCHES = 2.1  # a policy's name and its patch
+_TITLE_LETTERS = 11  # in an inch
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
 _FAR = (16, 30, 44, 58, 72)  # from a mark to its label, in points of 1/72 inch; the first place that is free is taken
 _WAYS = ((-1.0, 0.6), (-0.6, 1.0), (-1.0, 0.2), (-0.2, 1.0))  # above the line; below it the opposite
 _MARK, _LETTER = 8.0, 0.65 * FONT_PT  # width of a mark and of a letter, in the same points
+_XLABEL = (
+    "model, by size; (x) is the ratio to zero3_offload, * where that keeps other state\n"
+    "dashed: does not fit, by how much"
+)
 _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
@@ -41,51 +47,63 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     Args:
         comparison: as `compare.compare` returns it, of one workload on one machine. A row that does not fit
-            keeps its place as a dashed slot in which it says what is missing.
+            keeps its place as a dashed slot in which it says how much is missing.
 
     Raises:
         ValueError: rows of several workloads or machines, which would stand on top of one another.
     """
-    if comparison.duplicated(["model", "policy"]).any():
+    if comparison.duplicated(["model", "label"]).any():
         raise ValueError("more than one row for a model and policy: plot one workload and machine at a time")
     rows = comparison.sort_values("params_b", kind="stable")
-    models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["policy"]))
+    models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["label"]))
     ax = axes_for(ax, width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)
     width = 0.86 / len(policies)
     fastest = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)]))
     unit, scale = ("GFLOP/s", 1e3) if 0 < fastest < 1 else ("TFLOP/s", 1.0)
     top = fastest * scale or 1.0
     for row in rows.to_dict("records"):
-        x = models.index(row["model"]) + (policies.index(row["policy"]) - (len(policies) - 1) / 2) * width
-        style = policy_style(row["policy"])
+        x = models.index(row["model"]) + (policies.index(row["label"]) - (len(policies) - 1) / 2) * width
+        style = _style(row)
         if row["fits"]:
             height, ratio = row["model_tflops_per_s"] * scale, row["ratio_to_zero3_offload"]
             ax.bar(x, height, width, color=style.colour, hatch=style.hatch, edgecolor="white")
-            written = f"{height:.3g}" + (f"  ({ratio:.2f}x)" if np.isfinite(ratio) else "")
+            star = "" if row["same_state"] else "*"
+            written = f"{height:.3g}" + (f"  ({ratio:.2f}x{star})" if np.isfinite(ratio) else "")
         else:
-            height, written = 0.0, row["shortage"].replace(": ", ":\n").replace(", ", ",\n")
-            ax.bar(x, 0.5 * top, 0.92 * width, fill=False, edgecolor=style.colour, linestyle="--")
-        ax.text(x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT)
+            height, written = 0.0, _short(row["shortage"])
+            ax.bar(x, 0.6 * top, 0.92 * width, fill=False, edgecolor=style.colour, linestyle="--")
+        ax.text(
+            x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT, linespacing=1.0
+        )
     ax.set_ylim(0, 1.45 * top)
     ax.set_xlim(-0.5, len(models) - 0.5)
     ax.set_xticks(range(len(models)), models)
     ax.set_ylabel(f"model {unit}")
-    ax.set_xlabel("model, by size; (x) is the ratio to zero3_offload; dashed: does not fit")
-    ax.set_title(_setting(comparison), loc="left", fontsize=FONT_PT + 1)
+    ax.set_xlabel(_XLABEL)
+    title = textwrap.fill(_setting(comparison), int(_TITLE_LETTERS * figure_of(ax).get_figwidth()))
+    ax.set_title(title, loc="left", fontsize=FONT_PT + 1)
     _open(ax)
-    _policy_legend(ax, dict(zip(rows["policy"], rows["label"], strict=True)))
+    _policy_legend(ax, {row["label"]: _style(row) for row in rows.to_dict("records")}, 1.07 + 0.05 * title.count("\n"))
     return ax
 
 
-def _policy_legend(ax: Axes, labels: dict[str, str]) -> None:
+def _short(shortage: str) -> str:
+    what, _, how_much = shortage.partition(": ")
+    return how_much.replace(", ", "\n") if what == "does not fit" else what
+
+
+def _style(row: Mapping[Hashable, Any]) -> Style:
+    return policy_style(f"{row['policy']} {row['knobs']}".strip())
+
+
+def _policy_legend(ax: Axes, styles: Mapping[str, Style], y: float) -> None:
     """Above the axes, so that no bar is covered."""
     from matplotlib.patches import Patch
 
-    styles = {label: policy_style(policy) for policy, label in labels.items()}
     handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=label) for label, s in styles.items()]
     columns = max(1, int(figure_of(ax).get_figwidth() / _LEGEND_INCHES))
     ax.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.07), ncols=min(len(handles), columns), frameon=False,
+        handles=handles, loc="lower left", bbox_to_anchor=(0, y), ncols=min(len(handles), columns), frameon=False,
         fontsize=FONT_PT, borderaxespad=0,
     )  # fmt: skip
 

@@ -66,8 +66,8 @@ def write_report(
     groups = list(tables.comparison_groups(comparison))
     lines += ["## Policies compared", ""]
     for heading, rows in groups:
-        lines += [f"### {heading}", "", tables.markdown(rows, tables.COMPARISON)]
-    lines += [tables.COMPARISON_NOTE, ""]
+        lines += [f"### {heading}", "", tables.markdown(rows, tables.comparison_columns(rows))]
+    lines += [tables.comparison_note(comparison), ""]
     lines += _reasons(comparison)
     for section in sections:
         lines += _section(folder, section)

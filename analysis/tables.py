@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from analysis.compare import BASELINE, SAME_STATE
 from megatrain.terminal import Column, Record, show_records
+from sim.units import rate, seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,14 +43,6 @@ def _text(key: str) -> Callable[[Record], str]:
     return lambda record: str(record[key] or "")
 
 
-def seconds(value: float | None) -> str:
-    """A time with its unit, s from one second on, else ms: four digits, or all before the point."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms")
-    return f"{scaled:,.{max(0, 4 - len(str(int(scaled))))}f} {unit}"
-
-
 def _memory(key: str) -> Callable[[Record], str]:
     """GB with its unit, or MB below one."""
 
@@ -63,16 +57,26 @@ def _seconds(key: str) -> Callable[[Record], str]:
     return lambda record: seconds(record[key])
 
 
+def rates(key: str) -> Callable[[Record], str]:
+    """Formats tokens/s."""
+    return lambda record: rate(record[key])
+
+
 def _binding(record: Record) -> str:
     return str(record["binding"] if record["fits"] else record["shortage"])
 
 
+def _ratio(record: Record) -> str:
+    told = number("ratio_to_zero3_offload", ".2f")(record)
+    return told if told == "-" or record["same_state"] else f"{told}*"
+
+
 COMPARISON = (
-    Column(heading="policy", cell=_text("label"), number=False),
-    Column(heading="tokens/s", cell=number("tokens_per_s", ",.0f")),
+    Column(heading="policy", cell=_text("label"), number=False, folds=True),
+    Column(heading="tokens/s", cell=rates("tokens_per_s")),
     Column(heading="TFLOP/s", cell=number("model_tflops_per_s", ".4g"), spare=True),
     Column(heading="MFU", cell=number("mfu", ".1f", 100, " %"), spare=True),
-    Column(heading="x\nzero3", cell=number("ratio_to_zero3_offload", ".2f")),
+    Column(heading="x\nzero3", cell=_ratio),
     Column(heading="step", cell=_seconds("step_s")),
     Column(heading="bound", cell=_seconds("bound_s"), spare=True),
     Column(heading="gap", cell=number("gap", ".1f", 100, " %"), spare=True),
@@ -81,11 +85,33 @@ COMPARISON = (
     Column(heading="bound by", cell=_binding, number=False, folds=True),
     Column(heading="schedule", cell=lambda record: record["digest"][:8], number=False, spare=True),
 )
+STATE = Column(heading="state", cell=_text("precision"), number=False, spare=True)
+NVME = Column(heading="NVMe", cell=_memory("nvme_peak_gb"), spare=True)
 COMPARISON_NOTE = (
     "TFLOP/s and MFU count the model's FLOPs once, recompute not. "
     "bound: no run of that schedule settles at a shorter step. "
     "device, host: memory at the peak, workspace included; GB is 10^9 bytes, MB 10^6; 1 GiB = 1.074 GB."
 )
+OTHER_STATE_NOTE = (
+    f"* {BASELINE} keeps other state than this row. To compare with the same: --policy '{SAME_STATE}', and others."
+)
+
+
+def comparison_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
+    """Of a table of a comparison: with the state that is kept where rows differ, and NVMe where any uses it."""
+    columns = list(COMPARISON)
+    if rows["precision"].nunique() > 1:
+        columns.insert(1, STATE)
+    if rows["nvme_peak_gb"].any():
+        columns.insert([column.heading for column in columns].index("host") + 1, NVME)
+    return tuple(columns)
+
+
+def comparison_note(frame: pd.DataFrame) -> str:
+    """What the columns of a comparison mean."""
+    starred = frame["ratio_to_zero3_offload"].notna() & ~frame["same_state"].astype(bool)
+    return " ".join([COMPARISON_NOTE, *([OTHER_STATE_NOTE] if starred.any() else [])])
+
 
 PREDICTED_MEASURED = (
     Column(heading="model", cell=_text("model"), number=False),
@@ -245,21 +271,22 @@ def show_comparison(frame: pd.DataFrame, console: Console | None = None) -> None
     """Print what `compare.compare` found: a table per machine, model and step."""
     groups = list(comparison_groups(frame))
     for number, (title, rows) in enumerate(groups, start=1):
-        show(rows, COMPARISON, title=title, note=COMPARISON_NOTE if number == len(groups) else "", console=console)
+        note = comparison_note(frame) if number == len(groups) else ""
+        show(rows, comparison_columns(rows), title=title, note=note, console=console)
 
 
 def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """(title, rows) per machine, source, model and step, in the order in which they come."""
+    """(title, rows) per machine, source, model and step, in the order in which they come; the fastest row first."""
     step = ["machine", "source", "model", "micro_batch_size", "accumulation", "seq_len"]
     for _, rows in frame.groupby(step, sort=False):
         first = rows.iloc[0]
-        kept = " or ".join(rows["precision"].unique())
+        kept = f", {first['precision']}" if rows["precision"].nunique() == 1 else ""
         again = "".join(f", recompute {mode}" for mode in rows["recompute"].unique() if mode != "none")
         yield (
             f"{first['model']} ({first['params_b']:.2f} B parameters), {first['source']} on {first['machine']}; step: "
-            f"{first['accumulation']} x {first['micro_batch_size']} sequences of {first['seq_len']} tokens, "
+            f"{first['accumulation']} x {first['micro_batch_size']} sequences of {first['seq_len']} tokens"
             f"{kept}{again}",
-            rows,
+            rows.sort_values("tokens_per_s", ascending=False, na_position="last", kind="stable"),
         )
 
 

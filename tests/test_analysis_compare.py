@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 from rich.console import Console
+from timed_profile import timed
 
 from analysis import tables
-from analysis.compare import COLUMNS, compare, frame, measured_row, rows
+from analysis.compare import COLUMNS, SAME_STATE, compare, frame, measured_row, rows
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.flops import model_flops_per_step
@@ -42,7 +42,7 @@ def test_there_is_a_row_for_every_model_step_and_policy(comparison: pd.DataFrame
 def test_a_row_is_what_the_prediction_says() -> None:
     schedule = policies.build("streamed", TINY, STEP, memory_of(H200), slots=3)
     prediction = predict(schedule, H200)
-    (row,) = rows(TINY, ["streamed"], H200, STEP, knobs={"streamed": {"slots": 3}})
+    (row,) = rows(TINY, ["streamed slots=3"], H200, STEP)
     assert row.digest == schedule.digest
     assert row.step_s == prediction.period_ns / 1e9
     assert row.tokens_per_s == pytest.approx(STEP.tokens_per_step / row.step_s)
@@ -71,6 +71,36 @@ def test_ratios_are_to_zero3_offload_of_the_same_model_and_step(comparison: pd.D
 
 def test_without_the_baseline_there_is_no_ratio() -> None:
     assert compare([TINY], ["streamed"], H200, [STEP])["ratio_to_zero3_offload"].isna().all()
+
+
+def test_ratios_are_to_the_baseline_of_the_same_state_where_there_is_one() -> None:
+    names = ["zero3_offload", "streamed"]
+    other = compare([TINY], names, H200, [STEP])
+    assert other["same_state"].tolist() == [True, False]  # by itself it keeps an fp32 master
+    same = compare([TINY], [*names, SAME_STATE], H200, [STEP])
+    assert same["same_state"].all() and same["label"].tolist()[2] == "zero3_offload master=weights"
+    assert same["ratio_to_zero3_offload"].iloc[1] == same["tokens_per_s"].iloc[1] / same["tokens_per_s"].iloc[2]
+    for found, starred in ((other, 1), (same, 0)):
+        told = tables.markdown(found, tables.comparison_columns(found), note=tables.comparison_note(found))
+        assert told.count("* |") == starred and ("--policy 'zero3_offload master=weights'" in told) == bool(starred)
+        assert "| bf16_fp32 |" in told
+
+
+def test_what_a_measured_profile_lacks_is_a_row_beside_the_others() -> None:
+    profile = timed(TINY, [STEP], names=["streamed"])
+    by_policy = compare([TINY], ["zero3_offload", "streamed"], profile, [STEP]).set_index("policy")
+    assert by_policy["fits"].tolist() == [None, True]
+    lacking = by_policy.loc["zero3_offload"]
+    assert lacking["shortage"].startswith("not measured: tiny/") and "megatrain profile tiny" in lacking["reason"]
+    assert by_policy.loc["streamed", "tokens_per_s"] > 0
+
+
+def test_the_fastest_row_stands_first_and_nvme_only_where_it_is_used(comparison: pd.DataFrame) -> None:
+    for _, group in tables.comparison_groups(comparison):
+        rates, fits = group["tokens_per_s"].dropna().tolist(), group["fits"].tolist()
+        assert rates == sorted(rates, reverse=True) and fits == sorted(fits, reverse=True)
+        assert tables.NVME not in tables.comparison_columns(group)
+    assert tables.NVME in tables.comparison_columns(compare([TINY], ["zero_infinity"], H200, [STEP]))
 
 
 def test_a_measured_row_keeps_the_bound_and_scales_the_rates() -> None:
@@ -119,14 +149,6 @@ def test_markdown_has_a_line_per_row(comparison: pd.DataFrame) -> None:
     lines = tables.markdown(comparison, tables.COMPARISON).splitlines()
     assert len(lines) == 2 + len(comparison)
     assert {line.count("|") for line in lines} == {len(tables.COMPARISON) + 1}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1234.5, "1,234 s"), (1.5, "1.500 s"), (0.25, "250.0 ms"), (0.0123456, "12.35 ms"), (math.nan, "-"), (None, "-")],
-)
-def test_times_have_units(value: float | None, text: str) -> None:
-    assert tables.seconds(value) == text
 
 
 def test_memory_of_small_models_is_told_in_mb(comparison: pd.DataFrame) -> None:

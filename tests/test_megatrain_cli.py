@@ -154,6 +154,15 @@ def test_json_and_timeline_of_a_simulation(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+def test_a_machine_with_changed_numbers_is_told_as_one() -> None:
+    changes = ("--set", "host.memory=8GB", "--set", "host.memory=9GB", "--set", "links.h2d.bandwidth=40GB/s")
+    told = "h200 with host.memory=9GB, links.h2d.bandwidth=40GB/s"
+    assert json.loads(megatrain("simulate", "tiny", *changes, "--json").stdout)["machine"] == told
+    assert f" on {told} (datasheet profile)" in megatrain("simulate", "tiny", *changes).stdout
+    (row,) = json.loads(megatrain("compare", "tiny", "-p", "streamed slots=3", *changes, "--json").stdout)
+    assert (row["machine"], row["knobs"]) == (told, "slots=3")
+
+
 def test_planning_imports_no_torch_and_help_nothing_heavy() -> None:
     """A machine without torch plans; --help pays for none of the numeric packages."""
     program = (

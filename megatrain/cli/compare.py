@@ -35,7 +35,12 @@ def compare(
     models_too: ModelsToo = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="Policies to compare, repeatable; default: all that train every weight."),
+        typer.Option(
+            "--policy",
+            "-p",
+            help='A policy, with any knobs: "streamed slots=3"; or several: a,b. Repeatable; all that train every '
+            "weight if left out.",
+        ),
     ] = None,
     hardware: Hardware = "h200",
     batch: Batch = 8,
@@ -58,7 +63,7 @@ def compare(
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
     chosen = listed(policy or []) or policies.comparable()
     for name in chosen:
-        policies.load(name)  # tells which is not there before any is simulated
+        policies.with_knobs(name)  # tells which is not there before any is simulated
     specs = [presets.load(model) for model in models_of(models, models_too)]
     for spec in specs:
         note_length(spec, seq)
@@ -78,6 +83,8 @@ def compare(
             print_json(tables.records(frame))
         else:
             tables.show_comparison(frame)
+            for lacking in frame["reason"][frame["fits"].isna()].head(1):
+                print(f"The first that is not measured: {lacking}")
             if policy is None:
                 others = [name for name in policies.names() if name not in chosen]
                 print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")

@@ -112,6 +112,12 @@ def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, 
     return parsed
 
 
+def with_knobs(text: str) -> tuple[str, dict[str, Knob]]:
+    """A policy and the knobs that follow it: "streamed nvme=4". Raises PolicyError as `parse_knobs` does."""
+    name, *settings = [text] if Path(text).is_file() else text.split() or [text]
+    return name, parse_knobs(name, settings)
+
+
 def build(
     name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, **values: Knob
 ) -> Schedule:
