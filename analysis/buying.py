@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+from matplotlib.transforms import Bbox
 
 from analysis import figure, tables
 from analysis.costs import months_column
 from analysis.figure import FONT_PT, axes_for
+from analysis.labels import Room, drawn_at
 from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
@@ -22,37 +24,51 @@ if TYPE_CHECKING:
 
     from analysis.prices import Prices
 
-FRONT = "* no other point trains faster for as little an hour."
+FRONT = "* no other machine is done as soon for as little."
+FOR_NOTHING = (
+    "A rented machine's hour costs the same here with any host memory: give rent_host_memory_per_gb_hour in the price "
+    "file."
+)
 NAMED = 30  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
 _LINE = 0.19  # inches that a line of the legend takes
-_CLOSE = 10  # points of 1/72 inch between marks that have one label
-_CHARACTER = 0.3 * FONT_PT  # points that one takes on either side of a label's middle
+_SAME = 4.0  # points of 1/72 inch between marks that have one label
+_WIDE = 3.0  # an axis is logarithmic if its largest value is so many times its smallest
+_BEYOND = 0.85  # by what factor an axis goes beyond its values
+_FAR = (11.0, 16.0, 22.0, 30.0, 40.0, 52.0)  # from a mark to its label
+_TURNS = {True: 225, False: 45}  # degrees: nothing is below and left of the front
+_TURN = 15
 
 
-def price_against_throughput(table: pd.DataFrame, currency: str, ax: Axes | None = None) -> Axes:
-    """Of one model: cost of an hour, in `currency`, against tokens/s, and the front that no other point beats.
+def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float, ax: Axes | None = None) -> Axes:
+    """Of one model: what it costs to train that many tokens, in `currency`, against days, and the front.
 
-    Points have numbers, in the order of their cost, and the legend their names; those whose numbers would lie on one
-    another have them in one label.
+    Points have numbers, the cheapest first, and the legend their names; those that lie on one another have one label.
     """
-    fits = table[table["fits"].astype(bool)].sort_values(["cost_per_hour", "tokens_per_s"])
+    fits = table[table["fits"].astype(bool)].sort_values(["cost", "days"])
     front, beaten = fits[fits["pareto"].astype(bool)], fits[~fits["pareto"].astype(bool)]
     named = fits if len(fits) <= NAMED else front
     ax = axes_for(ax, width=11.0, height=max(4.4, 0.8 + _LINE * (len(named) + 2)))
-    ax.step(front["cost_per_hour"], front["tokens_per_s"], where="post", color=BLUE, linewidth=1.2)
-    ax.scatter(front["cost_per_hour"], front["tokens_per_s"], color=BLUE, s=40, zorder=3, label="no other beats it")
+    ax.step(front["cost"], front["days"], where="post", color=BLUE, linewidth=1.2)
+    ax.scatter(front["cost"], front["days"], color=BLUE, s=40, zorder=4, label="no other beats it")
     if len(beaten):
-        told = "beaten: another is as fast for less, or faster for as little"
-        ax.scatter(beaten["cost_per_hour"], beaten["tokens_per_s"], color=GREY, s=26, label=told)
+        told = "beaten: another is done as soon for less, or sooner for as little"
+        ax.scatter(beaten["cost"], beaten["days"], color=GREY, s=26, zorder=3, label=told)
     for number, point in enumerate(named.to_dict("records"), start=1):
         what = (point["machine"], "" if _planned(table) else _schedule(point), point["changes"])
         ax.plot([], [], " ", label=" ".join([f"{number} ", *filter(None, what)]))
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, handlelength=0.8, fontsize=FONT_PT)
-    ax.set_xlim(left=0, right=1.1 * float(fits["cost_per_hour"].max()))
-    ax.set_ylim(bottom=0, top=1.1 * float(fits["tokens_per_s"].max()))
-    ax.set_xlabel(f"cost of an hour of training ({currency})")
-    ax.set_ylabel("predicted tokens/s")
+    for key, axis, scale, limit in (
+        ("cost", ax.xaxis, ax.set_xscale, ax.set_xlim),
+        ("days", ax.yaxis, ax.set_yscale, ax.set_ylim),
+    ):
+        least, most = float(fits[key].min()), float(fits[key].max())
+        if most > _WIDE * least > 0:
+            scale("log")
+            figure.plain_ticks(axis)
+        limit(least * _BEYOND, most / _BEYOND)
+    ax.set_xlabel(f"cost of training {train_tokens:,.0f} tokens ({currency})")
+    ax.set_ylabel("days, predicted")
     ax.set_title(str(table["model"].iloc[0]), loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     _write_numbers(ax, named)
@@ -60,29 +76,28 @@ def price_against_throughput(table: pd.DataFrame, currency: str, ax: Axes | None
 
 
 def _write_numbers(ax: Axes, named: pd.DataFrame) -> None:
-    """Above those of the front, below the others."""
-    figure.figure_of(ax).draw_without_rendering()  # what is close is known once the layout is
-    places = named[["cost_per_hour", "tokens_per_s"]].to_numpy(dtype=float)
-    drawn = ax.transData.transform(places) * 72 / figure.figure_of(ax).dpi
-    sides = [7 if best else -7 for best in named["pareto"]]
-
-    def text(label: list[int]) -> str:
-        return ", ".join(str(number + 1) for number in sorted(label))
-
-    def overlap(a: list[int], b: list[int]) -> bool:
-        wide = max(_CLOSE, _CHARACTER * len(text(a) + text(b)))
-        return sides[a[0]] == sides[b[0]] and bool((abs(drawn[a[0]] - drawn[b[0]]) < (wide, _CLOSE)).all())
-
-    labels = [[number] for number in range(len(places))]  # each stands at the first of its points
-    while pair := next(((a, b) for a, b in itertools.combinations(labels, 2) if overlap(a, b)), None):
-        labels.remove(pair[1])
-        pair[0].extend(pair[1])
+    """Beside the points, those of the front first: they have the best places."""
+    places = named[["cost", "days"]].to_numpy(dtype=float)
+    marks = drawn_at(ax, [(x, y) for x, y in places])
+    best = named["pareto"].astype(bool).tolist()
+    labels = list[list[int]]()  # each stands at the first of its points
+    for point in sorted(range(len(places)), key=lambda point: not best[point]):
+        near = [label for label in labels if np.hypot(*(marks[label[0]] - marks[point])) < _SAME]
+        if near:
+            near[0].append(point)
+        else:
+            labels.append([point])
+    box = ax.get_window_extent()
+    dpi = figure.figure_of(ax).dpi / 72
+    room = Room(marks, Bbox.from_extents(*(np.array(box.extents) / dpi)))
     for label in labels:
-        side = sides[label[0]]
+        text = ", ".join(str(point + 1) for point in sorted(label))
+        turns = np.radians([_TURNS[best[label[0]]] + _TURN * turn for turn in sorted(range(-11, 13), key=abs)])
+        ways = (far * np.array((np.cos(turn), np.sin(turn))) for far in _FAR for turn in turns)
         ax.annotate(
-            text(label), places[label[0]], xytext=(0, side), textcoords="offset points", ha="center",
-            va="bottom" if side > 0 else "top", fontsize=FONT_PT,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            text, places[label[0]], xytext=tuple(room.place(marks[label[0]], text, ways)), ha="center", va="center",
+            textcoords="offset points", fontsize=FONT_PT, zorder=5, weight="bold" if best[label[0]] else "normal",
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2},
         )  # fmt: skip
 
 
@@ -132,20 +147,21 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
         f"Predicted; nothing here was measured. Made by `{command}`. Prices are those of the price file, dated "
         f"{prices.date}, in {prices.currency}: an hour of training is the cheaper of renting and of owning (written "
         f"off over {prices.lifetime_months:g} months at {prices.utilisation:.0%} use, energy at "
-        f"{prices.electricity_per_kwh:g} a kWh). {step(table, train_tokens)} {FRONT}",
+        f"{prices.electricity_per_kwh:g} a kWh). {step(table, train_tokens)} {note(table)}",
     ]
     for model, of_model in table.groupby("model", sort=False):
         parts.append(f"## {model}")
         if of_model["fits"].any():
-            picture = folder / f"{model}-price"
-            figure.save(figure.figure_of(price_against_throughput(of_model, prices.currency)), picture, of_model)
-            parts.append(f"![cost of an hour against throughput]({picture.name}.png)")
+            picture = folder / f"{_as_file(str(model))}-price"
+            ax = cost_against_days(of_model, prices.currency, train_tokens)
+            figure.save(figure.figure_of(ax), picture, of_model)
+            parts.append(f"![cost against days]({picture.name}.png)")
         ordered = of_model.sort_values("cost", na_position="last")
         parts.append(tables.markdown(ordered, columns(prices, table)))
         for (machine, policy), alike in of_model.groupby(["machine", "policy"], sort=False):
             if all(alike[axis].nunique() > 1 for axis in HEAT):
-                by = "" if of_model["policy"].nunique() == 1 else f"-{Path(str(policy)).stem}"
-                picture = folder / f"{model}-{machine}{by}-heat"
+                by = "" if of_model["policy"].nunique() == 1 else f"-{policy}"
+                picture = folder / f"{_as_file(f'{model}-{machine}{by}')}-heat"
                 figure.save(figure.figure_of(heat_map(alike)), picture, alike)
                 parts.append(f"![tokens/s over host memory and link]({picture.name}.png)")
     for rental in prices.rentals:
@@ -157,6 +173,11 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
     return folder / "README.md"
 
 
+def _as_file(name: str) -> str:
+    """A name without what files and links cannot have: that of a policy with knobs, or of a machine by its path."""
+    return re.sub(r"[^\w.-]+", "-", name.replace(".json", "").replace(".py", ""))
+
+
 def step(table: pd.DataFrame, train_tokens: float) -> str:
     """What every point trains, in a sentence."""
     of = table.iloc[0]
@@ -166,8 +187,13 @@ def step(table: pd.DataFrame, train_tokens: float) -> str:
     )
 
 
+def note(table: pd.DataFrame) -> str:
+    """What the columns of a sweep's table mean, and what its prices leave out."""
+    return f"{FRONT} {FOR_NOTHING}" if table["memory_for_nothing"].any() else FRONT
+
+
 def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
-    """Of the table of a sweep: * marks the front of price against throughput."""
+    """Of the table of a sweep: * marks the front of cost against days."""
 
     def money(key: str) -> Column:
         return Column(heading=f"{key.replace('_', ' ')} ({prices.currency})", cell=tables.number(key, ",.2f"))
@@ -180,6 +206,7 @@ def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
         Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
         Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),
+        Column(heading="hour is", cell=lambda row: row["hour"], number=False),
         Column(heading="days", cell=tables.number("days", ",.1f")),
         Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
         money("cost"),

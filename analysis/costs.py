@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataFrame:
     """Rows with price, time, cost and energy of training that many tokens, and months to break even.
 
-    Columns added: buy, cost_per_hour, days, drives (worn out meanwhile), cost, energy_kwh, pareto (no point of the
-    model trains faster for as little an hour), and a column of months for every rental. Raises PriceError.
+    Columns added: buy, cost_per_hour, hour ("owned" or "rented", whichever is cheaper), memory_for_nothing (a rented
+    machine's, which was changed), days, drives (worn out meanwhile), cost, energy_kwh, pareto (no point of the model
+    is done sooner for as little), and a column of months for every rental. Raises PriceError.
     """
     import pandas as pd
 
@@ -33,12 +34,14 @@ def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataF
 
 def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
     machine = hardware.load(row["machine"])
-    price = prices.of(row["machine"], more_host_bytes=row["host_memory"] - machine.host.memory.value)
+    more_bytes = row["host_memory"] - machine.host.memory.value
+    price = prices.of(row["machine"], more_host_bytes=more_bytes)
     worn = 1.0 / row["drive_days"] / 24 if row.get("drive_days") else 0.0  # drives an hour
     wear = worn * price.drive
-    hourly = prices.cheapest_per_hour(price, wear)
-    nothing = dict.fromkeys(("days", "drives", "cost", "energy_kwh"))
-    nothing |= {"buy": price.buy, "cost_per_hour": hourly}
+    hourly, hour = prices.cheapest_per_hour(price, wear)
+    nothing: Row = dict.fromkeys(("days", "drives", "cost", "energy_kwh"))
+    nothing |= {"buy": price.buy, "cost_per_hour": hourly, "hour": hour}
+    nothing["memory_for_nothing"] = hour == "rented" and more_bytes != 0 and prices.rent_host_memory_per_gb_hour is None
     months: Row = {months_column(rental.name): None for rental in prices.rentals}
     if not row["fits"]:
         return nothing | months
@@ -64,9 +67,9 @@ def months_column(rental: str) -> str:
 
 
 def _pareto(group: pd.DataFrame) -> list[Any]:
-    """The index of rows that no other row beats in both cost per hour and throughput."""
+    """The index of rows that no other row beats in both cost and throughput."""
     best, chosen = -math.inf, list[Any]()
-    ordered = group.sort_values(["cost_per_hour", "tokens_per_s"], ascending=[True, False])
+    ordered = group.sort_values(["cost", "tokens_per_s"], ascending=[True, False])
     for index, rate in zip(ordered.index, ordered["tokens_per_s"], strict=True):
         if rate > best:
             best, chosen = rate, [*chosen, index]

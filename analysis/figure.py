@@ -13,6 +13,7 @@ from schedules.files import whole
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 FONT_PT = 9  # the smallest text in a picture at the size it is saved
 DPI = 150
@@ -43,6 +44,15 @@ def stacked_axes(count: int, width: float, height_each: float) -> list[Axes]:
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height_each * count), layout="constrained")
         return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Numbers, not powers of ten, at 1, 2 and 5 of every decade of a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def figure_of(ax: Axes) -> Figure:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.figure import FONT_PT, axes_for, figure_of, stacked_axes
+from analysis.figure import FONT_PT, axes_for, figure_of, plain_ticks, stacked_axes
+from analysis.labels import Room, drawn_at
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _TITLE_LETTERS = 11  # in an inch
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
 _FAR = (16, 30, 44, 58, 72)  # from a mark to its label, in points of 1/72 inch; the first place that is free is taken
 _WAYS = ((-1.0, 0.6), (-0.6, 1.0), (-1.0, 0.2), (-0.2, 1.0))  # above the line; below it the opposite
-_MARK, _LETTER = 8.0, 0.65 * FONT_PT  # width of a mark and of a letter, in the same points
 _XLABEL = (
     "model, by size; (x) is the ratio to zero3_offload, * where that keeps other state\n"
     "dashed: does not fit, by how much"
@@ -207,7 +207,6 @@ def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Ax
     ax, scale = _agreement(runs, axes_for(ax, width=7.6, height=5.2))
     line_and_band = ax.get_legend_handles_labels()[0][:2]  # policies are named at their points
     ax.legend(handles=line_and_band, loc="upper left", frameon=False, fontsize=FONT_PT)
-    figure_of(ax).draw_without_rendering()  # labels are placed where points stand, which the layout decides
     _annotate_errors(ax, runs, scale)
     return ax
 
@@ -262,7 +261,8 @@ def _agreement(runs: pd.DataFrame, ax: Axes) -> tuple[Axes, float]:
     ax.set_yscale("log")
     ax.set_xlim(low, high)
     ax.set_ylim(low, high)
-    _plain_ticks(ax)
+    for axis in (ax.xaxis, ax.yaxis):
+        plain_ticks(axis)
     ax.set_xlabel(f"measured step ({unit})")
     ax.set_ylabel(f"predicted step ({unit})")
     _open(ax)
@@ -271,33 +271,18 @@ def _agreement(runs: pd.DataFrame, ax: Axes) -> tuple[Axes, float]:
 
 def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
     """Too slow a prediction is written on the upper side of the line, too fast a one on the lower."""
-    from matplotlib.path import Path
-    from matplotlib.transforms import Bbox
-
     rows = runs.sort_values("measured_s").to_dict("records")
     places = [(row["measured_s"] * scale, row["predicted_s"] * scale) for row in rows]
-    centres = ax.transData.transform(places) * 72 / figure_of(ax).dpi  # points, as are all lengths here
-    marks = [Bbox.from_bounds(x - _MARK / 2, y - _MARK / 2, _MARK, _MARK) for x, y in centres]
-    labels: list[Bbox] = []
-    leaders: list[Path] = []
-    for row, place, centre in zip(rows, places, centres, strict=True):
+    marks = drawn_at(ax, places)
+    room = Room(marks)
+    for row, place, mark in zip(rows, places, marks, strict=True):
         error = row["predicted_s"] / row["measured_s"] - 1
         text, side = f"{row['policy']} {error:+.1%}", 1 if error >= 0 else -1
-        width, height = _LETTER * len(text), 1.2 * FONT_PT
-        for away in (side * far * np.array(way) for far, way in itertools.product(_FAR, _WAYS)):
-            x, y = centre + away
-            label = Bbox.from_bounds(x - width * (side > 0), y - height / 2, width, height)
-            leader = Path([centre, (x, y)])
-            crossed = any(leader.intersects_bbox(other) for other in labels)
-            covered = any(label.overlaps(other) for other in [*labels, *marks])
-            if not (crossed or covered or any(other.intersects_bbox(label) for other in leaders)):
-                break  # else the last of all places
-        labels.append(label)
-        leaders.append(leader)
+        ways = (side * far * np.array(way) for far, way in itertools.product(_FAR, _WAYS))
         ax.annotate(
             text,
             place,
-            xytext=tuple(away),
+            xytext=tuple(room.place(mark, text, ways, anchor=float(side > 0))),
             textcoords="offset points",
             ha="right" if side > 0 else "left",
             va="center",
@@ -307,16 +292,6 @@ def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
                 "relpos": (float(side > 0), 0.5),
             },
         )  # fmt: skip
-
-
-def _plain_ticks(ax: Axes) -> None:
-    """Numbers, not powers of ten, at 1, 2 and 5 of every decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
 
 
 # ---- loss

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from schedules.errors import InputError
+from sim import hardware
 
 HOURS_A_MONTH = 730.5  # a year of 8,766 hours over 12
 DIVISORS = ("gpus", "mfu", "lifetime_months", "utilisation")  # no zeros
+_HEAD = "currency: USD, date: 2026-11-20, electricity_per_kwh: 0.20, each on a line of its own"
+_RENTAL = '- {name: "8 x H100", machine: h100, gpus: 8, mfu: 0.40, rent_per_hour: 22.0, source: "offer of 2026-11-01"}'
 
 
 class PriceError(InputError):
@@ -56,22 +59,30 @@ class Prices:
     lifetime_months: float = 36.0
     utilisation: float = 1.0
     host_memory_per_gb: float | None = None
+    rent_host_memory_per_gb_hour: float | None = None
     rentals: tuple[Rental, ...] = ()
 
     def of(self, machine: str, *, more_host_bytes: float = 0.0) -> MachinePrice:
-        """The price of a machine with that much more host memory than its profile. Raises PriceError."""
-        if machine not in self.machines:
+        """The price of a machine with that much more host memory than its profile.
+
+        A machine is known by its name or path, by its file's name and by its profile's. A rented one has more memory
+        for nothing where the file does not say what it costs. Raises PriceError.
+        """
+        price = next((self.machines[name] for name in _names(machine) if name in self.machines), None)
+        if price is None:
+            name = list(_names(machine))[1]
             raise PriceError(
-                f"no price for machine {machine}; add it under machines: in the price file, with watts, source, and "
-                "buy or rent_per_hour"
+                f"no price for machine {machine}; add it under machines: in the price file, as in  {_line(name)}"
             )
-        price = self.machines[machine]
-        if not more_host_bytes or price.buy is None:
+        if not (more := more_host_bytes / 1e9):
             return price
-        if self.host_memory_per_gb is None:
+        if price.buy is not None and self.host_memory_per_gb is None:
             raise PriceError("the host memory of a machine is changed; add host_memory_per_gb to the price file")
-        buy = max(price.buy + more_host_bytes / 1e9 * self.host_memory_per_gb, 0.0)
-        return replace(price, buy=buy)
+        return replace(
+            price,
+            buy=_added(price.buy, more, self.host_memory_per_gb),
+            rent_per_hour=_added(price.rent_per_hour, more, self.rent_host_memory_per_gb_hour),
+        )
 
     def energy_per_hour(self, price: MachinePrice) -> float:
         """Of a machine that trains."""
@@ -84,11 +95,12 @@ class Prices:
         hours = self.lifetime_months * HOURS_A_MONTH * self.utilisation
         return price.buy / hours + self.energy_per_hour(price) + wear
 
-    def cheapest_per_hour(self, price: MachinePrice, wear: float = 0.0) -> float:
-        """An hour of training, bought or rented, whichever is less; what wears out is the owner's."""
-        rent = math.inf if price.rent_per_hour is None else price.rent_per_hour
+    def cheapest_per_hour(self, price: MachinePrice, wear: float = 0.0) -> tuple[float, str]:
+        """An hour of training, "owned" or "rented", whichever is less; what wears out is the owner's."""
         owned = self.owned_per_hour(price, wear)
-        return min(rent, math.inf if math.isnan(owned) else owned)
+        if price.rent_per_hour is None or owned <= price.rent_per_hour:
+            return owned, "owned"
+        return price.rent_per_hour, "rented"
 
     def break_even_months(
         self, price: MachinePrice, tokens_per_s: float, rent_per_token: float, wear: float = 0.0
@@ -103,6 +115,21 @@ class Prices:
         if saved_per_hour <= 0:
             return math.inf
         return price.buy / (saved_per_hour * self.utilisation * HOURS_A_MONTH)
+
+
+def _names(machine: str) -> Iterator[str]:
+    """What the price of a machine, given by name or by path, may stand under."""
+    yield machine
+    yield Path(machine).name.removesuffix(".json")
+    yield hardware.load(machine).name
+
+
+def _line(name: str) -> str:
+    return f'{name}: {{buy: 45000, watts: 1400, source: "quotation of 2026-11-01"}}'
+
+
+def _added(price: float | None, more: float, each: float | None) -> float | None:
+    return price if price is None or each is None else max(price + more * each, 0.0)
 
 
 def read(path: Path) -> Prices:
@@ -127,15 +154,18 @@ def read(path: Path) -> Prices:
         Prices,
         {
             **document,
-            "machines": {name: _checked(MachinePrice, entry, f"{path}: {name}") for name, entry in machines.items()},
-            "rentals": tuple(_checked(Rental, entry, f"{path}: a rental") for entry in rentals),
+            "machines": {
+                name: _checked(MachinePrice, entry, f"{path}: {name}", _line(name)) for name, entry in machines.items()
+            },
+            "rentals": tuple(_checked(Rental, entry, f"{path}: a rental", _RENTAL) for entry in rentals),
         },
         str(path),
+        _HEAD,
     )
     return found
 
 
-def _checked(cls: type[Any], entry: object, where: str) -> Any:
+def _checked(cls: type[Any], entry: object, where: str, example: str) -> Any:
     known = {field.name: field for field in fields(cls)}
     if not isinstance(entry, Mapping):
         raise PriceError(f"{where}: {entry!r} must be a mapping of prices")
@@ -150,12 +180,13 @@ def _checked(cls: type[Any], entry: object, where: str) -> Any:
             raise PriceError(f"{where}: {name} must be more than zero")
         if kind == "str" and not (isinstance(value, str) and value):
             raise PriceError(f"{where}: {name} must be some text, not {value!r}")
-    try:
-        found = cls(**entry)
-    except TypeError as error:  # what dataclasses raise for a field left out
-        raise PriceError(f"{where}: {str(error).partition('() ')[2] or error}") from None
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in entry]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise PriceError(f"{where}: {' and '.join(missing)} {verb} missing; as in  {example}")
+    found = cls(**entry)
     if cls is MachinePrice and found.buy is None and found.rent_per_hour is None:
-        raise PriceError(f"{where}: give buy or rent_per_hour")
+        raise PriceError(f"{where}: give buy or rent_per_hour; as in  {example}")
     if cls is Prices and not 0 < found.utilisation <= 1:
         raise PriceError(f"{where}: utilisation must lie above 0 and up to 1, not {found.utilisation}")
     return found

@@ -46,7 +46,10 @@ Progress = Callable[[int, int, str], None]  # done, of how many, the last one
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A model, a machine and how it is to be trained. `changes` are of the machine, as on the command line."""
+    """A model, a machine and how it is to be trained. `changes` are of the machine, as on the command line.
+
+    The policy may be followed by knobs: "streamed nvme=4".
+    """
 
     model: ModelSpec
     machine: str
@@ -202,15 +205,16 @@ def _planned(point: Point) -> Found:
 
 
 def _named(point: Point) -> Found:
-    """A policy as it comes, with the fewest micro-batches that fit."""
+    """A policy with the knobs it was given, and the fewest micro-batches that fit."""
+    name, knobs = policies.with_knobs(point.policy)
     steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, None))
     refused: Refused | None = None
     for workload in steps:
-        schedule = policies.build(point.policy, point.model, workload, memory_of(point.profile))
+        schedule = policies.build(name, point.model, workload, memory_of(point.profile), **knobs)
         verify(schedule)
         prediction = predict(schedule, point.profile)
         if prediction.does_not_fit is None:
-            return prediction, {}, _bound_ns(schedule, point.profile)
+            return prediction, knobs, _bound_ns(schedule, point.profile)
         refused = prediction.does_not_fit
     assert refused is not None, "a step has at least one micro-batch"
     raise refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -14,13 +15,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 
 from analysis import buying, costs, prices, sweep, tables
+from analysis.figure import figure_of
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
 from schedules import presets
 from schedules.errors import InputError
 from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
+from sim import hardware
 from sim.hardware import HardwareError
 
 ROOT = Path(__file__).parent.parent
@@ -59,8 +63,8 @@ def test_an_hour_of_owning_is_the_price_over_the_hours_it_trains_and_its_energy(
     found = some_prices()
     hours = 10 * HOURS_A_MONTH * 0.5  # 3,652.5
     assert found.owned_per_hour(found.machines["h200"]) == pytest.approx(36525 / hours + 2 * 0.5) == 11.0
-    assert found.cheapest_per_hour(found.machines["h200"]) == 4.0  # renting is cheaper
-    assert found.cheapest_per_hour(found.machines["rtx4090"]) == pytest.approx(1.0 + 0.5)
+    assert found.cheapest_per_hour(found.machines["h200"]) == (4.0, "rented")
+    assert found.cheapest_per_hour(found.machines["rtx4090"]) == (pytest.approx(1.0 + 0.5), "owned")
 
 
 def test_break_even_is_the_price_over_what_renting_would_have_cost() -> None:
@@ -77,6 +81,30 @@ def test_more_host_memory_costs_what_the_file_says() -> None:
     assert some_prices(host_memory_per_gb=5.0).of("rtx4090", more_host_bytes=1e11).buy == pytest.approx(3652.5 + 500)
     with pytest.raises(PriceError, match="host_memory_per_gb"):
         some_prices().of("rtx4090", more_host_bytes=1e11)
+    rented = some_prices(host_memory_per_gb=5.0, rent_host_memory_per_gb_hour=0.01)
+    assert rented.of("h200", more_host_bytes=1e11).rent_per_hour == pytest.approx(5.0)
+    assert rented.of("h200", more_host_bytes=-1e12).rent_per_hour == 0.0
+
+
+def test_the_memory_of_a_rented_machine_is_told_to_cost_nothing() -> None:
+    rows = [sweep.evaluate(point) for point in some(["h200"], vary=["host.memory=1TB"], names=["streamed"])]
+    rows += [sweep.evaluate(point) for point in some(["h200"], names=["streamed"])]
+    for each, told in ((None, [True, False]), (0.001, [False, False])):
+        paid = some_prices(host_memory_per_gb=1.0, rent_host_memory_per_gb_hour=each)
+        table = costs.priced(rows, paid, 1e9)
+        assert table["hour"].tolist() == ["rented"] * 2 and table["memory_for_nothing"].tolist() == told
+        assert ("rent_host_memory_per_gb_hour" in buying.note(table)) == any(told)
+        assert "| rented |" in tables.markdown(table, buying.columns(paid, table))
+
+
+def test_a_machine_from_a_file_has_the_price_of_its_files_or_its_profiles_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(hardware.to_json(hardware.load("rtx4090"))))
+    assert some_prices().of(str(file)).buy == 3652.5
+    mine = {**some_prices().machines, "mine": MachinePrice(source="made up", watts=1, buy=7.0)}
+    assert some_prices(machines=mine).of(str(file)).buy == 7.0
+    with pytest.raises(PriceError, match=r"add it under machines: in the price file, as in  mine: {buy: "):
+        some_prices(machines={}).of(str(file))
 
 
 def test_cost_and_energy_of_training_and_the_front() -> None:
@@ -100,7 +128,8 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
     assert slow["drives"] == pytest.approx(10000 / 240) and fast["drives"] == 0
     whole = costs.priced([{**row("rtx4090", 100.0), "drive_days": None}], with_rent, 3.6e9).to_dict("records")[0]
     assert slow["cost"] - whole["cost"] == pytest.approx(10000 / 240 * 120)  # what is worn out is bought again
-    assert fast["pareto"] and slow["pareto"] and not nothing["pareto"]  # dearer and faster; cheaper; nothing
+    assert slow["cost_per_hour"] < fast["cost_per_hour"] and slow["cost"] > fast["cost"]
+    assert fast["pareto"] and not slow["pareto"] and not nothing["pareto"]
     per_token = 20 / 3600 / (8 * 0.4 * 989e12 / flops)
     expected = with_rent.break_even_months(with_rent.of("h200"), 1000.0, per_token)
     assert fast[costs.months_column("node")] == pytest.approx(expected, rel=0.01)
@@ -108,7 +137,10 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
 
 
 def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
-    group = pd.DataFrame({"cost_per_hour": [1.0, 2.0, 3.0], "tokens_per_s": [10.0, 9.0, 20.0]})
+    """The last costs least by the hour, and most by the time that it is done."""
+    group = pd.DataFrame(
+        {"cost_per_hour": [2.0, 3.0, 4.0, 1.0], "cost": [1.0, 2.0, 3.0, 4.0], "tokens_per_s": [10.0, 9.0, 20.0, 1.0]}
+    )
     assert costs._pareto(group) == [0, 2]
 
 
@@ -133,7 +165,11 @@ def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> Non
             "lifetime_months: 0\nmachines: {h200: {watts: 1, source: x, buy: 1}}",
             "lifetime_months must be more than zero",
         ),
-        ("machines: {h200: {watts: 1, source: x, buy: 1}}", "currency"),
+        (
+            "machines: {h200: {watts: 1, source: x, buy: 1}}",
+            "currency and date and electricity_per_kwh are missing; as in  currency: USD",
+        ),
+        ("machines: {h200: {source: x, buy: 1}}", "h200: watts is missing; as in  h200: {buy: 45000, watts: 1400, "),
         ("a: [", "is not YAML"),
     ],
 )
@@ -158,6 +194,13 @@ def test_what_does_not_fit_is_kept_with_its_reason() -> None:
     assert [row["fits"] for row in rows] == [False, False, True, True]
     assert "device memory is" in rows[0]["reason"] and not rows[2]["reason"]
     assert list(rows[2]) == [*rows[0], *sweep.FOUND]
+
+
+def test_a_policy_has_the_knobs_it_is_given() -> None:
+    (as_it_comes,), (given,) = (some(["h200"], names=[name]) for name in ("streamed", "streamed slots=1"))
+    rows = sweep.evaluate(as_it_comes), sweep.evaluate(given)
+    assert [row["knobs"] for row in rows] == ["", "slots=1"] and rows[0]["digest"] != rows[1]["digest"]
+    assert buying._as_file("tiny-my/mine.json-streamed slots=1") == "tiny-my-mine-streamed-slots-1"
 
 
 def test_rows_are_the_same_in_one_process_and_in_two(tmp_path: Path) -> None:
@@ -326,17 +369,17 @@ def test_the_picture_of_prices_says_their_currency_and_what_every_colour_means()
     table = pd.DataFrame(
         {
             "model": "tiny", "machine": [f"m{i}" for i in range(count)], "changes": "", "fits": True,
-            "cost_per_hour": [1.0 + i for i in range(count)], "tokens_per_s": [100.0 - i for i in range(count)],
+            "cost": [1.0 + i for i in range(count)], "days": [100.0 + i for i in range(count)],
             "pareto": [i == 0 for i in range(count)], "policy": sweep.PLAN,
         }
     )  # fmt: skip
-    ax = buying.price_against_throughput(table, "EUR")
-    assert "(EUR)" in ax.get_xlabel()
+    ax = buying.cost_against_days(table, "EUR", 1e9)
+    assert ax.get_xlabel() == "cost of training 1,000,000,000 tokens (EUR)"
     legend = ax.get_legend()
     assert legend is not None
     told = [text.get_text() for text in legend.get_texts()]
     assert told[0] == "no other beats it" and told[1].startswith("beaten") and told[2:] == ["1  m0"]
-    alone = buying.price_against_throughput(table[:1], "EUR").get_legend()
+    alone = buying.cost_against_days(table[:1], "EUR", 1e9).get_legend()
     assert alone is not None and not any("beaten" in text.get_text() for text in alone.get_texts())
 
 
@@ -354,17 +397,17 @@ def test_a_model_that_is_no_preset_is_priced(tmp_path: Path) -> None:
 def test_points_are_numbered_where_they_are_within_the_axes_and_once_where_they_meet() -> None:
     table = pd.DataFrame(
         {
-            "model": "tiny", "machine": ["a", "b", "c", "d"], "changes": "", "fits": True, "policy": sweep.PLAN,
-            "cost_per_hour": [1.0, 1.0, 2.0, 3.0], "tokens_per_s": [50.0, 50.01, 100.0, 60.0],
-            "pareto": [False, False, True, False],
+            "model": "tiny", "machine": list("abcdef"), "changes": "", "fits": True, "policy": sweep.PLAN,
+            "cost": [100.0, 100.001, 102.0, 103.0, 104.0, 600.0], "days": [50.0, 50.01, 49.0, 50.0, 51.0, 60.0],
+            "pareto": [True, False, True, False, False, False],
         }
     )  # fmt: skip
-    ax = buying.price_against_throughput(table, "EUR")
-    assert [text.get_text() for text in ax.texts] == ["1, 2", "3", "4"]
-    inside = ax.get_window_extent()
-    assert all(
-        inside.y0 <= text.get_window_extent().y0 <= text.get_window_extent().y1 <= inside.y1 for text in ax.texts
-    )
+    ax = buying.cost_against_days(table, "EUR", 1e9)
+    assert {text.get_text() for text in ax.texts} == {"1, 2", "3", "4", "5", "6"}
+    figure_of(ax).draw_without_rendering()
+    inside, boxes = ax.get_window_extent(), [Text.get_window_extent(text) for text in ax.texts]
+    assert all(inside.contains(x, y) for box in boxes for x, y in box.corners())
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_of_several_policies_every_picture_and_table_names_which(tmp_path: Path) -> None:
@@ -380,7 +423,7 @@ def test_of_several_policies_every_picture_and_table_names_which(tmp_path: Path)
         assert name in ax.get_title(loc="left")
         assert {t.get_text() for t in ax.texts} == {f"{rate:,.0f}" for rate in of_policy["tokens_per_s"]}
     assert "of several the best" in buying.heat_map(table).get_title(loc="left")
-    legend = buying.price_against_throughput(table, "USD").get_legend()
+    legend = buying.cost_against_days(table, "USD", 1e9).get_legend()
     assert legend is not None
     named = [t.get_text() for t in legend.get_texts() if "h200" in t.get_text()]
     assert len(named) == 8 and all("resident" in told or "streamed" in told for told in named)
@@ -397,7 +440,7 @@ def test_what_is_not_exact_training_is_marked_and_has_no_bound_over_exact_schedu
     found = some_prices()
     table = costs.priced(rows, found, 1e9)
     assert "| zenflow (stale by 1) |" in tables.markdown(table, buying.columns(found, table))
-    legend = buying.price_against_throughput(table, "USD").get_legend()
+    legend = buying.cost_against_days(table, "USD", 1e9).get_legend()
     assert legend is not None and any("zenflow (stale by 1)" in text.get_text() for text in legend.get_texts())
 
 

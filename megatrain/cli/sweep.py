@@ -45,7 +45,11 @@ def sweep(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A policy, or several: a,b. Repeatable; the best plan if left out."),
+        typer.Option(
+            "--policy",
+            "-p",
+            help='A policy, with any knobs: "streamed nvme=4"; or several: a,b. Repeatable; the best plan if left out.',
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
     seq: Seq = 4096,
@@ -70,7 +74,7 @@ def sweep(
     chosen = listed(policy or []) or [sweeps.PLAN]
     for name in chosen:
         if name != sweeps.PLAN:
-            known.load(name)
+            known.with_knobs(name)
     specs = [presets.load(model) for model in models_of(models, models_too)]
     for spec in specs:
         note_length(spec, seq)
@@ -102,7 +106,7 @@ def sweep(
         if as_json:
             print_json(tables.records(table))
         else:
-            note = f"{buying.step(table, train_tokens)} {buying.FRONT} Predicted; prices are those of your file."
+            note = f"{buying.step(table, train_tokens)} {buying.note(table)} Predicted; prices are those of your file."
             columns = buying.columns(paid, table)
             for model, of_model in table.groupby("model", sort=False):
                 tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
