@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.patheffects import withStroke
 
 from analysis.figure import FONT_PT, axes_for, figure_of
 from analysis.palette import OP_COLOURS, ink, op_class
@@ -26,6 +28,7 @@ IDLE = "#EEEEEE"
 _BOX = 0.8  # height of an op, of a lane of 1
 _EDGE_INCHES = 0.03  # wider boxes get a white edge; narrower ones would be nothing but edge
 _LETTER_INCHES = 0.64 * FONT_PT / 72  # width of a digit
+_EVERY = (1, 2, 5, 10, 20, 50)  # layers from one with a label to the next
 _MARGIN = 1.09  # of the step's time; what stands at the right of the lanes needs the rest
 _COLUMNS = ("run", "source", "stream", "op", "class", "label", "step", "start_ms", "end_ms", "whole_ms")
 
@@ -157,7 +160,7 @@ def strips(runs: Sequence[Run], limit_ms: float) -> Axes:
 
 
 def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, per_inch: float) -> None:
-    """One stream: grey where idle, boxes by class of op, labels where a box has room for its own."""
+    """One stream: grey where idle, boxes by class of op, and as many labels as there is room for."""
     ax.broken_barh([(0, span)], (y - _BOX / 2, _BOX), facecolors=IDLE, zorder=1)
     for name in dict.fromkeys(box[0] for box in boxes):
         colour = OP_COLOURS[name]
@@ -166,11 +169,53 @@ def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, pe
             drawn = [box for box in of_class if (box[1] > per_inch * _EDGE_INCHES) == wide]
             if drawn:
                 ax.broken_barh(drawn, (y - _BOX / 2, _BOX), facecolors=colour, edgecolors=edge, linewidth=0.5, zorder=2)
-    for name, label, start, width in boxes:
-        if label and width > per_inch * _LETTER_INCHES * (len(label) + 0.3):
-            colour = ink(OP_COLOURS[name])
-            ax.text(start + width / 2, y, label, ha="center", va="center", color=colour, fontsize=FONT_PT)
+    for name, label, start, width in _labelled(boxes, per_inch * _LETTER_INCHES):
+        colour = OP_COLOURS[name]
+        halo = [] if width > per_inch * _LETTER_INCHES * len(label) else [withStroke(linewidth=2, foreground=colour)]
+        ax.text(
+            start + width / 2, y, label, ha="center", va="center", color=ink(colour), fontsize=FONT_PT,
+            path_effects=halo,
+        )  # fmt: skip
     ax.text(span + 0.004 * per_inch * 12, y, f"{busy:.0%} busy", ha="left", va="center", fontsize=FONT_PT)
+
+
+def _labelled(boxes: Sequence[Box], letter: float) -> list[Box]:
+    """The boxes of a lane that get their labels, `letter` being the width of one.
+
+    Of each class all layers, or else every second, fifth and so on, so that no label is on another: the classes that
+    take most time first, and names that are no numbers where their own box has room. Where a layer's micro-batches
+    follow each other they have one label if there is no room for more.
+    """
+    found = [box for box in boxes if not box[1].isdecimal() and box[1] and box[3] > letter * (len(box[1]) + 0.3)]
+    total: dict[str, float] = {}
+    for name, _, _, width in boxes:
+        total[name] = total.get(name, 0.0) + width
+    for name in sorted(total, key=lambda name: -total[name]):
+        numbered = [box for box in boxes if box[0] == name and box[1].isdecimal()]
+        for some, every in [(numbered, 1), *((_joined(numbered), every) for every in _EVERY)]:
+            labelled = sorted([*found, *(box for box in some if int(box[1]) % every == 0)], key=_middle)
+            if all(_apart(one, other, letter) for one, other in itertools.pairwise(labelled)):
+                found = labelled
+                break
+    return found
+
+
+def _joined(boxes: Sequence[Box]) -> list[Box]:
+    """Boxes of a class, in the order of time, with those of one label in turn as one in their middle."""
+    found = []
+    for label, alike in itertools.groupby(boxes, key=lambda box: box[1]):
+        first, *_ = several = list(alike)
+        found.append((first[0], label, (first[2] + several[-1][2]) / 2, first[3]))
+    return found
+
+
+def _middle(box: Box) -> float:
+    return box[2] + box[3] / 2
+
+
+def _apart(one: Box, other: Box, letter: float) -> bool:
+    """Whether two labels have room beside each other."""
+    return _middle(other) - _middle(one) > letter * (len(one[1] + other[1]) / 2 + 0.5)
 
 
 def _legend(ax: Axes, names: Sequence[str], title: str = "labels in boxes are layers") -> None:
