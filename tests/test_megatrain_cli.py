@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -96,6 +97,19 @@ def test_bad_input_is_told_without_a_traceback(command: list[str], code: int, to
     assert told in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
     assert "━━" not in done.stderr or " tried" in done.stderr  # no bar of progress that there was not
+
+
+def test_a_model_is_described_with_its_bytes() -> None:
+    told = " ".join(megatrain("models", "gpt-oss-20b").stdout.split())
+    assert "MLP 32 experts, each 2,880 wide, 4 for a token" in told
+    assert "64 query heads, 8 key and value heads of 64" in told and "128 tokens, in 12 blocks" in told
+    assert "bf16 41.83 GB 41.83 GB 167.32 GB 250.98 GB 12 B" in told
+    (record,) = json.loads(megatrain("models", "tiny", "--json").stdout)
+    assert record["bytes"]["fp32"] == {
+        "weights": 4 * record["total_params"],
+        "gradients": 4 * record["total_params"],
+        "optimizer_state": 8 * record["total_params"],
+    }
 
 
 def test_an_encoder_and_a_broken_config_are_refused(tmp_path: Path) -> None:
@@ -339,7 +353,7 @@ def test_the_version() -> None:
 def test_every_command_of_the_readme_exists() -> None:
     """The commands under "Use" are parsed; those that only plan are run as they stand."""
     text = (ROOT / "README.md").read_text()
-    commands = [line.split() for line in re.findall(r"^megatrain (.+)$", text, re.MULTILINE)]
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^megatrain (.+)$", text, re.MULTILINE)]
     assert len(commands) >= 5
     told = {name: megatrain(name, "--help") for name in {command[0] for command in commands}}
     for command in commands:
@@ -347,7 +361,7 @@ def test_every_command_of_the_readme_exists() -> None:
         assert done.returncode == 0, command
         options = [word for word in command if word.startswith("--")]
         assert all(option in done.stdout for option in options), (command, done.stdout)
-        if command[0] in ("simulate", "compare") and not command[1].endswith(".json"):
+        if command[0] in ("simulate", "compare") and not any(word.endswith(".json") for word in command):
             assert megatrain(*command).returncode == 0, command
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs, stages
+
+if TYPE_CHECKING:
+    from schedules.model import ModelSpec
 
 
 def models(
@@ -18,11 +21,31 @@ def models(
     """List the built-in models, or describe one."""
     from megatrain.terminal import print_table
     from schedules import presets
+    from sim.units import scaled
 
     chosen = [name] if name else presets.names()
     specs = [presets.load(model) for model in chosen]
     if as_json:
-        print_json([{**spec.to_dict(), "total_params": spec.total_params} for spec in specs])
+        print_json([{**spec.to_dict(), "total_params": spec.total_params, "bytes": _bytes(spec)} for spec in specs])
+        return
+    if name:
+        (spec,) = specs
+        print_table(f"{spec.name}: {spec.architecture}", ["", ""], _shape(spec))
+        kept = _bytes(spec)
+        headings = ["precision", "weights", "gradients", "optimizer state", "together", "a parameter"]
+        print_table(
+            "bytes of the model and of what is kept to train it",
+            headings,
+            [
+                [
+                    precision,
+                    *(scaled(nbytes, "GB", 2) for nbytes in parts.values()),
+                    scaled(sum(parts.values()), "GB", 2),
+                    f"{sum(parts.values()) / spec.total_params:.3g} B",
+                ]
+                for precision, parts in kept.items()
+            ],
+        )
         return
     columns = ["model", "parameters", "blocks", "hidden", "heads", "vocabulary", "one block", "embedding", "head"]
     rows = [
@@ -40,6 +63,41 @@ def models(
         for spec in specs
     ]
     print_table("models (parameters; heads as query/key-value)", columns, rows, spare=columns[4:])
+
+
+def _shape(spec: ModelSpec) -> list[list[str]]:
+    sliding = [window for i in spec.blocks if (window := spec.window(i)) is not None]
+    mlp = f"{spec.intermediate_size:,} wide"
+    if spec.num_experts:
+        each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
+        mlp = f"{each}, {spec.num_experts_per_tok} for a token"
+    heads = f"{spec.num_attention_heads} query heads, {spec.num_key_value_heads} key and value heads of {spec.head_dim}"
+    return [
+        ["parameters", f"{spec.total_params:,}"],
+        ["blocks", f"{spec.num_hidden_layers}, of {spec.params(0):,} parameters"],
+        ["hidden size", f"{spec.hidden_size:,}"],
+        ["MLP", mlp],
+        ["attention", heads],
+        *([["sliding window", f"{sliding[0]:,} tokens, in {len(sliding)} blocks"]] if sliding else []),
+        ["vocabulary", f"{spec.vocab_size:,}"],
+        ["embedding", f"{spec.params(spec.embed):,} parameters"],
+        ["head", "the embedding's" if spec.tie_word_embeddings else f"{spec.params(spec.head):,} parameters"],
+        ["longest sequence", f"{spec.max_position_embeddings:,} tokens"],
+    ]
+
+
+def _bytes(spec: ModelSpec) -> dict[str, dict[str, int]]:
+    """By precision, what is kept of each kind; systems may keep more, such as fp32 gradients."""
+    from schedules.workload import PRECISIONS
+
+    return {
+        name: {
+            "weights": kept.weight * spec.total_params,
+            "gradients": kept.grad * spec.total_params,
+            "optimizer_state": sum(kept.state_bytes(spec.params(i)) for i in spec.layers),
+        }
+        for name, kept in PRECISIONS.items()
+    }
 
 
 def hardware(
