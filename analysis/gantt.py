@@ -11,7 +11,6 @@ from matplotlib.patheffects import withStroke
 
 from analysis.figure import FONT_PT, axes_for, figure_of
 from analysis.palette import OP_COLOURS, ink, op_class
-from analysis.perfetto import title
 from analysis.trace_diff import step_bounds, typical_step
 from schedules.op import Op
 from schedules.schedule import Schedule
@@ -59,7 +58,7 @@ def gantt_data(runs: Sequence[Run]) -> pd.DataFrame:
             rows.append(
                 {
                     "run": number,
-                    "source": title(trace),
+                    "source": trace.title,
                     "stream": str(op.stream),
                     "op": op.name,
                     "class": op_class(op),
@@ -93,7 +92,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     for number, (schedule, trace) in enumerate(runs):
         y += 1.0 if number == 0 else 1.2
         span = spans_ms[number] * scale
-        heading = f"{schedule.label}, {schedule.model.name}, {title(trace)}: {_length(trace, scale, unit)}"
+        heading = f"{schedule.label}, {schedule.model.name}, {trace.title}: {_length(trace, scale, unit)}"
         ax.text(0, y - 0.62, heading, va="bottom", weight="bold", fontsize=FONT_PT)
         for stream in schedule.streams:
             rows = data[(data["run"] == number) & (data["stream"] == stream)]

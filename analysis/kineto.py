@@ -23,7 +23,7 @@ import numpy as np
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream
-from schedules.schedule import Schedule
+from schedules.schedule import RECORDED, Schedule
 from schedules.trace import ISSUE, Trace
 from schedules.workload import Workload
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Event = Mapping[str, Any]
 What = tuple[Kind, Phase, Stream]
 
-POLICY = "recorded"
 _BACKWARD = "autograd::engine::evaluate_function"  # encloses whatever the backward pass calls
 _STEP, _OPTIMIZER, _ZERO = "ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#"
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
@@ -284,7 +283,7 @@ def _schedule(rows: Sequence[tuple[_Span, int, What, str]], model: ModelSpec, wo
         )
         for number, (span, _, (kind, phase, stream), _) in enumerate(rows)
     )
-    return Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=POLICY)
+    return Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=RECORDED)
 
 
 def _trace(rows: Sequence[tuple[_Span, int, What, str]], schedule: Schedule, begin: int, machine: str) -> Trace:

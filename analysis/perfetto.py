@@ -40,13 +40,8 @@ def write(path: Path, traces: Sequence[tuple[Schedule, Trace]]) -> None:
     write_text(path, json.dumps(body, separators=(",", ":")))
 
 
-def title(trace: Trace) -> str:
-    """What a run is called wherever it is drawn: "predicted on gh200"."""
-    return f"{trace.source} on {trace.machine}"
-
-
 def _about(schedule: Schedule, trace: Trace) -> str:
-    return f"{title(trace)}: {schedule.label}, {schedule.model.name}, schedule {schedule.digest}"
+    return f"{trace.title}: {schedule.label}, {schedule.model.name}, schedule {schedule.digest}"
 
 
 def _tid(stream: Stream) -> int:
@@ -55,7 +50,7 @@ def _tid(stream: Stream) -> int:
 
 def _names(schedule: Schedule, trace: Trace, pid: int) -> Iterator[Event]:
     """Names and order of the process and its tracks."""
-    process = f"{title(trace)} ({schedule.label}, {schedule.model.name})"
+    process = f"{trace.title} ({schedule.label}, {schedule.model.name})"
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     for stream in schedule.streams:

@@ -101,7 +101,7 @@ def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfi
     lengths = [step_bounds(trace, step) for trace, step in zip((first, second), steps, strict=True)]
     return Diff(
         schedule=schedule,
-        names=(f"{first.source} on {first.machine}", f"{second.source} on {second.machine}"),
+        names=(first.title, second.title),
         first_called="the prediction" if first.source != second.source == "measured" else "the first run",
         steps_ns=(lengths[0][1] - lengths[0][0], lengths[1][1] - lengths[1][0]),
         partings=tuple(partings),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FORMAT = "megatrain-schedule/1"
 
 Knob = bool | int | float | str | None
+RECORDED = "recorded"  # in place of a policy: the ops of somebody's run, as `megatrain import` writes them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,11 @@ class Schedule:
     def label(self) -> str:
         """The policy's name, marked wherever its numbers are not those of exact training."""
         return self.policy if self.staleness == 0 else f"{self.policy} (stale by {self.staleness})"
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it holds what a run did, not how: it can be drawn and compared, not proven or run."""
+        return self.policy == RECORDED and not self.buffers
 
     @cached_property
     def index(self) -> dict[str, int]:

@@ -56,6 +56,11 @@ class Trace:
         return len(self.op)
 
     @property
+    def title(self) -> str:
+        """What a run is called wherever it is shown: "predicted on gh200"."""
+        return f"{self.source} on {self.machine}"
+
+    @property
     def steps(self) -> int:
         """How many steps were run."""
         return int(self.step.max()) + 1 if len(self) else 0

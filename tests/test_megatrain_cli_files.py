@@ -21,7 +21,7 @@ from megatrain import cli
 from megatrain.cli.options import goes_on, stages
 from schedules import codec, policies, presets
 from schedules.errors import InputError
-from schedules.schedule import Schedule
+from schedules.schedule import RECORDED, Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 
@@ -45,7 +45,7 @@ def step(tmp_path: Path) -> Path:
 def recording(tmp_path: Path) -> Path:
     """As `megatrain import` writes them: ops in the order they ran, without buffers."""
     built = policies.build("streamed", presets.load("tiny"), WORKLOAD, MEMORY)
-    bare = Schedule(ops=built.ops, buffers=(), waits=(), model=built.model, workload=WORKLOAD, policy="recorded")
+    bare = Schedule(ops=built.ops, buffers=(), waits=(), model=built.model, workload=WORKLOAD, policy=RECORDED)
     codec.save(bare, tmp_path / "recorded.json")
     return tmp_path / "recorded.json"
 

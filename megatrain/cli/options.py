@@ -51,7 +51,6 @@ ModelsToo = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 STEP = ("policy", "batch", "accumulation", "seq", "precision", "clip", "recompute", "knob")  # what makes a schedule
-RECORDED = "recorded"  # the policy of what `megatrain import` writes
 PATIENCE_S = 2.0  # of work that tells its stages only if it takes longer
 BAR = 12  # columns
 WINDOW_S = 3600.0  # the time left follows from the pace of the last hour: a step may take minutes
@@ -145,7 +144,7 @@ def schedule_to_prove(file: Path) -> Schedule:
 
     require_input(file)
     schedule = codec.read(file)
-    if schedule.policy == RECORDED and not schedule.buffers:
+    if schedule.is_recording:
         raise InputError(f"{file} is the recording of a run: it can be drawn and compared, not proven or run")
     return schedule
 
