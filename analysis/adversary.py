@@ -56,6 +56,7 @@ class Loss:
     seq_len: int
     micro_batch_size: int
     accumulation: int
+    around: str  # the machine
     machine: str  # what is changed of it
     first_binds: str
     second_binds: str
@@ -146,6 +147,7 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
         ratio=times[0] / times[1],
         first_s=times[0],
         second_s=times[1],
+        around=machine.name,
         machine=", ".join(change.replace("=", " ") for change in changes),
         first_binds=predictions[0].binding,
         second_binds=predictions[1].binding,

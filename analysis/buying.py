@@ -18,6 +18,7 @@ from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
 from schedules.files import whole, write_text
+from sim.units import rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,11 +111,11 @@ def heat_map(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     grid = table.pivot_table(index=HEAT[0], columns=HEAT[1], values="tokens_per_s", aggfunc="max", dropna=False)
     values = np.ma.masked_invalid(grid.to_numpy(dtype=float))
     image = ax.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0)
-    ax.set_xticks(range(len(grid.columns)), [f"{rate / 1e9:g}" for rate in grid.columns])
+    ax.set_xticks(range(len(grid.columns)), [f"{link / 1e9:g}" for link in grid.columns])
     ax.set_yticks(range(len(grid.index)), [f"{size / 1e9:g}" for size in grid.index])
     highest = float(values.max()) if values.count() else 1.0
     for (i, j), value in np.ndenumerate(grid.to_numpy(dtype=float)):
-        told = f"{value:,.0f}" if np.isfinite(value) else "does not fit"
+        told = rate(value) if np.isfinite(value) else "does not fit"
         dark = np.isfinite(value) and value > 0.6 * highest
         ax.text(j, i, told, ha="center", va="center", fontsize=FONT_PT, color="white" if dark else "black")
     ax.set_xlabel("link, host to device (GB/s)")

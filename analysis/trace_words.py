@@ -5,6 +5,7 @@ from __future__ import annotations
 from analysis.trace_diff import Diff, Parting
 from schedules.op import Op, Phase
 from schedules.schedule import Schedule
+from sim.units import seconds
 
 _VERBS = {
     Phase.EMBED: "embedding",
@@ -42,8 +43,8 @@ def idle_sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:
     return [(p.idle_ns, _stood(found, p)) for p in changed[:at_most]]
 
 
-def _ms(ns: float) -> str:
-    return f"{ns / 1e6:.3g} ms"
+def _time(ns: float) -> str:
+    return seconds(ns / 1e9)
 
 
 def _lasted(found: Diff, parting: Parting) -> str:
@@ -52,18 +53,18 @@ def _lasted(found: Diff, parting: Parting) -> str:
     if op.phase == Phase.COPY and first and second:
         text = f"{name} ran at {op.nbytes / second:.3g} GB/s, {found.first_called} says {op.nbytes / first:.3g}"
     else:
-        text = f"{name} took {_ms(second)}, {found.first_called} says {_ms(first)}"
+        text = f"{name} took {_time(second)}, {found.first_called} says {_time(first)}"
     if parting.duration_ns > 0 and parting.beside is not None:
         whole = parting.beside_ns >= second
         text += f"; {name_of(found.schedule, parting.beside)} was running"
-        text += "" if whole else f" for {_ms(parting.beside_ns)} more of it"
+        text += "" if whole else f" for {_time(parting.beside_ns)} more of it"
     return text
 
 
 def _stood(found: Diff, parting: Parting) -> str:
     op, name = parting.op, name_of(found.schedule, parting.op)
-    text = f"{op.stream} stood idle for {_ms(parting.second.idle_ns)} before {name}, "
-    text += f"in {found.first_called} for {_ms(parting.first.idle_ns)}; "
+    text = f"{op.stream} stood idle for {_time(parting.second.idle_ns)} before {name}, "
+    text += f"in {found.first_called} for {_time(parting.first.idle_ns)}; "
     if parting.idle_ns > 0:
         return text + _cause(found, parting, parting.second.released_by)
     return text + "there " + _cause(found, parting, parting.first.released_by)
@@ -75,5 +76,5 @@ def _cause(found: Diff, parting: Parting, on: Op | None) -> str:
     if on.stream == parting.op.stream:
         return f"it stood behind {name_of(found.schedule, on)}"
     longer = next(p.duration_ns for p in found.partings if p.op.name == on.name)
-    how = f", which ran {_ms(abs(longer))} {'longer' if longer > 0 else 'less long'}" if longer else ""
+    how = f", which ran {_time(abs(longer))} {'longer' if longer > 0 else 'less long'}" if longer else ""
     return f"it waited for {name_of(found.schedule, on)}{how}"
