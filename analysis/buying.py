@@ -207,7 +207,7 @@ def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
         Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
         Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),
-        Column(heading="hour is", cell=lambda row: row["hour"], number=False),
+        Column(heading="hour is", cell=lambda row: row["hour"], number=False, spare=True),
         Column(heading="days", cell=tables.number("days", ",.1f")),
         Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
         money("cost"),

@@ -246,6 +246,16 @@ NUMBERS: Mapping[str, Rule] = dict(_numbers(HardwareProfile))
 """Dotted path -> rule of every number a profile can hold; the keys that `override` accepts."""
 
 
+TIMED = (
+    "gpu.matmul_flops",
+    "gpu.fp32_flops",
+    "gpu.memory_bandwidth",
+    "host.adam_efficiency",
+    "host.adam_params_per_s",
+)
+"""Paths of what ops' times do not follow from where they were measured."""
+
+
 CEILINGS = (
     ("links.h2d.bandwidth", "links.duplex"),
     ("links.d2h.bandwidth", "links.duplex"),

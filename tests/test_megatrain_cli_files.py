@@ -18,7 +18,7 @@ from timed_profile import timed
 from typer.testing import CliRunner
 
 from megatrain import cli
-from megatrain.cli.options import goes_on, stages
+from megatrain.cli.bars import goes_on, stages
 from schedules import codec, policies, presets
 from schedules.errors import InputError
 from schedules.schedule import RECORDED, Schedule

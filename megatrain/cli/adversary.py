@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, progress_bar, require_outputs
+from megatrain.cli.bars import progress_bar
+from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, require_outputs
 from schedules.errors import InputError
 
 

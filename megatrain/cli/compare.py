@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatrain.cli.bars import progress_bar
 from megatrain.cli.options import (
     Accumulation,
     Batch,
@@ -24,7 +25,6 @@ from megatrain.cli.options import (
     models_of,
     note_length,
     print_json,
-    progress_bar,
     require_outputs,
     workload_of,
 )

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import command_line, progress_bar, require_outputs
+from megatrain.cli.bars import progress_bar
+from megatrain.cli.options import command_line, require_outputs
 
 
 def demo(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import Hardware, Json, machine_of, print_json, require_input, require_outputs, stages
+from megatrain.cli.bars import stages
+from megatrain.cli.options import Hardware, Json, machine_of, print_json, require_input, require_outputs
 
 
 def diff(

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs, stages
+from megatrain.cli.bars import stages
+from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
+
+if TYPE_CHECKING:
+    from schedules.model import ModelSpec
 
 if TYPE_CHECKING:
     from schedules.model import ModelSpec

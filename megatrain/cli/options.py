@@ -6,11 +6,9 @@ import json
 import math
 import shlex
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +18,6 @@ from schedules.errors import InputError
 from schedules.workload import PRECISIONS, RECOMPUTED
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
-
     from schedules.model import ModelSpec
     from schedules.schedule import Schedule
     from schedules.workload import MemoryBudget, Workload
@@ -51,9 +46,6 @@ ModelsToo = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 STEP = ("policy", "batch", "accumulation", "seq", "precision", "clip", "recompute", "knob")  # what makes a schedule
-PATIENCE_S = 2.0  # of work that tells its stages only if it takes longer
-BAR = 12  # columns
-WINDOW_S = 3600.0  # the time left follows from the pace of the last hour: a step may take minutes
 
 
 def workload_of(
@@ -77,11 +69,19 @@ def workload_of(
 
 
 def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
-    """A machine with numbers changed, which its name tells wherever it is told: "rtx3090 with host.memory=100GiB"."""
+    """A machine with numbers changed, which its name tells wherever it is told: "rtx3090 with host.memory=100GiB".
+
+    Says so on stderr where ops were measured whose times a number does not change.
+    """
     from sim.hardware import load, override
+    from sim.machine import TIMED
 
     machine = override(load(hardware), changes or [])
     last = {change.partition("=")[0].strip(): change for change in changes or []}  # of several for one number
+    if machine.measured is not None and (idle := [path for path in TIMED if path in last]):
+        print(
+            f"note: ops were measured on {machine.name}, and take as long whatever {', '.join(idle)}", file=sys.stderr
+        )
     return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine
 
 
@@ -209,87 +209,6 @@ def _valid(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_valid(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def progress_bar(*, left: bool = True) -> Iterator[Progress]:
-    """A bar for each task on stderr, drawn when there is progress: an error before that stands alone.
-
-    It tells the time that is `left`, once that is known, in place of the time that has passed.
-    """
-    from rich.progress import Progress, TaskID
-
-    class Late(Progress):
-        def update(self, task_id: TaskID, **changes: Any) -> None:
-            self.start()
-            super().update(task_id, **changes)
-
-    progress = Late(*_columns(left), console=_stderr(), speed_estimate_period=WINDOW_S)
-    try:
-        yield progress
-    finally:
-        if progress.live.is_started:
-            progress.stop()
-
-
-@contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """To be told each stage of some work as it begins; a terminal shows them meanwhile, where it takes long."""
-    from rich.progress import Progress
-
-    progress = Progress(*_columns(left=False), console=_stderr(), transient=True)
-
-    def begin(name: str) -> None:
-        for task in progress.tasks:
-            progress.update(task.id, total=1.0, completed=1.0)
-        progress.add_task(name, total=None, note="")
-
-    late = threading.Timer(PATIENCE_S, progress.start)
-    late.start()
-    try:
-        yield begin
-    finally:
-        late.cancel()
-        late.join()
-        if progress.live.is_started:
-            progress.stop()
-
-
-@contextmanager
-def goes_on() -> Iterator[None]:
-    """For work that keeps its parts: whoever interrupts it is told so."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("megatrain: interrupted; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
-def _columns(left: bool) -> Sequence[ProgressColumn]:
-    """Of a bar. On a narrow terminal the note takes several lines, and nothing is cut off."""
-    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
-    from rich.table import Column
-    from rich.text import Text
-
-    class Time(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            rest = task.time_remaining if left and not task.finished else None
-            passed = task.finished_time if task.finished else task.elapsed
-            seconds = timedelta(seconds=int(rest or passed or 0))
-            return Text(f"{seconds} left" if rest else f"{seconds}")
-
-    return (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(BAR, table_column=Column(no_wrap=True, width=BAR)),
-        Time(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=False)),
-    )
-
-
-def _stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 def shape_of(text: str) -> tuple[int, int]:

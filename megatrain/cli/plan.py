@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatrain.cli.bars import progress_bar
 from megatrain.cli.options import (
     Clip,
     Hardware,
@@ -18,7 +19,6 @@ from megatrain.cli.options import (
     machine_of,
     note_length,
     print_json,
-    progress_bar,
     require_outputs,
     schedule_to_prove,
 )

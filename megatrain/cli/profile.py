@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import (
-    Accumulation,
-    Batch,
-    Clip,
-    Precision,
-    Seq,
-    goes_on,
-    progress_bar,
-    require_outputs,
-    shape_of,
-    workload_of,
-)
+from megatrain.cli.bars import goes_on, progress_bar
+from megatrain.cli.options import Accumulation, Batch, Clip, Precision, Seq, require_outputs, shape_of, workload_of
 from schedules.errors import Refused
 from schedules.workload import RECOMPUTED
 

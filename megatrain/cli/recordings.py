@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatrain.cli.options import Accumulation, Precision, require_input, require_outputs, stages, workload_of
+from megatrain.cli.bars import stages
+from megatrain.cli.options import Accumulation, Precision, require_input, require_outputs, workload_of
 from schedules.errors import InputError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatrain.cli.bars import progress_bar
 from megatrain.cli.options import (
     Accumulation,
     Batch,
@@ -26,7 +27,6 @@ from megatrain.cli.options import (
     Target,
     machine_of,
     print_json,
-    progress_bar,
     require_outputs,
     schedule_of,
     workload_of,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatrain.cli.bars import stages
 from megatrain.cli.options import (
     STEP,
     Accumulation,
@@ -26,7 +27,6 @@ from megatrain.cli.options import (
     require_outputs,
     schedule_of,
     schedule_to_prove,
-    stages,
     workload_of,
 )
 from schedules.errors import InputError

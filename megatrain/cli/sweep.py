@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatrain.cli.bars import goes_on, progress_bar
 from megatrain.cli.options import (
     Json,
     Models,
@@ -14,12 +15,10 @@ from megatrain.cli.options import (
     Precision,
     Seq,
     command_line,
-    goes_on,
     listed,
     models_of,
     note_length,
     print_json,
-    progress_bar,
     require_outputs,
 )
 

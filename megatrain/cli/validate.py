@@ -8,16 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import (
-    Json,
-    command_line,
-    goes_on,
-    listed,
-    print_json,
-    progress_bar,
-    require_outputs,
-    shape_of,
-)
+from megatrain.cli.bars import goes_on, progress_bar
+from megatrain.cli.options import Json, command_line, listed, print_json, require_outputs, shape_of
 
 Shapes = list[str] | None
 
