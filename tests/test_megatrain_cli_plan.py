@@ -88,6 +88,13 @@ def test_what_a_profile_lacks_is_told_with_the_command(here: str) -> None:
     assert "megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE" in told.stderr
 
 
+def test_a_number_that_measured_times_do_not_follow_is_noted(here: str) -> None:
+    for change, noted in (("gpu.matmul_flops=1TFLOP/s", True), ("links.h2d.bandwidth=10GB/s", False)):
+        told = megatrain("simulate", "tiny", "-H", here, "--batch", "4", "--seq", "64", "--set", change)
+        assert told.returncode == 0, told.stderr
+        assert ("were measured, and take as long whatever gpu.matmul_flops may be" in told.stderr) is noted
+
+
 def test_a_sweep_plans_on_a_measured_profile(here: str, tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     text = (ROOT / "docs" / "prices.yaml").read_text()

@@ -79,9 +79,8 @@ def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
     machine = override(load(hardware), changes or [])
     last = {change.partition("=")[0].strip(): change for change in changes or []}  # of several for one number
     if machine.measured is not None and (idle := [path for path in TIMED if path in last]):
-        print(
-            f"note: ops were measured on {machine.name}, and take as long whatever {', '.join(idle)}", file=sys.stderr
-        )
+        told = f"note: the ops of {machine.name} were measured, and take as long whatever {' and '.join(idle)} may be"
+        print(told, file=sys.stderr)
     return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine
 
 
