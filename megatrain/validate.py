@@ -95,7 +95,7 @@ class Grid:
     def schedules(self, model: ModelSpec, shapes: Sequence[Shape]) -> list[Schedule]:
         """Every policy on a model, shape by shape."""
         room = replace(self.room, nvme_bytes=self.room.host_bytes if self.nvme else 0)
-        chosen = [(name, policies.parse_knobs(name, settings)) for name, *settings in map(str.split, self.policies)]
+        chosen = [policies.with_knobs(text) for text in self.policies]
         return [
             policies.build(name, model, self._workload(shape), room, **knobs)
             for shape in shapes
