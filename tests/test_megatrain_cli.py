@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from megatrain.cli import progress
+from megatrain.cli import training_progress
 
 ROOT = Path(__file__).parent.parent
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
@@ -284,7 +284,7 @@ def shown(steps: int, moments: list[float], monkeypatch: pytest.MonkeyPatch, **o
     """A training's progress where there is no terminal, made at the first of these moments; what it says."""
     now, said = iter(moments), StringIO()
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
-    return progress.TrainingProgress(Progress(console=Console(file=said)), steps, 64, **options), said
+    return training_progress.TrainingProgress(Progress(console=Console(file=said)), steps, 64, **options), said
 
 
 def test_a_training_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
