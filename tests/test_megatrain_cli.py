@@ -283,7 +283,7 @@ def _hears() -> None:
 def shown(steps: int, moments: list[float], monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, StringIO]:
     """A training's progress where there is no terminal, made at the first of these moments; what it says."""
     now, said = iter(moments), StringIO()
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(training_progress.time, "perf_counter", lambda: next(now))
     return training_progress.TrainingProgress(Progress(console=Console(file=said)), steps, 64, **options), said
 
 
