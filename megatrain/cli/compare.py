@@ -61,7 +61,8 @@ def compare(
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
-    chosen = listed(policy or []) or policies.comparable()
+    same_state = [comparison.SAME_STATE] if precision == "bf16" else []  # others have an fp32 master
+    chosen = listed(policy or []) or [*policies.comparable(), *same_state]
     for name in chosen:
         policies.with_knobs(name)  # tells which is not there before any is simulated
     specs = [presets.load(model) for model in models_of(models, models_too)]
