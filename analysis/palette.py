@@ -36,6 +36,7 @@ _VARIANTS = (("", "o"), ("//", "s"), ("..", "^"), ("xx", "D"), ("\\\\", "v"))
 
 _POLICIES = {
     "zero3_offload": Style(colour=GREY),
+    "zero3_offload master=weights": Style(colour=GREY, hatch="++", marker="P"),
     "streamed": Style(colour=BLUE),
     "lora_streamed": Style(colour=BLUE, hatch="//", marker="s"),
     "megatrain": Style(colour=GREEN),
