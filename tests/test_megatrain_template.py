@@ -262,15 +262,15 @@ def test_shorter_sequences_fit_and_longer_ones_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("rope_scaling", "message"),
     [
-        (scaled({"rope_type": "dynamic", "factor": 4.0}), "'dynamic'"),
-        (scaled(YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}), "mscale"),
+        ({"rope_type": "dynamic", "factor": 4.0}, "'dynamic'"),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "mscale"),
     ],
 )
-def test_a_model_without_a_template_is_refused(model, message):
+def test_a_model_without_a_template_is_refused(rope_scaling, message):
     with pytest.raises(ModelError, match=message):
-        templates(model, seq_len=9, device=CPU, dtype=torch.float32)
+        templates(scaled(rope_scaling), seq_len=9, device=CPU, dtype=torch.float32)
 
 
 # ---- embedding and head
