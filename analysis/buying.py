@@ -13,7 +13,7 @@ from matplotlib.transforms import Bbox
 from analysis import figure, tables
 from analysis.costs import months_column
 from analysis.figure import FONT_PT, axes_for
-from analysis.labels import Room, drawn_at
+from analysis.labels import Labels, drawn_at
 from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
@@ -90,7 +90,7 @@ def _write_numbers(ax: Axes, named: pd.DataFrame) -> None:
             labels.append([point])
     box = ax.get_window_extent()
     dpi = figure.figure_of(ax).dpi / 72
-    room = Room(marks, Bbox.from_extents(*(np.array(box.extents) / dpi)))
+    room = Labels(marks, Bbox.from_extents(*(np.array(box.extents) / dpi)))
     for label in labels:
         text = ", ".join(str(point + 1) for point in sorted(label))
         turns = np.radians([_TURNS[best[label[0]]] + _TURN * turn for turn in sorted(range(-11, 13), key=abs)])

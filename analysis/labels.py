@@ -28,8 +28,8 @@ def drawn_at(ax: Axes, places: Sequence[tuple[float, float]]) -> Place:
     return found
 
 
-class Room:
-    """The room that is left beside marks, in which labels are placed one by one: the first have the best places."""
+class Labels:
+    """Finds room beside marks, in which labels are placed one by one: the first have the best places."""
 
     def __init__(self, marks: Place, within: Bbox | None = None) -> None:
         self._marks = [Bbox.from_bounds(x - _MARK / 2, y - _MARK / 2, _MARK, _MARK) for x, y in marks]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.figure import FONT_PT, axes_for, figure_of, plain_ticks, stacked_axes
-from analysis.labels import Room, drawn_at
+from analysis.labels import Labels, drawn_at
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
     rows = runs.sort_values("measured_s").to_dict("records")
     places = [(row["measured_s"] * scale, row["predicted_s"] * scale) for row in rows]
     marks = drawn_at(ax, places)
-    room = Room(marks)
+    room = Labels(marks)
     for row, place, mark in zip(rows, places, marks, strict=True):
         error = row["predicted_s"] / row["measured_s"] - 1
         text, side = f"{row['policy']} {error:+.1%}", 1 if error >= 0 else -1

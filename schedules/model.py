@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config
-from schedules.workload import Workload
+from schedules.workload import RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 
@@ -203,6 +203,11 @@ class ModelSpec:
         if self.is_block(i):
             return "block" if self.window(i) is None else "block.sliding"
         return self.layer_name(i)
+
+    @property
+    def recompute_modes(self) -> tuple[str, ...]:
+        """The modes of recompute, see Workload, that blocks have: experts' products are not made a chunk at a time."""
+        return tuple(mode for mode in RECOMPUTED if not (mode == "mlp" and self.num_experts))
 
     def is_block(self, i: int) -> bool:
         """Whether layer i is a decoder block. Raises ModelError when there is no layer i."""

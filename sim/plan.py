@@ -13,7 +13,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.verify import verify
-from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, Unmeasured
 from sim.coverage import command
@@ -119,8 +119,7 @@ def plan(
     steps = [
         replace(workload, recompute=mode)
         for workload in splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
-        for mode in RECOMPUTED
-        if not (mode == "mlp" and model.num_experts)
+        for mode in model.recompute_modes
     ]
     finished = True
     limit: PlacementBound | None = None

@@ -26,7 +26,6 @@ PARTS = (1, 2, 4, 8, 16)  # that a layer's state may pass through memory in
 LEAST_PART = 1 << 26  # bytes: smaller ones gain nothing
 MANY_PARTS = 320  # of all blocks together: more take longer to judge than they gain
 SMALL = 200  # parts that the host would have room for: small enough to begin with
-_ENDLESS = MemoryBudget(device_bytes=1 << 60, host_bytes=1 << 60, nvme_bytes=1 << 60)
 
 
 def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
@@ -200,9 +199,9 @@ class Room:
         return self._taken(least.with_knobs({"resident": max(self.most_residents(least), 0)}))
 
     def _taken(self, candidate: Candidate) -> dict[Tier, int]:
-        knobs = dict(candidate.knobs)
-        built = policies.build_without_waits(candidate.policy, self._model, candidate.workload, _ENDLESS, **knobs)
-        return peak_bytes(built, self._profile)
+        peaks = self.peaks(candidate)
+        assert peaks is not None, "what is thrifty can be built"
+        return peaks
 
     def thriftiest(self, workload: Workload) -> Candidate:
         """One block at a time on the device, its input on the host; on a drive, where there is one, all that can be."""

@@ -16,7 +16,7 @@ from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Stream, Tier
 from schedules.schedule import Knob, Schedule
 from schedules.trace import Ints
-from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from schedules.workload import MemoryBudget, Workload
 from sim.cost import demands
 from sim.hardware import override
 from sim.longest_path import periods
@@ -203,9 +203,8 @@ def _frugal(
     model: ModelSpec, profile: HardwareProfile, workload: Workload, budget: MemoryBudget
 ) -> Iterator[dict[Tier, int]]:
     """Peak bytes of the schedules that take least of one tier or another, those that fit, of any mode of recompute."""
-    for mode in reversed(RECOMPUTED):
-        if not (mode == "mlp" and model.num_experts):
-            yield from _frugal_in_mode(model, profile, replace(workload, recompute=mode), budget)
+    for mode in reversed(model.recompute_modes):
+        yield from _frugal_in_mode(model, profile, replace(workload, recompute=mode), budget)
 
 
 def _frugal_in_mode(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatrain.cli.bars import progress_bar
+from megatrain.cli.interrupt import Interrupt
 from megatrain.cli.options import (
     Accumulation,
     Batch,
@@ -35,6 +34,7 @@ from megatrain.cli.training_progress import TrainingProgress
 from schedules.errors import InputError, Refused
 
 if TYPE_CHECKING:
+    from megatrain.adam import Adam
     from megatrain.session import FileEvent, Trained
     from schedules.schedule import Schedule
     from sim.prediction import Prediction
@@ -113,18 +113,10 @@ def run(
     predicted = {} if profile is None else _predicted(predict(schedule, profile, budget))
 
     from megatrain import checkpoint
-    from megatrain.adam import Adam
-    from megatrain.learning_rate import by_step
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
 
-    for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
-        if not 0 <= value < math.inf:
-            raise InputError(f"{name} {value}: give a number from 0 up that is not infinite")
-    try:
-        hyper = by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=decay_until)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    hyper = _hyper(lr, weight_decay, warmup, decay_until)
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
@@ -141,7 +133,7 @@ def run(
             return typer.Exit(130)
 
         try:
-            with _Interrupt(useful=lambda: save is not None and bool(progress.losses)) as interrupt:
+            with Interrupt(useful=lambda: save is not None and bool(progress.losses)) as interrupt:
                 result = train(
                     verified,
                     steps=steps,
@@ -176,37 +168,17 @@ def run(
         raise interrupted()
 
 
-class _Interrupt:
-    """Ctrl-C and SIGTERM during a training, while open.
+def _hyper(lr: float, weight_decay: float, warmup: int, until: int | None) -> Callable[[int], Adam]:
+    from megatrain.adam import Adam
+    from megatrain.learning_rate import by_step
 
-    The first asks it to stop after the steps under way and to save, where that is of use; any other ends it at once.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, useful: Callable[[], bool]) -> None:
-        self.asked = False
-        self._useful = useful
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Interrupt:
-        for number in self.SIGNALS:
-            before = signal.getsignal(number)
-            if before not in (signal.SIG_IGN, None):  # a shell in the background has Ctrl-C ignored
-                self._before[number] = before
-                signal.signal(number, self._heard)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _heard(self, number: int, frame: object) -> None:
-        if self.asked or not self._useful():
-            raise KeyboardInterrupt
-        self.asked = True
-        # not print: what the signal has interrupted may be a print itself
-        os.write(2, b"\nmegatrain: the steps under way are finished and saved; interrupt again to end at once\n")
+    for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} {value}: give a number from 0 up that is not infinite")
+    try:
+        return by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=until)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
