@@ -169,8 +169,11 @@ def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, pe
             if drawn:
                 ax.broken_barh(drawn, (y - _BOX / 2, _BOX), facecolors=colour, edgecolors=edge, linewidth=0.5, zorder=2)
     for name, label, start, width in _labelled(boxes, per_inch * _LETTER_INCHES):
+        half = per_inch * _LETTER_INCHES * len(label) / 2
+        if not half <= start + width / 2 <= span - half:
+            continue  # it would stand over the stream's name, or over how busy it is
         colour = OP_COLOURS[name]
-        halo = [] if width > per_inch * _LETTER_INCHES * len(label) else [withStroke(linewidth=2, foreground=colour)]
+        halo = [] if width > 2 * half else [withStroke(linewidth=2, foreground=colour)]
         ax.text(
             start + width / 2, y, label, ha="center", va="center", color=ink(colour), fontsize=FONT_PT,
             path_effects=halo,
