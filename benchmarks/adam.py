@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from megatrain import adam
+from megatrain.here import machine_name
 from megatrain.native import adam as native
-from megatrain.session import machine_name
 from schedules.files import write_text
 from schedules.workload import PRECISIONS
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatrain.session import machine_name
+from megatrain.here import machine_name
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware

@@ -24,7 +24,7 @@ import torch
 from gpu_machine import Row
 
 from megatrain.backend import OpFailed
-from megatrain.session import machine_name
+from megatrain.here import machine_name
 from schedules.errors import Refused
 from schedules.files import write_text
 

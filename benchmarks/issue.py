@@ -32,7 +32,7 @@ from rich.progress import track
 from megatrain import pinned
 from megatrain.backend import Work
 from megatrain.cuda import CudaBackend
-from megatrain.session import machine_name
+from megatrain.here import machine_name
 from megatrain.store import Store
 from schedules.errors import Refused
 from schedules.files import write_text

@@ -25,7 +25,7 @@ import pandas as pd
 from rich.progress import track
 
 from analysis import figure, plans
-from megatrain.session import machine_name
+from megatrain.here import machine_name
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.schedule import Schedule

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from megatrain.adam import Adam
+from megatrain.here import backend_of
 from megatrain.profile import measure
-from megatrain.session import Trained, backend_of, train
+from megatrain.session import Trained, train
 from schedules import codec, policies, presets
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule

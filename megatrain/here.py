@@ -1,4 +1,4 @@
-"""The machine at hand, before anything is measured: what it is, and how much memory schedules may use."""
+"""The machine at hand, before anything is measured: what it is, its backend, how much memory schedules may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megatrain.backend import Backend, Task
-from megatrain.session import available_memory
+from megatrain.cpu import CpuBackend
+from schedules.errors import InputError
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget
@@ -24,6 +25,37 @@ DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 MAKING = 8  # bytes of RAM a parameter, of one layer at a time, while random weights are made in fp32
 
 PACKAGES = ("torch", "numpy")
+
+
+def machine_name() -> str:
+    """This machine's processor, for results."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def available_memory() -> int:
+    """Bytes of RAM that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def backend_of(name: str | None) -> CpuBackend:
+    """The machine to run on: "cpu", "cuda", or the GPU where there is one. Raises InputError for one that is not."""
+    if name not in (None, "cpu", "cuda"):
+        raise InputError(f"backend {name!r} is unknown; known are cpu, cuda")
+    if name == "cpu" or (name is None and not torch.cuda.is_available()):
+        return CpuBackend(machine=machine_name())
+    if not torch.cuda.is_available():
+        raise InputError("torch finds no GPU here; run on the CPU, with the backend cpu")
+    from megatrain.cuda import CudaBackend
+
+    return CudaBackend()
 
 
 def usable_bytes(total: int) -> int:

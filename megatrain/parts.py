@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatrain.here import Here, versions
-from megatrain.session import machine_name
+from megatrain.here import Here, machine_name, versions
 from megatrain.way import Way
 from schedules.errors import Refused
 from schedules.files import write_text

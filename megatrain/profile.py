@@ -21,11 +21,10 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
-from megatrain.here import machine_here
+from megatrain.here import machine_here, machine_name
 from megatrain.initial import random_parameters
 from megatrain.parts import Parts
 from megatrain.rates import Load
-from megatrain.session import machine_name
 from megatrain.train import Trainer
 from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from megatrain import here, readings
-from megatrain.here import Here
+from megatrain.here import Here, machine_name
 from megatrain.rates import Rate
-from megatrain.session import machine_name
 from megatrain.way import Way
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -102,7 +101,8 @@ def profile_of(
         if at.on_gpu
         else "this machine's CPU as host and device: a thread per stream, both memories in RAM",
         date=date,
-        versions=way.told(here.versions()),
+        versions=here.versions(),
+        way=str(way),
         mode="measured",
         gpu=_gpu(whole, dram, at, value),
         host=_host(ops, whole, dram, at, value),

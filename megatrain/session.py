@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
-from megatrain.checkpoint import Diverged, NotSaved
-from megatrain.cpu import CpuBackend, CpuEvent
+from megatrain.checkpoint import Diverged
+from megatrain.cpu import CpuEvent
 from megatrain.data import ByteText, TokenSource, from_file, read_bytes, standard_library
+from megatrain.here import backend_of
 from megatrain.initial import random_adapters, random_parameters
+from megatrain.room import require_drive, require_memory, require_room
 from megatrain.train import Debug, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
-from schedules.errors import InputError, Refused
-from schedules.op import Tier
+from schedules.errors import InputError
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
-from sim.units import scaled
 
 FileEvent = Literal["skipped", "resumed", "saved", "removed", "exported"]
 
@@ -69,86 +64,6 @@ class Files:
     save: Path | None = None
     every: int | None = None
     export: Path | None = None
-
-
-def machine_name() -> str:
-    """This machine's processor, for results."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def available_memory() -> int:
-    """Bytes of RAM that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def backend_of(name: str | None) -> CpuBackend:
-    """The machine to run on: "cpu", "cuda", or the GPU where there is one. Raises InputError for one that is not."""
-    if name not in (None, "cpu", "cuda"):
-        raise InputError(f"backend {name!r} is unknown; known are cpu, cuda")
-    if name == "cpu" or (name is None and not torch.cuda.is_available()):
-        return CpuBackend(machine=machine_name())
-    if not torch.cuda.is_available():
-        raise InputError("torch finds no GPU here; run on the CPU, with the backend cpu")
-    from megatrain.cuda import CudaBackend
-
-    return CudaBackend()
-
-
-def require_memory(verified: Verified, device: torch.device) -> None:
-    """Raises Refused unless there is room for the buffers: on the CPU, for both tiers' in the RAM."""
-    needed, label = verified.allocated_bytes(), f"{verified.schedule.label} for {verified.schedule.model.name}"
-    places: list[tuple[tuple[Tier, ...], int, str]]
-    if device.type == "cpu":
-        places = [((Tier.DEVICE, Tier.HOST), available_memory(), "of memory are available on this machine")]
-    else:
-        free, _ = torch.cuda.mem_get_info(device)
-        places = [
-            ((Tier.DEVICE,), free, "of the GPU's memory are free"),
-            ((Tier.HOST,), available_memory(), "of memory are available on this machine"),
-        ]
-    for tiers, room, of in places:
-        if sum(needed[tier] for tier in tiers) > room:
-            parts = ", ".join(f"{tier} {scaled(needed[tier], 'GB')}" for tier in tiers if needed[tier])
-            raise Refused(
-                f"{label} needs {scaled(sum(needed[tier] for tier in tiers), 'GB')} ({parts}), and "
-                f"{scaled(room, 'GB')} {of}; simulate it instead, or shrink it"
-            )
-
-
-def require_drive(verified: Verified, folder: Path | None) -> None:
-    """Raises InputError unless there is a folder for the buffers on NVMe, if any, Refused unless it has room."""
-    needed = verified.allocated_bytes()[Tier.NVME]
-    if not needed:
-        return
-    what = f"{verified.schedule.label} for {verified.schedule.model.name} keeps {scaled(needed, 'GB')} on NVMe"
-    if folder is None:
-        raise InputError(f"{what}: give a folder on a drive, with --nvme FOLDER")
-    if not folder.is_dir():
-        raise InputError(f"{what}: there is no folder {folder}")
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise Refused(
-            f"{what}, and {scaled(free, 'GB')} are free in {folder}: make room there or choose another folder"
-        )
-
-
-def require_room(wanted: Sequence[tuple[str, Path, int]]) -> None:
-    """Raises NotSaved unless there is room for each (what, folder, bytes), together where they share a drive."""
-    drives: dict[int, list[tuple[str, Path, int]]] = {}
-    for part in wanted:
-        drives.setdefault(part[1].stat().st_dev, []).append(part)
-    for parts in drives.values():
-        free = shutil.disk_usage(parts[0][1]).free
-        if sum(nbytes for _, _, nbytes in parts) > free:
-            told = " and ".join(f"{what} in {folder} takes {scaled(nbytes, 'GB')}" for what, folder, nbytes in parts)
-            raise NotSaved(f"{told}, and {scaled(free, 'GB')} are free there: make room or choose another folder")
 
 
 def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Checkpoint | None, steps: int) -> None:

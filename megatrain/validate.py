@@ -16,10 +16,10 @@ from pathlib import Path
 
 from megatrain.adam import Adam
 from megatrain.demo import POLICIES
-from megatrain.here import machine_here
+from megatrain.here import backend_of, machine_here
 from megatrain.parts import claim
 from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
-from megatrain.session import backend_of, train
+from megatrain.session import train
 from megatrain.way import PLAINLY, Way
 from schedules import policies, presets
 from schedules.errors import InputError

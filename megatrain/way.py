@@ -12,8 +12,6 @@ from schedules.errors import InputError
 from schedules.schedule import Schedule
 from sim.machine import HardwareProfile
 
-_TOLD = "; ops "  # what comes before the way in the `versions` of a measured profile
-
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
@@ -44,10 +42,6 @@ class Way:
         if self.graphs and not on_gpu:
             raise InputError("CUDA graphs need a GPU; leave them out")
 
-    def told(self, versions: str) -> str:
-        """The software that a profile was measured with, and the way."""
-        return f"{versions}{_TOLD}{self}"
-
 
 PLAINLY = Way()
 
@@ -56,4 +50,4 @@ def measured_in(profile: HardwareProfile) -> str | None:
     """The way of the times in a profile, by name; None for a datasheet's, which has none."""
     if profile.mode != "measured":
         return None
-    return (profile.versions or "").partition(_TOLD)[2] or str(PLAINLY)
+    return profile.way or str(PLAINLY)  # which an older file does not say

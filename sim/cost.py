@@ -40,20 +40,15 @@ Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]
 class Unmeasured:
     """An op that a measured profile has no time for, and what that profile covers, in words.
 
-    `signature` is as the function of that name makes it; `model`, `workload` and `policy` are the schedule's.
+    `signature` is as the function of that name makes it, `workload` the schedule's; `command` measures this op and all
+    others of such a step.
     """
 
     signature: str
     machine: str
     covered: str
-    model: str
+    command: str
     workload: Workload
-    policy: str
-
-    @property
-    def command(self) -> str:
-        """What measures it, and all other ops of such a step."""
-        return command(self.model, [self.workload], self.policy)
 
 
 class MissingCost(InputError):
@@ -260,9 +255,8 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
             signature=signature(op, schedule.model, schedule.workload),
             machine=profile.name,
             covered=covered(profile),
-            model=schedule.model.name,
+            command=command(schedule.model.name, [schedule.workload], schedule.policy, profile),
             workload=schedule.workload,
-            policy=schedule.policy,
         )
         raise MissingCost(lacking)
     return time_ns

@@ -30,11 +30,12 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> str:
     return ", ".join(names) if len(names) <= LISTED else f"{len(names)} shapes from {names[0]} to {names[-1]}"
 
 
-def command(model: str, workloads: Sequence[Workload], policy: str) -> str:
+def command(model: str, workloads: Sequence[Workload], policy: str, profile: HardwareProfile) -> str:
     """The command line that measures the ops of steps that differ in micro-batches and in what is computed again.
 
     Args:
         policy: whose ops they are, where others do not have them because the weights are not trained.
+        profile: where the ops are to stand too, and so are to be computed in the same way.
     """
     first = workloads[0]
     words = ["megatrain", "profile", model, "--batch", str(max(w.micro_batch_size for w in workloads))]
@@ -44,4 +45,5 @@ def command(model: str, workloads: Sequence[Workload], policy: str) -> str:
         words += [word for mode in modes for word in ("--recompute", mode)]
     if first.lora_rank is not None or first.task != "train":
         words += ["--policy", policy]
+    words += [f"--{name}" for name in (profile.way or "plain").split() if name != "plain"]
     return shlex.join([*words, "--out", "FILE"])

@@ -61,6 +61,7 @@ class Readings:
     source: str
 
 
+WAYS = ("plain", "graphs", "fused", "fused graphs")  # the options of `megatrain profile`, plain being none of them
 SHAPE = re.compile(r"/(?P<batch>\d+)x(?P<seq>\d+)/")  # in a signature
 
 
@@ -223,6 +224,7 @@ class HardwareProfile:
     nvme: Annotated[Nvme | None, _section(Nvme, "local solid-state storage")] = None
     measured: Annotated[Measured | None, _section(Measured, "times measured on this machine")] = None
     versions: Annotated[str | None, _text("the software that it was measured with")] = None
+    way: Annotated[str | None, _text("how the ops measured were computed", *WAYS)] = None
 
 
 # ---- the table, walked

@@ -138,7 +138,7 @@ def plan(
     left_out = tuple(what for what in unmeasured if search.room.might_hold(what.workload))
     lacking = search.unmeasured or next(iter(left_out), None)
     wanted = [workload for _, workload in bounded] + [what.workload for what in left_out]
-    measure_with = None if lacking is None else command(model.name, wanted or [lacking.workload], OURS)
+    measure_with = None if lacking is None else command(model.name, wanted or [lacking.workload], OURS, profile)
     if search.best is None or search.chosen is None or limit is None:
         if not finished:
             raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import initial, session
+from megatrain import initial, room, session
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import RandomTokens
@@ -32,22 +31,6 @@ def verified(policy: str = "streamed") -> Verified:
     return verify(policies.build(policy, presets.load("tiny"), workload, MEMORY))
 
 
-def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = verified()
-    on_device, on_host = step.allocated_bytes()["device"], step.allocated_bytes()["host"]
-    for device, gpu, ram, lacking in (
-        ("cpu", 0, on_device + on_host, ""),
-        ("cpu", 0, on_device + on_host - 1, "of memory are available on this machine"),
-        ("cuda", on_device, on_host, ""),
-        ("cuda", on_device - 1, on_host, r"\(device .*\), and .* of the GPU's memory are free"),
-        ("cuda", on_device, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
-    ):
-        monkeypatch.setattr(session, "available_memory", lambda ram=ram: ram)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu, 10**12))
-        with pytest.raises(Refused, match=lacking) if lacking else nullcontext():
-            session.require_memory(step, torch.device(device))
-
-
 def test_a_training_that_is_refused_closes_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[CpuBackend] = []
 
@@ -57,7 +40,7 @@ def test_a_training_that_is_refused_closes_its_backend(monkeypatch: pytest.Monke
             closed.append(self)
 
     monkeypatch.setattr(session, "backend_of", lambda name: Watched())
-    monkeypatch.setattr(session, "available_memory", lambda: 0)
+    monkeypatch.setattr(room, "available_memory", lambda: 0)
     with pytest.raises(Refused):
         session.train(verified(), steps=1, hyper=Adam(lr=1e-3))
     assert len(closed) == 1

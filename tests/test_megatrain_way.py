@@ -70,7 +70,7 @@ def test_a_profile_is_measured_in_its_way_and_says_so(
     plain = profile.measure(MODEL, [schedule()], progress=lambda done, note: None)
     assert not calls and measured_in(plain) == "plain" and ", ops plain, " in plain.gpu.matmul_flops.source
     assert measured_in(hardware.load("h200")) is None
-    assert measured_in(replace(plain, versions=None)) == "plain"  # of an older file
+    assert measured_in(replace(plain, way=None)) == "plain"  # of an older file
 
 
 def test_what_compiling_takes_is_not_an_ops_workspace(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,8 @@ def test_a_run_in_another_way_than_its_profile_says_so(monkeypatch: pytest.Monke
     measured = profile.measure(model, [of_tiny], progress=lambda done, note: None)
     told: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: told.append(" ".join(map(str, words))))
-    for versions in (measured.versions, FUSED.told("torch")):
-        hardware.save(replace(measured, versions=versions), tmp_path / "here.json")
+    for way_of in (measured.way, "fused"):
+        hardware.save(replace(measured, way=way_of), tmp_path / "here.json")
         command = ["run", "tiny", "-b", "1", "-s", "16", "--steps", "1", "-H", str(tmp_path / "here.json")]
         assert called(*command)[1] is None
     notes = [line for line in told if line.startswith("note:")]

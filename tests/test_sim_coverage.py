@@ -70,13 +70,18 @@ def test_a_missing_time_is_told_with_what_there_is_and_the_whole_command() -> No
     assert (str(again), again.what) == (str(told.value), told.value.what)
 
 
-def test_the_command_names_what_is_computed_again_and_who_has_the_ops() -> None:
+def test_the_command_names_what_is_computed_again_and_who_has_the_ops_and_in_which_way() -> None:
     modes = [step(2, recompute="mlp"), step(4, 32), step(1, recompute="none")]
-    assert command("my model", modes, "streamed") == (
+    older, graphs = timed(TINY, [step(4)]), replace(timed(TINY, [step(4)]), way="fused graphs")
+    assert command("my model", modes, "streamed", older) == (
         "megatrain profile 'my model' --batch 4 --seq 64 --precision bf16 --recompute none --recompute mlp --out FILE"
     )
-    assert "--policy lora_streamed" in command("tiny", [step(1, lora_rank=8)], "lora_streamed")
-    assert "--recompute" not in command("tiny", [step(1)], "streamed")
+    assert "--policy lora_streamed" in command("tiny", [step(1, lora_rank=8)], "lora_streamed", older)
+    assert "--recompute" not in command("tiny", [step(1)], "streamed", older)
+    assert "--precision bf16 --fused --graphs --out" in command("tiny", [step(1)], "streamed", graphs)
+    assert command("tiny", [step(1)], "streamed", replace(older, way="plain")) == command(
+        "tiny", [step(1)], "streamed", older
+    )
 
 
 def test_a_plan_considers_what_was_measured_and_tells_what_was_not() -> None:

@@ -143,7 +143,8 @@ def hardware(
     for meaning, several in machine.readings(chosen):
         print_table(meaning, ["", "least", "median", "most"], [list(row) for row in several])
     if chosen.versions is not None:
-        print(f"measured with {chosen.versions}, on {chosen.date}")
+        way = f", ops {chosen.way}" if chosen.way else ""
+        print(f"measured with {chosen.versions}{way}, on {chosen.date}")
 
 
 def policies(

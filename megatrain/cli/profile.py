@@ -53,9 +53,8 @@ def profile(
     from functools import partial
 
     from megatrain.fitting import that_fit, told_left_out
-    from megatrain.here import machine_here
+    from megatrain.here import backend_of, machine_here
     from megatrain.profile import covering, measure, shapes_between, shapes_up_to
-    from megatrain.session import backend_of
     from megatrain.way import Way
     from schedules import policies as known
     from schedules import presets
