@@ -95,8 +95,11 @@ class Here:
 def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
     """This machine as a backend has it, which is opened for that and closed.
 
-    On a CPU policies may plan with half of the RAM for each tier; a GPU's host has what is free.
+    On a CPU policies may plan with half of the RAM for each tier; a GPU's host has what is free. Raises InputError
+    where `nvme` is no folder.
     """
+    if nvme is not None and not nvme.is_dir():
+        raise InputError(f"there is no folder {nvme} for what schedules keep on NVMe")
     backend = machine()
     try:
         on_gpu, free = backend.device.type == "cuda", available_memory()

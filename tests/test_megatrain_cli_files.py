@@ -17,8 +17,9 @@ from test_megatrain_cli import ROOT, megatrain
 from timed_profile import timed
 from typer.testing import CliRunner
 
-from megatrain import cli
+from megatrain import cli, here
 from megatrain.cli.bars import goes_on, stages
+from megatrain.here import Here
 from schedules import codec, policies, presets
 from schedules.errors import InputError
 from schedules.schedule import RECORDED, Schedule
@@ -276,6 +277,18 @@ def test_a_run_tells_for_which_machine_it_was_predicted(tmp_path: Path) -> None:
     assert re.search(r"predicted [\d.]+ ms a step on h200 \(datasheet profile\)", called(*step)[0])
     record = json.loads(called(*step, "--json")[0])
     assert (record["predicted_machine"], record["predicted_profile"]) == ("h200", "datasheet")
+
+
+@pytest.mark.parametrize("device_bytes", [500_000, 1 << 30])
+def test_a_run_of_a_policy_fills_the_memory_of_this_machine(device_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Here(device="small", on_gpu=False, device_bytes=device_bytes, host_bytes=1 << 30, free_bytes=1 << 30)
+    monkeypatch.setattr(here, "machine_here", lambda machine, nvme: small)
+    trained = json.loads(called("run", "tiny", "-b", "2", "-s", "32", "--steps", "1", "--json")[0])
+    workload = Workload(micro_batch_size=2, seq_len=32, precision="fp32")
+    assert trained["digest"] == policies.build("streamed", presets.load("tiny"), workload, small.budget).digest
+    generous = MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34)
+    more = policies.build("streamed", presets.load("tiny"), workload, generous).digest
+    assert (trained["digest"] == more) == (device_bytes == 1 << 30)
 
 
 def test_a_run_whose_profile_lacks_its_ops_does_not_train_first(tmp_path: Path) -> None:

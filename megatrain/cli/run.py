@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +50,11 @@ def run(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", "-H", "--profile", help="A machine to predict the run for: a profile of this one, or a name."
+            "--hardware",
+            "-H",
+            "--profile",
+            help="A machine to predict the run for, and whose memory to fill: a profile of this one, or a name. "
+            "Without it this machine's memory is filled, and nothing predicted.",
         ),
     ] = None,
     batch: Batch = 4,
@@ -95,15 +100,13 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Verify a schedule and train with it on this machine."""
+    from megatrain.here import backend_of, machine_here
     from schedules.verify import verify
-    from schedules.workload import MemoryBudget
     from sim.prediction import memory_of, predict
 
     require_outputs(files=[trace, log], folders=[save, export])
     profile = machine_of(hardware, None) if hardware else None
-    budget = (
-        memory_of(profile) if profile else MemoryBudget(device_bytes=1 << 34, host_bytes=1 << 34, nvme_bytes=1 << 40)
-    )
+    budget = memory_of(profile) if profile else machine_here(partial(backend_of, backend), nvme).budget
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
     schedule = schedule_of(target, policy, knob, workload, budget, context)
     if expect is not None and not schedule.digest.startswith(expect):
