@@ -11,6 +11,7 @@ from torch import Tensor
 from schedules.model import ModelSpec, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
+FEW = 1_048_573  # random numbers that are repeated: a prime, so that no two rows of a matrix are alike
 PARAMETERS, ADAPTERS = 1, 500_001  # where a seed's streams of random numbers begin, one for each layer
 
 
@@ -57,6 +58,25 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
             else:
                 parts.append(torch.full((math.prod(shape),), 1.0 if "norm" in name else 0.0))
         return torch.cat(parts)
+
+    return parameters
+
+
+def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
+    """As `random_parameters`, of few random numbers again and again: made in no time, for where only time counts."""
+    few = torch.randn(FEW, generator=_generator(seed, PARAMETERS)).mul_(STANDARD_DEVIATION)
+
+    def parameters(i: int) -> Tensor:
+        shapes = model.parameter_shapes(i)
+        flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()))
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            if not is_matrix(name, shape):
+                part.fill_(1.0 if "norm" in name else 0.0)
+                continue
+            for piece in torch.split(part, FEW):
+                piece.copy_(few[: len(piece)])
+        return flat
 
     return parameters
 

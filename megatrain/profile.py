@@ -22,7 +22,7 @@ from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
 from megatrain.here import machine_here, machine_name
-from megatrain.initial import random_parameters
+from megatrain.initial import repeated_parameters
 from megatrain.parts import Parts
 from megatrain.rates import Load
 from megatrain.train import Trainer
@@ -140,34 +140,6 @@ def _runnable(schedules: Sequence[Schedule], nvme: Path | None) -> list[Schedule
     found = [s for s in schedules if nvme is not None or not s.allocated_bytes(Tier.NVME)]
     if not found:
         raise Refused("nothing to measure: every schedule given uses NVMe, and no folder on a drive was given")
-    return found
-
-
-def shapes_up_to(batch: int, seq: int) -> list[tuple[int, int]]:
-    """The largest shape and four smaller ones, from which those between can be told: (micro-batch, sequence)."""
-    short, middle = max(1, seq // 4), max(1, seq // 2)
-    return list(dict.fromkeys([(batch, seq), (1, seq), (max(1, batch // 2), middle), (batch, short), (1, short)]))
-
-
-def shapes_between(shapes: Sequence[tuple[int, int]], count: int = 4) -> list[tuple[int, int]]:
-    """So many sequences whose tokens lie evenly, in ratio, between the least and the most of some shapes."""
-    tokens = sorted(batch * seq for batch, seq in shapes)
-    ratio = (tokens[-1] / tokens[0]) ** (1 / (count + 1))
-    found = {round(tokens[0] * ratio**k) for k in range(1, count + 1)} - set(tokens)
-    return [(1, seq) for seq in sorted(found)]
-
-
-def covering(schedules: Sequence[Schedule]) -> list[Schedule]:
-    """Those of the schedules, in order, that have an op which none before them has: fewer runs, the same profile."""
-    seen: set[str] = set()
-    found = []
-    for schedule in schedules:
-        model, workload = schedule.model, schedule.workload
-        timed = [op for op in schedule.ops if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM]
-        new = {signature(op, model, workload) for op in timed} - seen
-        if new:
-            seen |= new
-            found.append(schedule)
     return found
 
 
@@ -290,7 +262,7 @@ def _run(
         backend,
         data,
         Adam(lr=1e-4),
-        initial=random_parameters(schedule.model, 0),
+        initial=repeated_parameters(schedule.model, 0),
         record=True,
         nvme=nvme,
         pointwise=way.pointwise,

@@ -18,7 +18,8 @@ from megatrain.adam import Adam
 from megatrain.demo import POLICIES
 from megatrain.here import backend_of, machine_here
 from megatrain.parts import claim
-from megatrain.profile import covering, measure, shapes_between, time_ops, workspaces
+from megatrain.profile import measure, time_ops, workspaces
+from megatrain.representatives import covering, shapes_between
 from megatrain.session import train
 from megatrain.way import PLAINLY, Way
 from schedules import policies, presets

@@ -190,23 +190,6 @@ def test_the_largest_workspace_of_a_step_is_the_profiles(measured: tuple[Hardwar
     assert max(profile.workspaces(schedule).values()) == pytest.approx(predicted, rel=0.03)
 
 
-def test_only_schedules_with_new_ops_are_run() -> None:
-    chosen = [*schedules(), *schedules()]
-    found = profile.covering(chosen)
-    assert 0 < len(found) < len(POLICIES) and found[0] is chosen[0]
-    timed = [
-        {signature(op, s.model, s.workload) for s in some for op in s.ops if op.kind == Kind.COMPUTE}
-        for some in (chosen, found)
-    ]
-    assert timed[0] == timed[1]
-
-
-def test_shapes_lie_around_those_that_are_asked_for() -> None:
-    assert profile.shapes_up_to(4, 256) == [(4, 256), (1, 256), (2, 128), (4, 64), (1, 64)]
-    assert profile.shapes_between([(1, 64), (2, 128), (4, 256)], 3) == [(1, 128), (1, 512)]  # 256 is there
-    assert profile.shapes_up_to(1, 16) == [(1, 16), (1, 8), (1, 4)]
-
-
 def test_rates_of_two_streams_count_only_what_ran_together() -> None:
     """A sleep of 2 ms takes as long beside another one: both streams keep their own pace."""
     backend = CpuBackend()

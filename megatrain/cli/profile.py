@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.bars import goes_on, progress_bar
+from megatrain.cli.bars import goes_on, progress_bar, stages
 from megatrain.cli.options import Accumulation, Batch, Clip, Precision, Seq, require_outputs, shape_of, workload_of
 from schedules.errors import Refused
 from schedules.workload import RECOMPUTED
@@ -47,17 +47,20 @@ def profile(
     """Measure this machine: copies, layers, memory, optimizer, drive, issue cost. Every --hardware takes the file.
 
     Shapes between the timed ones are predicted from them, and so is any number of micro-batches from two. A plan
-    considers what was timed: give --recompute once for each way it should consider. Policies that need more memory
-    than there is are left out, and named. An interrupted measurement resumes when run again.
+    considers what was timed: give --recompute once for each way it should consider. Of a long model a few blocks are
+    timed, so that one with no room here can be measured all the same. What needs more memory even so is left out, and
+    its policy named. An interrupted measurement resumes when run again.
     """
     from functools import partial
 
-    from megatrain.fitting import that_fit, told_left_out
+    from megatrain.fitting import told_left_out
     from megatrain.here import backend_of, machine_here
-    from megatrain.profile import covering, measure, shapes_between, shapes_up_to
+    from megatrain.profile import measure
+    from megatrain.representatives import representatives, shapes_between, shapes_up_to
     from megatrain.way import Way
     from schedules import policies as known
     from schedules import presets
+    from schedules.model import ModelSpec
     from schedules.schedule import Schedule
     from sim.hardware import save
 
@@ -68,13 +71,16 @@ def profile(
     way.require(on_gpu=here.on_gpu)
     shapes = [shape_of(text) for text in shape] if shape else shapes_up_to(batch, seq)
 
-    def built(shapes: list[tuple[int, int]]) -> list[Schedule]:
+    def built(shapes: list[tuple[int, int]], of: ModelSpec) -> list[Schedule]:
         modes = dict.fromkeys(recompute or ["none"])
         workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
-        return [known.build(name, spec, w, here.budget) for w in workloads for name in policy or known.comparable()]
+        return [known.build(name, of, w, here.budget) for w in workloads for name in policy or known.comparable()]
 
-    timed, left = that_fit(built(shapes), here)
-    between, too = that_fit(built(shapes_between(shapes)), here) if len(shapes) > 1 else ([], [])
+    with stages() as begin:
+        begin("choosing what to measure")
+        timed, left = representatives(spec, partial(built, shapes), here)
+        others = shapes_between(shapes) if len(shapes) > 1 else []
+        between, too = representatives(spec, partial(built, others), here)
     for line in told_left_out([*timed, *between], [*left, *too]):
         print(f"note: {line}", file=sys.stderr)
     if not timed:
@@ -83,12 +89,12 @@ def profile(
         task = progress.add_task("measuring", total=1.0, note="")
         measured = measure(
             spec,
-            covering(timed),
+            timed,
             progress=lambda done, note: progress.update(task, completed=done, note=note),
             machine=machine,
             nvme=nvme,
             way=way,
-            memory=covering(between),
+            memory=between,
             parts=out.with_name(out.name + ".parts"),
         )
     save(measured, out)

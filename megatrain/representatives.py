@@ -1,0 +1,76 @@
+"""Which schedules to time, so that a profile has all ops of a model's steps: few, of few blocks, that fit here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatrain.fitting import LeftOut, that_fit
+from megatrain.here import Here
+from schedules.model import ModelSpec
+from schedules.op import Kind, Phase
+from schedules.schedule import Schedule
+from sim.cost import signature
+
+# Of a longer model so many blocks are timed, or fewer where these do not fit. Each is as cold in its turn as in the
+# whole model, for the others are larger than any cache; and a model that does not fit can be measured all the same.
+LENGTHS = (8, 4, 2)
+
+
+def representatives(
+    model: ModelSpec, build: Callable[[ModelSpec], Sequence[Schedule]], at: Here
+) -> tuple[list[Schedule], list[LeftOut]]:
+    """Schedules with room that have, together, all ops of `build(model)` that any has; and those without, with others.
+
+    They are what `build` makes of a shortened model, and of the model itself for ops that only its own steps have.
+    """
+    needed = {op for schedule in build(model) for op in timed(schedule)}
+    found, left = list[Schedule](), list[LeftOut]()
+    for some in dict.fromkeys([*(shortened(model, blocks) for blocks in LENGTHS), model]):
+        lacking = needed - {op for schedule in found for op in timed(schedule)}
+        if not lacking:
+            break
+        fitting, too_large = that_fit([schedule for schedule in build(some) if timed(schedule) & lacking], at)
+        found, left = covering([*found, *fitting]), [*left, *too_large]
+    lacking = needed - {op for schedule in found for op in timed(schedule)}
+    return found, [(schedule, lack) for schedule, lack in left if timed(schedule) & lacking]
+
+
+def shortened(model: ModelSpec, blocks: int) -> ModelSpec:
+    """The model with only its first blocks, so many or as many as have each kind; itself if it has no more."""
+    kinds = [model.layer_kind(i) for i in model.blocks]
+    count = max(blocks, *(kinds.index(kind) + 1 for kind in kinds))
+    if count >= len(kinds):
+        return model
+    return replace(model, num_hidden_layers=count, layer_types=model.layer_types[:count])
+
+
+def covering(schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Those of the schedules, in order, that have an op which none before them has: fewer runs, the same profile."""
+    seen: set[str] = set()
+    found = []
+    for schedule in schedules:
+        if timed(schedule) - seen:
+            seen |= timed(schedule)
+            found.append(schedule)
+    return found
+
+
+def timed(schedule: Schedule) -> set[str]:
+    """The signatures of the ops that a profile has times of."""
+    ops = (op for op in schedule.ops if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM)
+    return {signature(op, schedule.model, schedule.workload) for op in ops}
+
+
+def shapes_up_to(batch: int, seq: int) -> list[tuple[int, int]]:
+    """The largest shape and four smaller ones, from which those between can be told: (micro-batch, sequence)."""
+    short, middle = max(1, seq // 4), max(1, seq // 2)
+    return list(dict.fromkeys([(batch, seq), (1, seq), (max(1, batch // 2), middle), (batch, short), (1, short)]))
+
+
+def shapes_between(shapes: Sequence[tuple[int, int]], count: int = 4) -> list[tuple[int, int]]:
+    """So many sequences whose tokens lie evenly, in ratio, between the least and the most of some shapes."""
+    tokens = sorted(batch * seq for batch, seq in shapes)
+    ratio = (tokens[-1] / tokens[0]) ** (1 / (count + 1))
+    found = {round(tokens[0] * ratio**k) for k in range(1, count + 1)} - set(tokens)
+    return [(1, seq) for seq in sorted(found)]
