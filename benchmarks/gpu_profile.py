@@ -9,10 +9,10 @@ from collections import defaultdict
 import gpu_machine
 from gpu_machine import Row
 
-from schedules.op import Kind, Phase, Stream
+from schedules.op import Phase, Stream
 from schedules.schedule import Schedule
 from sim import hardware
-from sim.cost import signature
+from sim.cost import timed
 from sim.machine import HardwareProfile, Measured, Table, Value
 
 SOURCE = "measured by benchmarks/gpu.py"
@@ -40,15 +40,6 @@ def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
         slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
         gpu = dataclasses.replace(gpu, copy_slowdown=_value(slowdown, "fraction"))
     return dataclasses.replace(base, gpu=gpu, links=links, host=host)
-
-
-def timed(schedule: Schedule) -> dict[int, str]:
-    """Place -> signature of the ops whose times a profile holds."""
-    return {
-        place: signature(op, schedule.model, schedule.workload)
-        for place, op in enumerate(schedule.ops)
-        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
-    }
 
 
 def op_times(schedule: Schedule, durations_ns: list[int]) -> dict[str, float]:

@@ -24,7 +24,7 @@ import gpu_machine
 import torch
 from gpu_arena import ArenaBackend
 from gpu_machine import Row
-from gpu_profile import machine_of, op_times, profile_of, timed
+from gpu_profile import machine_of, op_times, profile_of
 from torch import Tensor
 from torch.autograd import DeviceType
 
@@ -47,6 +47,7 @@ from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
+from sim.cost import timed
 from sim.machine import HardwareProfile
 from sim.plan import plan
 from sim.prediction import predict

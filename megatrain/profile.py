@@ -34,7 +34,7 @@ from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
-from sim.cost import signature
+from sim.cost import timed
 from sim.machine import HardwareProfile
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
@@ -128,7 +128,7 @@ def _time_ops(
     metered: set[str] = set()
     for place, schedule in enumerate(runnable):
         progress(place / len(runnable), f"ops of {schedule.policy}, one at a time")
-        ops = {signature(op, schedule.model, schedule.workload) for op in schedule.ops if op.kind == Kind.COMPUTE}
+        ops = set(_computed(schedule).values())
         new = ops - metered if number == 0 else set[str]()
         name = f"ops {schedule.digest} {number}"
         found.append(kept.of(name, lambda s=schedule, m=new: alone(s, *run_on, m)))  # type: ignore[misc]
@@ -174,7 +174,7 @@ def workspaces(
 ) -> dict[str, int]:
     """Signature of a compute op -> the most bytes that one takes beside its buffers, of one step."""
     launched = replace(way, graphs=False)  # a graph takes what its kernels do
-    steps, ops = 1 + _compiling(way), _signatures(schedule)
+    steps, ops = 1 + _compiling(way), set(_computed(schedule).values())
     return _run(_serial(schedule), steps, machine(), nvme, launched, ops)[1]
 
 
@@ -183,10 +183,9 @@ def _serial(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
 
 
-def _signatures(schedule: Schedule) -> list[str]:
-    """By op; "" for those that do not compute."""
-    model, workload = schedule.model, schedule.workload
-    return [signature(op, model, workload) if op.kind == Kind.COMPUTE else "" for op in schedule.ops]
+def _computed(schedule: Schedule) -> dict[int, str]:
+    """Place -> signature of the ops that compute; these alone take workspace."""
+    return {place: key for place, key in timed(schedule).items() if schedule.ops[place].kind == Kind.COMPUTE}
 
 
 def _compiling(way: Way) -> int:
@@ -251,10 +250,10 @@ def _run(
     found: dict[str, int] = {}
 
     def prepare(of: Schedule, works: Sequence[Work]) -> Sequence[Work]:
-        watched = [
-            _metering(work, name, backend.device, found, _compiling(way)) if name and name in metered else work
-            for name, work in zip(_signatures(of), works, strict=True)
-        ]
+        watched = list(works)
+        for place, name in _computed(of).items():
+            if name in metered:
+                watched[place] = _metering(works[place], name, backend.device, found, _compiling(way))
         return way.prepare(of, watched)
 
     with Trainer(

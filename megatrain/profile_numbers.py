@@ -16,9 +16,9 @@ from megatrain import here, readings
 from megatrain.here import Here, machine_name
 from megatrain.rates import Rate
 from megatrain.way import Way
-from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.op import Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
-from sim.cost import signature
+from sim.cost import timed
 from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
 
 EXTREMES = 0.05  # of the samples, left out at either end
@@ -45,13 +45,11 @@ def _gather(found: Sequence[tuple[Schedule, Mapping[str, Any]]]) -> _Ops:
         ops.gaps.extend(np.median(np.array(part["gaps_ns"], dtype=float), axis=0))
         for name, nbytes in part["workspace"].items():
             ops.workspace[name] = max(nbytes, ops.workspace.get(name, 0))
+        for position, key in timed(schedule).items():
+            ops.samples.setdefault(key, []).extend(durations[:, position])
         for position, op in enumerate(schedule.ops):
-            if op.phase == Phase.COPY:
-                if direction := _direction(op, schedule):
-                    ops.copies[direction].append((op.nbytes, medians[position]))
-            elif op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
-                key = signature(op, schedule.model, schedule.workload)
-                ops.samples.setdefault(key, []).extend(durations[:, position])
+            if op.phase == Phase.COPY and (direction := _direction(op, schedule)):
+                ops.copies[direction].append((op.nbytes, medians[position]))
             if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST):
                 ops.adam.append((schedule.workload.precision, op, medians[position]))
     return ops

@@ -151,6 +151,18 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
 
 
+def timed(schedule: Schedule) -> dict[int, str]:
+    """Place -> signature of the ops that a measured profile holds a time of: those that compute, and optimizer steps.
+
+    Copies go by the link, and what else passes over memory by its bandwidth.
+    """
+    return {
+        place: signature(op, schedule.model, schedule.workload)
+        for place, op in enumerate(schedule.ops)
+        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
+    }
+
+
 def tabulated(table: Table, key: str, workload: Workload, law: Law) -> float | None:
     """A table's value for a signature: as measured, or by a law between measured shapes; None where neither can be."""
     if key in table.values:

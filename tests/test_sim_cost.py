@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 from strategies import MODEL, WORKLOAD, round_profile
 
+from schedules import policies
 from schedules.errors import InputError
 from schedules.flops import forward_flops
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 from sim.cost import (
     CORES,
     D2H,
@@ -30,11 +31,13 @@ from sim.cost import (
     Terms,
     demands,
     signature,
+    timed,
 )
 from sim.engine import simulate
 from sim.machine import HardwareProfile, Measured, Table
 
 MB = 10**6
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
 
 
 def schedule_of(*ops: Op, workload: Workload = WORKLOAD) -> Schedule:
@@ -283,6 +286,16 @@ def measured(**times: int) -> HardwareProfile:
 def test_a_measured_profile_is_used_as_it_is() -> None:
     op = compute(flops=10**12)
     assert demand(op, measured(**{signature(op, MODEL, WORKLOAD): 12_345})).duration_ns == 12_345
+
+
+def test_the_ops_that_are_timed_are_those_that_a_measured_profile_is_asked_for() -> None:
+    schedule = policies.build("streamed", MODEL, WORKLOAD, ROOM)
+    times = dict.fromkeys(timed(schedule).values(), 1)
+    assert len(demands(schedule, measured(**times))) == len(schedule.ops)
+    for key in times:
+        with pytest.raises(MissingCost) as missing:
+            demands(schedule, measured(**{other: ns for other, ns in times.items() if other != key}))
+        assert missing.value.what.signature == key
 
 
 @pytest.mark.parametrize("op", [compute(flops=1), update(Stream.COMPUTE, nbytes=1), update(Stream.CPU, nbytes=1)])

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from schedules import policies
 from schedules.model import ModelSpec
-from schedules.op import Kind, Phase
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
-from sim.cost import Terms, demands, signature
+from sim.cost import Terms, demands
+from sim.cost import timed as timed_ops
 from sim.machine import HardwareProfile, Measured, Table
 
 
@@ -24,8 +24,7 @@ def timed(
     for workload in workloads:
         for name in names or policies.comparable():
             schedule = policies.build(name, model, workload, room)
-            for op, cost in zip(schedule.ops, demands(schedule, datasheet, Terms(issue=False)), strict=True):
-                if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM:
-                    times[signature(op, model, schedule.workload)] = cost.duration_ns
+            costs = demands(schedule, datasheet, Terms(issue=False))
+            times |= {key: costs[place].duration_ns for place, key in timed_ops(schedule).items()}
     table = Table(values=times, unit="ns", source="made up")
     return replace(datasheet, name="made up", mode="measured", measured=Measured(op_times=table))
