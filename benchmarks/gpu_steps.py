@@ -32,7 +32,7 @@ from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
-from megatrain.executor import Executor
+from megatrain.executor import Executor, serial
 from megatrain.graphs import replayed
 from megatrain.here import usable_bytes
 from megatrain.pointwise import PLAIN, compiled
@@ -337,11 +337,10 @@ def _handing_over(backend: CudaBackend) -> dict[str, float]:
 def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case) -> list[int]:
     """Each op's time, ns, with nothing beside it."""
     steps = ALONE_STEPS[case.graphs]
-    serial = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, blocking=True) for op in schedule.ops))
     # a GPU with nothing to do would wait for each launch of an op, which the issue costs are for
     ahead = (lambda: AHEAD_S) if schedule.workload.tokens_per_step <= AHEAD_UP_TO else None
-    works = prepare_of(case)(schedule, trainer._actions.works())
-    trainer._executor = Executor(verify(serial), backend, works, delay_s=ahead, record=True)
+    works = prepare_of(case)(schedule, trainer.works())
+    trainer.issue_by(Executor(verify(serial(schedule)), backend, works, delay_s=ahead, record=True))
     trainer.run(steps)
     trace = trainer.trace()
     spans = (trace.end_ns - trace.start_ns).reshape(steps, -1)[-1]
@@ -370,7 +369,7 @@ def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known
     durations_ns, keys = [0] * len(schedule.ops), timed(schedule)
     for place, key in keys.items():
         durations_ns[place] = int(known_ns[key])
-    works = spinning(schedule, trainer._actions.works(), durations_ns, backend.spin)
+    works = spinning(schedule, trainer.works(), durations_ns, backend.spin)
     trace = Executor(verified, backend, works).run(WARM_UP + STEPS)
     return float(statistics.median(trace.step_ns(WARM_UP - 1))) / 1e9
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic
 
 import numpy as np
@@ -172,6 +173,11 @@ class Executor(Generic[E]):
                 if end_ns[latest] > issue_ns[row]:
                     found[row] = latest
         return found
+
+
+def serial(schedule: Schedule) -> Schedule:
+    """The same, with the host waiting for every op: none runs beside another."""
+    return replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
 
 
 def _proven(verified: Verified) -> Schedule:

@@ -21,6 +21,7 @@ from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
+from megatrain.executor import serial
 from megatrain.here import machine_here, machine_name
 from megatrain.initial import repeated_parameters
 from megatrain.parts import Parts
@@ -158,7 +159,7 @@ def alone(
     Also, by signature for those in `metered`, the `workspace` of compute ops in bytes; these are measured in a first
     step, which is warm-up and not told.
     """
-    trace, workspace = _run(_serial(schedule), ALONE_STEPS + way.warm_up, machine(), nvme, way, metered)
+    trace, workspace = _run(serial(schedule), ALONE_STEPS + way.warm_up, machine(), nvme, way, metered)
     shape = (ALONE_STEPS + way.warm_up, len(schedule.ops))
     columns = (trace.issue_ns, trace.start_ns, trace.end_ns)
     issue, start, end = (column.reshape(shape)[way.warm_up :] for column in columns)
@@ -175,12 +176,7 @@ def workspaces(
     """Signature of a compute op -> the most bytes that one takes beside its buffers, of one step."""
     launched = replace(way, graphs=False)  # a graph takes what its kernels do
     steps, ops = 1 + _compiling(way), set(_computed(schedule).values())
-    return _run(_serial(schedule), steps, machine(), nvme, launched, ops)[1]
-
-
-def _serial(schedule: Schedule) -> Schedule:
-    """The same, with the host waiting for every op."""
-    return replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
+    return _run(serial(schedule), steps, machine(), nvme, launched, ops)[1]
 
 
 def _computed(schedule: Schedule) -> dict[int, str]:

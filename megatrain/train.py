@@ -142,7 +142,7 @@ class Trainer(Generic[E]):
         self._executor = Executor(
             verified,
             backend,
-            prepare(schedule, self._actions.works()),
+            prepare(schedule, self.works()),
             delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
             record=record,
         )
@@ -214,6 +214,17 @@ class Trainer(Generic[E]):
         del self._actions.tokens[step]
         parts = self._actions.losses.pop(step)
         return sum(float(parts[m]) for m in sorted(parts))
+
+    def works(self) -> list[Work]:
+        """What each op of the schedule does to this trainer's memory, in program order; made anew for each executor."""
+        return self._actions.works()
+
+    def issue_by(self, executor: Executor[E]) -> None:
+        """Issue by another executor from the next step on: the same ops with these `works`, however it issues them.
+
+        The one before is let go, and with it what its works hold, such as CUDA graphs.
+        """
+        self._executor = executor
 
     def trace(self) -> Trace:
         """Times of all ops since the last call, from `record`."""

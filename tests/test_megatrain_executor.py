@@ -19,7 +19,7 @@ from megatrain.autograd import Saved
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import RandomTokens
-from megatrain.executor import Executor, NotVerified
+from megatrain.executor import Executor, NotVerified, serial
 from megatrain.lifetime import released
 from megatrain.store import Store, StoreError
 from megatrain.train import Debug, Trainer
@@ -201,6 +201,22 @@ def test_second_run_goes_on_where_the_first_ended() -> None:
         assert twice.trace().steps == 3
         for i in MODEL.layers:
             assert torch.equal(once.parameters(i), twice.parameters(i))
+
+
+def test_a_training_goes_on_however_its_ops_are_issued() -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    with trainer(schedule) as usual, trainer(schedule, record=True) as other:
+        whole = usual.run(5)
+        parts = other.run(2)
+        let_go = weakref.ref(other._executor)
+        other.issue_by(Executor(verify(serial(schedule)), other._backend, other.works(), record=True))
+        assert let_go() is None  # its graphs would hold memory
+        parts += other.run(3)
+        assert parts == whole
+        trace = other.trace()
+        assert trace.steps == 3 and (trace.start_ns[1:] >= trace.end_ns[:-1]).all()  # one op after another
+        for i in MODEL.layers:
+            assert torch.equal(usual.parameters(i), other.parameters(i))
 
 
 def test_only_the_last_steps_of_a_long_run_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
