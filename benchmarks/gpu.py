@@ -29,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # on a machine where nothing of ours is installed
 
+import gpu_case
 import gpu_checks
 import gpu_machine
 import gpu_rivals
@@ -37,8 +38,8 @@ import gpu_steps
 import rehearsal
 import torch
 from gpu_arena import ArenaBackend
+from gpu_case import PLANNED, Case
 from gpu_results import AGAIN, SMOKE, STOP, Results, Row, table
-from gpu_steps import PLANNED, Case
 from torch.utils import cpp_extension
 
 from megatrain.cuda import let_segments_grow
@@ -64,7 +65,7 @@ HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
     """Run this file as `--once` until it has measured all that fits into the budget; its last exit status.
 
-    Whoever ends this process ends that one with it (`gpu_steps.end_with_parent`), and what that has begun.
+    Whoever ends this process ends that one with it (`gpu_case.end_with_parent`), and what that has begun.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -231,8 +232,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.once:
         sys.exit(supervise(sys.argv[1:], options.out / "gpu.json", options.budget_s))
-    gpu_steps.end_with_parent()
-    gpu_steps.PLANNER.submit(os.getpid).result()
+    gpu_case.end_with_parent()
+    gpu_case.PLANNER.submit(os.getpid).result()
     if options.rehearse:
         rehearsal.install(sys.modules[__name__])
         options.models = list(gpu_rows.MODELS)

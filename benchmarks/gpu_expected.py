@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_rows
-import gpu_steps
+from gpu_case import Case, schedule_of
 from rich.progress import track
 
 from schedules.errors import Refused
@@ -35,10 +35,10 @@ def rented(gpu: str, host_gib: float) -> HardwareProfile:
     return hardware.override(hardware.load(gpu), [f"host.memory={host_gib}GiB", f"host.cores={CORES}cores"])
 
 
-def expected(case: gpu_steps.Case, profile: HardwareProfile) -> dict[str, Any]:
+def expected(case: Case, profile: HardwareProfile) -> dict[str, Any]:
     """One row, predicted. Raises Refused for what does not fit."""
     device, host = int(profile.gpu.memory.value), int(profile.host.memory.value)
-    schedule = gpu_steps.schedule_of(case, profile, device_bytes=device, host_bytes=host)
+    schedule = schedule_of(case, profile, device_bytes=device, host_bytes=host)
     verify(schedule)
     limit = int(case.device_gib * 2**30) if case.device_gib else device
     prediction = predict(schedule, profile, MemoryBudget(device_bytes=limit, host_bytes=host))

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import adam as adam_benchmark
 import gpu_machine
 import torch
+from gpu_case import Case
 from gpu_machine import Row
-from gpu_steps import STEPS, WARM_UP, Case
+from gpu_steps import STEPS, WARM_UP
 from torch import Tensor, nn
 
 from megatrain.pinned import pinned

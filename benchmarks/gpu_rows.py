@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import ALONE_STEPS, PLANNED, STEPS, WARM_UP, Case
+from gpu_case import PLANNED, Case
+from gpu_steps import ALONE_STEPS, STEPS, WARM_UP
 
 EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected"  # a page and a file for each GPU
 

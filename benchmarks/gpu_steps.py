@@ -6,23 +6,19 @@ Nothing is fitted to a step that is then predicted: the profile holds what links
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
 import math
-import os
 import re
-import signal
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import gpu_machine
 import torch
 from gpu_arena import ArenaBackend
+from gpu_case import Case, schedule_of
 from gpu_machine import Row
 from gpu_profile import machine_of, op_times, profile_of
 from torch import Tensor
@@ -34,134 +30,28 @@ from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, serial
 from megatrain.graphs import replayed
-from megatrain.here import usable_bytes
 from megatrain.pointwise import PLAIN, compiled
 from megatrain.profile import kind_of
 from megatrain.train import Trainer, as_they_are
-from schedules import policies, presets
-from schedules.errors import Refused
 from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
-from schedules.workload import MemoryBudget, Workload
 from sim.cost import timed
 from sim.machine import HardwareProfile
-from sim.plan import plan
 from sim.prediction import predict
 
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 B = TypeVar("B", bound=CudaBackend)
 
-PLANNED = "planned"
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
-PLANNING_S = 120.0  # at most
 ALONE_STEPS = {False: 2, True: 3}  # with every op by itself; the last one counts, and graphs are captured in the second
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process when the one that began it ends, however that was ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-# Asked before CUDA starts, the process is there from then on: one forked later has locks, and not the threads in them.
-PLANNER = ProcessPoolExecutor(1, initializer=end_with_parent)
-HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made
 PIECE = 1 << 26  # random numbers made at a time
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row: a model, a policy and a batch. `device_gib` limits the GPU's memory, all of it if None.
-
-    The policy PLANNED is the planner's schedule, for this machine, of a step of as many tokens, however split.
-    `recompute` as in Workload. `fused` compiles what multiplies no matrices, `graphs` replays blocks as CUDA graphs:
-    in which way a case is computed, of which its key says nothing.
-    """
-
-    model: str
-    policy: str
-    seq_len: int
-    micro_batch_size: int
-    accumulation: int = 1
-    precision: str = "bf16"
-    recompute: str = "none"
-    device_gib: float | None = None
-    knobs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    fused: bool = False
-    graphs: bool = False
-
-    @property
-    def key(self) -> str:
-        knobs = "".join(f" {name}={value}" for name, value in self.knobs.items())
-        limit = f" in {self.device_gib:g} GiB" if self.device_gib else ""
-        again = "" if self.recompute == "none" else f" {self.recompute} again"
-        return (
-            f"{self.model} {self.policy}{knobs} {self.accumulation}x{self.micro_batch_size}x{self.seq_len} "
-            f"{self.precision}{limit}{again}"
-        )
-
-    @property
-    def key_in_way(self) -> str:
-        """The key, and the way."""
-        return self.key + "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
-
-    @property
-    def workload(self) -> Workload:
-        return Workload(
-            micro_batch_size=self.micro_batch_size,
-            accumulation=self.accumulation,
-            seq_len=self.seq_len,
-            precision=self.precision,
-            recompute=self.recompute,
-        )
-
-
-def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host_bytes: int) -> Schedule:
-    """The case's schedule. With resident="fit", the least number of resident layers that the host has room for.
-
-    `profile` is what the planner plans for. Raises Refused for what does not fit.
-    """
-    model = presets.load(case.model)
-    limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
-    budget = MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE))
-    if case.policy == PLANNED:
-        return _planned(case, model, profile, budget)
-
-    def build(knobs: dict[str, Any]) -> Schedule:
-        return policies.build(case.policy, model, case.workload, budget, **knobs)
-
-    schedule = build({**case.knobs, "resident": 0}) if case.knobs.get("resident") == "fit" else build(case.knobs)
-    if case.knobs.get("resident") == "fit":
-        for count in range(1, len(model.layers) + 1):
-            if schedule.allocated_bytes(Tier.HOST) <= budget.host_bytes:
-                break
-            schedule = build({**case.knobs, "resident": count})
-    for tier, available in ((Tier.HOST, host_bytes), (Tier.DEVICE, limit)):
-        if schedule.allocated_bytes(tier) > available:
-            needed = schedule.allocated_bytes(tier) / 2**30
-            raise Refused(f"does not fit: {needed:.1f} GiB of {tier} memory, {available / 2**30:.1f} GiB available")
-    return schedule
-
-
-def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> Schedule:
-    found = PLANNER.submit(
-        plan,
-        model,
-        profile,
-        seq_len=case.seq_len,
-        tokens_per_step=case.workload.tokens_per_step,
-        precision=case.precision,
-        memory=budget,
-        workers=os.cpu_count() or 1,
-    )
-    return found.result(PLANNING_S).schedule
 
 
 def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:

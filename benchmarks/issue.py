@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gpu  # sets what torch's allocator is to do, as torch reads that once
+import gpu_case
 import gpu_expected
 import gpu_rows
 import gpu_steps
@@ -55,7 +56,7 @@ def device_alone(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
     ]
 
 
-def issued(case: gpu_steps.Case, schedule: Schedule) -> dict[str, str]:
+def issued(case: gpu_case.Case, schedule: Schedule) -> dict[str, str]:
     """Columns of one row: launches and milliseconds of a step, memory."""
 
     def prepare(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
@@ -82,7 +83,7 @@ def issued(case: gpu_steps.Case, schedule: Schedule) -> dict[str, str]:
         }
 
 
-def ways(case: gpu_steps.Case) -> Iterator[gpu_steps.Case]:
+def ways(case: gpu_case.Case) -> Iterator[gpu_case.Case]:
     """As gpu.py computes it, with compiled kernels; without graphs first where it has any."""
     yield dataclasses.replace(case, fused=True)
     with_graphs = gpu.in_way(case, {"fused": True, "graphs": True})
@@ -97,7 +98,7 @@ def rows(name: str, host_gib: float, models: tuple[str, ...]) -> list[str]:
     ours = [case for case in gpu_rows.cases(models) if case.key in gpu_rows.FIRST and not gpu_rows.is_rival(case)]
     for case in track(ours, description="issuing"):
         try:
-            schedule = gpu_steps.schedule_of(case, profile, device_bytes=device, host_bytes=host)
+            schedule = gpu_case.schedule_of(case, profile, device_bytes=device, host_bytes=host)
         except Refused as error:
             lines.append(f"| {case.key} | {str(error).splitlines()[0]} |" + " |" * (len(COLUMNS) - 2))
             continue
@@ -147,7 +148,7 @@ def main() -> None:
             except played_gpu.NotHere as error:
                 sys.exit(f"no GPU can be played here: {error}")
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
-    gpu_steps.PLANNER.submit(os.getpid).result()  # a process begun later would have locks, and not the threads in them
+    gpu_case.PLANNER.submit(os.getpid).result()  # a process begun later would have locks, and not the threads in them
     played_gpu.begin()
     # host memory that nobody writes takes no room, as large as it may be
     pinned._touch = lambda *arguments: None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_case
 import gpu_checks
 import gpu_machine
 import gpu_rows
@@ -122,11 +123,11 @@ def install(gpu: Any) -> None:
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
-    here.DEVICE_RESERVE, here.FRAGMENTS, gpu_steps.HOST_RESERVE = 0, 0.0, 0
+    here.DEVICE_RESERVE, here.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
-    tiny = gpu_steps.Case(model="tiny", policy="resident", seq_len=16, micro_batch_size=2, precision="bf16_16bit")
+    tiny = gpu_case.Case(model="tiny", policy="resident", seq_len=16, micro_batch_size=2, precision="bf16_16bit")
     gpu.WAYS_OF = {"fused": dataclasses.replace(tiny, micro_batch_size=4), "graphs": tiny}
     gpu.KERNELS_OF = tiny
     gpu_checks.BACKEND = "cpu"
