@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from megatrain.here import usable_bytes
+from megatrain.way import Way
 from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -69,6 +70,11 @@ class Case:
     def key_in_way(self) -> str:
         """The key, and the way."""
         return self.key + "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
+
+    @property
+    def way(self) -> Way:
+        """In which it is computed."""
+        return Way(fused=self.fused, graphs=self.graphs)
 
     @property
     def workload(self) -> Workload:

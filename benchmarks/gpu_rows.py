@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_case import PLANNED, Case
-from gpu_steps import ALONE_STEPS, STEPS, WARM_UP
+from gpu_steps import STEPS, WARM_UP, alone_steps
 
 EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected"  # a page and a file for each GPU
 
@@ -82,7 +82,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
     elif case.policy == TORCH:
         like = dataclasses.replace(case, policy="resident", knobs={})
     else:
-        steps += ALONE_STEPS[case.graphs] * ALONE + (steps if spun(case) else 0.0)
+        steps += alone_steps(case) * ALONE + (steps if spun(case) else 0.0)
         startup += PLANNING_S if case.policy == PLANNED else 0.0
     row = known.get(like.key)
     if row is None:

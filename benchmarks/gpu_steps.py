@@ -29,10 +29,8 @@ from megatrain.backend import Work
 from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, serial
-from megatrain.graphs import replayed
-from megatrain.pointwise import PLAIN, compiled
 from megatrain.profile import kind_of
-from megatrain.train import Trainer, as_they_are
+from megatrain.train import Trainer
 from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
@@ -47,7 +45,6 @@ Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 B = TypeVar("B", bound=CudaBackend)
 
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
-ALONE_STEPS = {False: 2, True: 3}  # with every op by itself; the last one counts, and graphs are captured in the second
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
 PIECE = 1 << 26  # random numbers made at a time
 LONGEST = 10  # kernels that are told
@@ -96,7 +93,7 @@ def measure(
     verified = _verified(case, host_bytes, machine)
     schedule = verified.schedule
     begun = time.perf_counter()
-    backend, trainer = trainer_of(case, verified, ArenaBackend, prepare_of(case))
+    backend, trainer = trainer_of(case, verified, ArenaBackend, case.way.prepare)
     backend.events = []
     retried: list[int] = []  # of torch's allocator: each is a wait for the GPU that no schedule knows of
 
@@ -137,7 +134,7 @@ def measure(
 
 def kernels(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
     """What lasts longest on the GPU in one step of the case: name, calls and total ms of a few. Raises Refused."""
-    _, trainer = trainer_of(case, _verified(case, host_bytes, machine), ArenaBackend, prepare_of(case))
+    _, trainer = trainer_of(case, _verified(case, host_bytes, machine), ArenaBackend, case.way.prepare)
     with trainer:
         trainer.run(WARM_UP)
         with torch.profiler.profile(activities=[PROFILED]) as profiler:
@@ -175,17 +172,12 @@ def trainer_of(
         Adam(lr=1e-5),
         initial=random_layers(schedule.model),
         record=True,
-        pointwise=compiled() if case.fused else PLAIN,
+        pointwise=case.way.pointwise,
         prepare=prepare,
     )
     torch.cuda.empty_cache()  # what made the weights
     torch.cuda.reset_peak_memory_stats()
     return backend, trainer
-
-
-def prepare_of(case: Case) -> Prepare:
-    """What the case makes of an op's work."""
-    return replayed if case.graphs else as_they_are
 
 
 def retries() -> int:
@@ -224,12 +216,17 @@ def _handing_over(backend: CudaBackend) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
+def alone_steps(case: Case) -> int:
+    """Steps with every op by itself, of which the last one counts."""
+    return case.way.warm_up + 1
+
+
 def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case) -> list[int]:
     """Each op's time, ns, with nothing beside it."""
-    steps = ALONE_STEPS[case.graphs]
+    steps = alone_steps(case)
     # a GPU with nothing to do would wait for each launch of an op, which the issue costs are for
     ahead = (lambda: AHEAD_S) if schedule.workload.tokens_per_step <= AHEAD_UP_TO else None
-    works = prepare_of(case)(schedule, trainer.works())
+    works = case.way.prepare(schedule, trainer.works())
     trainer.issue_by(Executor(verify(serial(schedule)), backend, works, delay_s=ahead, record=True))
     trainer.run(steps)
     trace = trainer.trace()

@@ -60,7 +60,7 @@ def issued(case: gpu_case.Case, schedule: Schedule) -> dict[str, str]:
     """Columns of one row: launches and milliseconds of a step, memory."""
 
     def prepare(schedule: Schedule, works: Sequence[Work]) -> Sequence[Work]:
-        return gpu_steps.prepare_of(case)(schedule, device_alone(schedule, works))
+        return case.way.prepare(schedule, device_alone(schedule, works))
 
     _, trainer = gpu_steps.trainer_of(case, verify(schedule), lambda schedule: CudaBackend(), prepare)
     with trainer:

@@ -21,7 +21,7 @@ import gpu_rows
 import gpu_steps
 import torch
 
-from megatrain import cuda, here
+from megatrain import cuda, here, way
 from megatrain.pointwise import PLAIN
 
 MEMORY = 16 << 30
@@ -124,7 +124,7 @@ def install(gpu: Any) -> None:
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
     here.DEVICE_RESERVE, here.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
-    gpu_steps.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
+    way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
     tiny = gpu_case.Case(model="tiny", policy="resident", seq_len=16, micro_batch_size=2, precision="bf16_16bit")

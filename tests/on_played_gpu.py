@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_steps
 import played_gpu
 import pytest
 import torch
 from fake_cuda import WORKLOAD, built, trainer
+from gpu_case import Case
 from hand_written import WRITERS, small
 from torch._inductor import metrics
 
@@ -22,7 +24,7 @@ from megatrain import autograd, cuda
 from megatrain.backend import OpFailed
 from megatrain.cpu import CpuEvent
 from megatrain.cuda import CudaBackend
-from megatrain.graphs import replayed
+from megatrain.graphs import PHASES, replayed
 from megatrain.native import adam_gpu
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
 from megatrain.template import Head, templates
@@ -32,6 +34,7 @@ from schedules.schedule import Schedule
 from schedules.traffic import MLP_CHUNK_TOKENS, workspace_bytes
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
+from sim.cost import timed
 from sim.prediction import predict
 
 MODEL, MEMORY = small(blocks=4), MemoryBudget(device_bytes=10**10, host_bytes=10**10)
@@ -107,6 +110,20 @@ def test_kernels_are_compiled_and_launched() -> None:
             run.run(2)
         launched.append(played_gpu.count("kernels"))
     assert 0 < launched[1] < launched[0] / 2
+
+
+@unsanitized
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_benchmark_measures_a_step_its_ops_alone_and_a_spun_one(graphs: bool) -> None:
+    case = Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2, graphs=graphs)
+    known_ns: dict[str, float] = {}
+    played_gpu.count("graphs")
+    row = gpu_steps.measure(case, 1 << 33, {}, known_ns, None, True)
+    schedule = policies.build("streamed", presets.load("tiny"), case.workload, MEMORY)
+    assert known_ns.keys() == set(timed(schedule).values()) and row["spin_step_s"] > 0 and row["alloc_retries"] == 0
+    launched = gpu_steps.WARM_UP + gpu_steps.STEPS - 1 + gpu_steps.alone_steps(case) - 1  # after each's eager call
+    of_blocks = [op for op in schedule.ops if op.phase in PHASES and op.layer in schedule.model.blocks]
+    assert played_gpu.count("graphs") == (launched * len(of_blocks) if graphs else 0)
 
 
 @unsanitized
