@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # on a machine where noth
 import gpu_case
 import gpu_checks
 import gpu_machine
+import gpu_optimizer
 import gpu_rivals
 import gpu_rows
 import gpu_steps
@@ -202,7 +203,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     first = [case for case in cases if case.key in gpu_rows.FIRST]
     yield from (measured(case) for case in first)
     yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
-    yield by_itself("adam", "adam", lambda: gpu_machine.optimizer(threads), 90.0)
+    yield by_itself("adam", "adam", lambda: gpu_optimizer.updates(threads), 90.0)
     for check in gpu_checks.checks():
         yield by_itself("checks", check.name, functools.partial(gpu_checks.checked, check), check.takes_s)
     if KERNELS_OF.model in options.models:

@@ -1,4 +1,4 @@
-"""What a GPU machine can do by itself: links, matrix products, host memory, the optimizer.
+"""What a GPU machine can do by itself: links, matrix products, attention, host memory.
 
 All operands are random: zeros are moved and multiplied faster than numbers. All loads last about a second, so
 that clocks have settled where they stay in training.
@@ -6,12 +6,10 @@ that clocks have settled where they stay in training.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain import adam
 from megatrain.cuda import RESERVED_CORES, pci_address
-from megatrain.native import adam as native
 from megatrain.pinned import cpus_beside, pinned
 from schedules import presets
 from schedules.errors import Refused
 from schedules.flops import attention_flops
-from schedules.workload import PRECISIONS, Workload
+from schedules.workload import Workload
 from sim import hardware
 
 Row = dict[str, Any]
@@ -45,7 +41,6 @@ TOKENS = (2048, 8192, 32768)
 SEQUENCES = (1024, 4096)  # of attention, in the last of those models, with the last of those numbers of tokens
 BESIDE = 1 << 28  # bytes of the copies beside something else
 COPY = 1 << 30  # bytes of a copy in host memory
-PARAMS = 100_000_000  # of the optimizer's slabs
 TOGETHER = 16  # launches on one stream before the next gets its own: no queue may fill up while another is empty
 DEVICE = torch.device("cuda")
 
@@ -246,107 +241,3 @@ def dram(threads: list[int]) -> list[Row]:
         torch.set_num_threads(count)
         rows.append({"case": f"{count} threads", "threads": count, "GB_s": adam_benchmark.copy_rate(COPY) / 1e9})
     return rows
-
-
-def optimizer(threads: list[int]) -> list[Row]:
-    """Gparam/s of Adam on the GPU, and of the CPU's by threads and precision, alone and beside copies both ways."""
-    rows = _optimizer_on_gpu()
-    params, copying = PARAMS, _Copying()
-    torch.set_num_threads(max(threads))
-    copy = {}
-    for count in threads:
-        torch.set_num_threads(count)
-        copy[count] = adam_benchmark.copy_rate(COPY)
-    for precision in PRECISIONS:
-        weights, grad, state = adam_benchmark.slabs(params, precision)
-
-        def step(
-            weights: Tensor = weights, grad: Tensor = grad, state: Tensor = state, precision: str = precision
-        ) -> None:
-            adam.step(weights, grad, state, adam_benchmark.HYPER, 10, precision=precision)
-
-        for count in threads if precision == "bf16" else threads[-1:]:
-            torch.set_num_threads(count)
-            alone = adam_benchmark.seconds(step)
-            with copying:
-                beside = adam_benchmark.seconds(step)
-            each = adam_benchmark.bytes_per_param(precision)
-            rows.append(
-                {
-                    "case": f"{precision}, {count} threads",
-                    "precision": precision,
-                    "threads": count,
-                    "kernel": native.why_not() or "ours",
-                    "Gparam_s": {"median": params / alone[0] / 1e9, "least": params / alone[2] / 1e9},
-                    "GB_s": params * each / alone[0] / 1e9,
-                    "of_copy": params * each / alone[0] / copy[count],
-                    "beside_copies_Gparam_s": params / beside[0] / 1e9,
-                }
-            )
-    torch.set_num_threads(max(threads))
-    for precision in adam_benchmark.DEEPSPEED:
-        case, rival = f"DeepSpeedCPUAdam, {precision}", adam_benchmark.deepspeed(params, precision)
-        if isinstance(rival, str):
-            rows.append({"case": case, "left_out": rival})
-            continue
-        found = adam_benchmark.by_turns({"ours": adam_benchmark.ours(params, precision), "rival": rival})
-        rows.append(
-            {
-                "case": case,
-                "threads": max(threads),
-                "Gparam_s": params / found["rival"][0] / 1e9,
-                "ours_Gparam_s": params / found["ours"][0] / 1e9,
-            }
-        )
-    return rows
-
-
-def _optimizer_on_gpu() -> list[Row]:
-    """Gparam/s by precision, and torch's fused kernel on slabs of bf16 and of fp32, moments of the same type."""
-    rows: list[Row] = []
-    for precision in PRECISIONS:
-        weights, grad, state = (slab.to(DEVICE) for slab in adam_benchmark.slabs(PARAMS, precision))
-        step = functools.partial(adam.step, weights, grad, state, adam_benchmark.HYPER, 10, precision=precision)
-        kernel = "torch's, in passes" if adam.kernels_on(weights.device) is None else "ours"
-        each = adam_benchmark.bytes_per_param(precision)
-        rows.append({"case": f"on the GPU, {precision}", "kernel": kernel} | _update_rate(step, each))
-    for dtype in (torch.bfloat16, torch.float32):
-        parameter = torch.nn.Parameter(torch.randn(PARAMS, device=DEVICE).to(dtype))
-        parameter.grad = torch.randn_like(parameter)
-        theirs = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
-        case = f"on the GPU, torch's fused, {str(dtype).removeprefix('torch.')}"
-        rows.append({"case": case} | _update_rate(theirs.step, 7 * dtype.itemsize))
-    return rows
-
-
-def _update_rate(step: Callable[[], object], each: int) -> Row:
-    """Gparam/s of an update of PARAMS, and GB/s where each takes so many bytes."""
-    (rate,) = rates([(torch.cuda.Stream(), step, PARAMS / 1e9)], WINDOW_S["product"])
-    return {"Gparam_s": rate, "GB_s": rate["median"] * each}
-
-
-class _Copying:
-    """Copies both ways over the link, from the beginning of the block to its end."""
-
-    def __init__(self) -> None:
-        self._streams = [torch.cuda.Stream() for _ in range(2)]
-        self._host, self._device = [host_slab(BESIDE) for _ in range(2)], [device_slab(BESIDE) for _ in range(2)]
-
-    def __enter__(self) -> None:
-        self._begun, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-        self._begun.wait()
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while not self._stop.is_set():
-            with torch.cuda.stream(self._streams[0]):
-                self._device[0].copy_(self._host[0], non_blocking=True)
-            with torch.cuda.stream(self._streams[1]):
-                self._host[1].copy_(self._device[1], non_blocking=True)
-            torch.cuda.synchronize()
-            self._begun.set()

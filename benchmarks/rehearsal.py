@@ -17,6 +17,7 @@ from typing import Any
 import gpu_case
 import gpu_checks
 import gpu_machine
+import gpu_optimizer
 import gpu_rows
 import gpu_steps
 import torch
@@ -122,7 +123,7 @@ def install(gpu: Any) -> None:
     gpu_machine.WINDOW_S = {"link": 0.002, "product": 0.002}
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
-    gpu_machine.BESIDE, gpu_machine.COPY, gpu_machine.PARAMS = 1 << 16, 1 << 20, 10_000
+    gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
     here.DEVICE_RESERVE, here.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
