@@ -14,6 +14,7 @@ import torch
 
 from megatrain import here, readings
 from megatrain.here import Here, machine_name
+from megatrain.native import adam as native
 from megatrain.rates import Rate
 from megatrain.way import Way
 from schedules.op import Op, Phase, Stream, Tier
@@ -80,6 +81,8 @@ def profile_of(
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     others = f", {at.optimizer_threads} on the optimizer's" if at.optimizer_threads != 1 else ""
     threads = f"1 thread a stream{others}, {torch.get_num_threads()} on the issuing thread"
+    if why := native.why_not():
+        threads += f", the optimizer in several passes ({why.splitlines()[0]})"
     source = f"measured on {machine_name()}, {date}, torch {torch.__version__}, ops {way}, {threads}"
     ops = _gather(found)
     for part in spaces:

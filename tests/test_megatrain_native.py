@@ -168,7 +168,9 @@ def test_cache_that_cannot_be_written_is_no_error_of_training(monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     native._built.cache_clear()
     try:
-        assert native.kernel() is None and native.why_not()
+        with pytest.warns(UserWarning, match="several passes over its memory: adam.cpp could not be built"):
+            assert native.kernel() is None
+        assert native.why_not()  # it is told once
         weights, _ = train(slabs(*random(100), "bf16"), "bf16")
         assert weights.isfinite().all()
     finally:

@@ -15,6 +15,7 @@ from megatrain import profile, rates, readings
 from megatrain.cpu import CpuBackend
 from megatrain.demo import POLICIES
 from megatrain.here import Here
+from megatrain.native import adam as native
 from megatrain.profile_numbers import profile_of
 from megatrain.way import PLAINLY
 from megatrain.workspace import peak_bytes
@@ -105,6 +106,12 @@ def test_every_number_says_that_it_was_measured_and_when(measured: tuple[Hardwar
     for path, _, _, source in rows:
         assert "measured on" in source and "1 thread a stream" in source, path
         assert measured[0].date in source, path
+
+
+def test_an_optimizer_without_its_kernel_is_told_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "why_not", lambda: "g++ refused adam.cpp: it is no program\nand more")
+    source = measured_quickly(schedules()[:1], []).host.adam_efficiency.source
+    assert "the optimizer in several passes (g++ refused adam.cpp: it is no program)" in source and "\n" not in source
 
 
 def test_progress_moves_forward(measured: tuple[HardwareProfile, list[float]]) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,10 @@ class Kernel:
 
 
 def kernel() -> Kernel | None:
-    """The kernel, or None where it cannot be built; `why_not` says why. Compiled at the first call."""
+    """The kernel, or None where it cannot be built; `why_not` says why. Compiled at the first call.
+
+    The first call also warns where it cannot be: updates then take several passes over their memory.
+    """
     found = _kernel_or_reason()
     return found if isinstance(found, Kernel) else None
 
@@ -191,4 +195,5 @@ def _built() -> Kernel | str:
     try:
         return Kernel(build.load(SOURCE))
     except build.NotBuilt as error:
+        warnings.warn(f"AdamW on the CPU takes several passes over its memory: {error}", stacklevel=2)
         return str(error)
