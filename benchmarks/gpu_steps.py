@@ -6,7 +6,6 @@ Nothing is fitted to a step that is then predicted: the profile holds what links
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import statistics
 import time
@@ -21,7 +20,6 @@ from gpu_arena import ArenaBackend
 from gpu_case import Case, schedule_of
 from gpu_machine import Row
 from gpu_profile import machine_of, op_times, profile_of
-from torch import Tensor
 from torch.autograd import DeviceType
 
 from megatrain.adam import Adam
@@ -29,10 +27,10 @@ from megatrain.backend import Work
 from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, serial
+from megatrain.initial import repeated_parameters
 from megatrain.profile import kind_of
 from megatrain.train import Trainer
 from schedules.flops import model_flops_per_step
-from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -46,36 +44,8 @@ B = TypeVar("B", bound=CudaBackend)
 
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
-PIECE = 1 << 26  # random numbers made at a time
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
-
-
-def random_layers(model: ModelSpec) -> Callable[[int], Tensor]:
-    """Layer -> random parameters as `initial.random_parameters`, made on the GPU, the same for blocks of a kind."""
-    made: dict[str, Tensor] = {}  # of blocks: embedding and head are large, and asked for once
-
-    def parameters(i: int) -> Tensor:
-        if not model.is_block(i):
-            return make(i)
-        kind = model.layer_kind(i)
-        if kind not in made:
-            made[kind] = make(i)
-        return made[kind]
-
-    def make(i: int) -> Tensor:
-        shapes = model.parameter_shapes(i)
-        flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()))
-        parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
-        for (name, shape), part in zip(shapes.items(), parts, strict=True):
-            if len(shape) == 1:
-                part.fill_(1.0 if "norm" in name else 0.0)
-                continue
-            for piece in torch.split(part, PIECE):
-                piece.copy_(torch.randn(len(piece), device=gpu_machine.DEVICE).mul_(0.02))
-        return flat
-
-    return parameters
 
 
 def measure(
@@ -170,7 +140,7 @@ def trainer_of(
         backend,
         RandomTokens(vocab_size=schedule.model.vocab_size, workload=schedule.workload),
         Adam(lr=1e-5),
-        initial=random_layers(schedule.model),
+        initial=repeated_parameters(schedule.model, 0),
         record=True,
         pointwise=case.way.pointwise,
         prepare=prepare,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -63,10 +64,15 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
 
 
 def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
-    """As `random_parameters`, of few random numbers again and again: made in no time, for where only time counts."""
+    """As `random_parameters`, but few random numbers again and again, and blocks of a kind alike.
+
+    Made in no time, for where only time counts. Not to be written to: blocks share what is returned.
+    """
+    first = {model.layer_kind(i): i for i in reversed(model.layers)}
     few = torch.randn(FEW, generator=_generator(seed, PARAMETERS)).mul_(STANDARD_DEVIATION)
 
-    def parameters(i: int) -> Tensor:
+    @functools.lru_cache(maxsize=1)
+    def made(i: int) -> Tensor:
         shapes = model.parameter_shapes(i)
         flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()))
         parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
@@ -78,7 +84,7 @@ def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
                 piece.copy_(few[: len(piece)])
         return flat
 
-    return parameters
+    return lambda i: made(first[model.layer_kind(i)])
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from megatrain.fitting import LeftOut, that_fit
 from megatrain.here import Here
 from schedules.model import ModelSpec
-from schedules.op import Kind, Phase
 from schedules.schedule import Schedule
-from sim.cost import signature
+from sim.cost import timed
 
 # Of a longer model so many blocks are timed, or fewer where these do not fit. Each is as cold in its turn as in the
 # whole model, for the others are larger than any cache; and a model that does not fit can be measured all the same.
@@ -24,16 +23,16 @@ def representatives(
 
     They are what `build` makes of a shortened model, and of the model itself for ops that only its own steps have.
     """
-    needed = {op for schedule in build(model) for op in timed(schedule)}
+    needed = timed_in(*build(model))
     found, left = list[Schedule](), list[LeftOut]()
     for some in dict.fromkeys([*(shortened(model, blocks) for blocks in LENGTHS), model]):
-        lacking = needed - {op for schedule in found for op in timed(schedule)}
+        lacking = needed - timed_in(*found)
         if not lacking:
             break
-        fitting, too_large = that_fit([schedule for schedule in build(some) if timed(schedule) & lacking], at)
+        fitting, too_large = that_fit([schedule for schedule in build(some) if timed_in(schedule) & lacking], at)
         found, left = covering([*found, *fitting]), [*left, *too_large]
-    lacking = needed - {op for schedule in found for op in timed(schedule)}
-    return found, [(schedule, lack) for schedule, lack in left if timed(schedule) & lacking]
+    lacking = needed - timed_in(*found)
+    return found, [(schedule, lack) for schedule, lack in left if timed_in(schedule) & lacking]
 
 
 def shortened(model: ModelSpec, blocks: int) -> ModelSpec:
@@ -50,16 +49,15 @@ def covering(schedules: Sequence[Schedule]) -> list[Schedule]:
     seen: set[str] = set()
     found = []
     for schedule in schedules:
-        if timed(schedule) - seen:
-            seen |= timed(schedule)
+        if new := timed_in(schedule) - seen:
+            seen |= new
             found.append(schedule)
     return found
 
 
-def timed(schedule: Schedule) -> set[str]:
-    """The signatures of the ops that a profile has times of."""
-    ops = (op for op in schedule.ops if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM)
-    return {signature(op, schedule.model, schedule.workload) for op in ops}
+def timed_in(*schedules: Schedule) -> set[str]:
+    """The signatures of the ops that a profile of these schedules has times of."""
+    return {op for schedule in schedules for op in timed(schedule).values()}
 
 
 def shapes_up_to(batch: int, seq: int) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from schedules.presets import load
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware, machine
-from sim.cost import MissingCost, signature, timed
+from sim.cost import MissingCost, signature
 from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes as peak_bytes_of
 from sim.prediction import predict

@@ -23,7 +23,7 @@ from megatrain.representatives import (
     shapes_between,
     shapes_up_to,
     shortened,
-    timed,
+    timed_in,
 )
 from schedules import policies
 from schedules.model import ModelSpec
@@ -46,10 +46,6 @@ def built(
     return [policies.build(name, model, step, room) for step in steps for name in names]
 
 
-def ops(schedules: Sequence[Schedule]) -> set[str]:
-    return {op for schedule in schedules for op in timed(schedule)}
-
-
 def test_a_model_is_shortened_to_its_first_blocks_of_every_kind() -> None:
     llama, mixed, demo = load("llama-3.1-70b"), load("gpt-oss-120b"), load("demo")
     assert shortened(llama, 8) == replace(llama, num_hidden_layers=8)
@@ -62,7 +58,7 @@ def test_a_model_is_shortened_to_its_first_blocks_of_every_kind() -> None:
 def test_few_blocks_have_all_ops_of_a_model_that_the_host_has_no_room_for() -> None:
     model = load("llama-3.1-70b")
     found, left = representatives(model, built, H100)
-    assert ops(found) == ops(built(model)) and not left
+    assert timed_in(*found) == timed_in(*built(model)) and not left
     assert {schedule.model.num_hidden_layers for schedule in found} <= set(LENGTHS)
     assert len(found) < len(STEPS) * len(policies.comparable()) / 2
 
@@ -106,7 +102,7 @@ def test_only_schedules_with_new_ops_are_run() -> None:
     chosen = 2 * built(load("tiny"), POLICIES)
     found = covering(chosen)
     assert 0 < len(found) < len(chosen) / 2 and found[0] is chosen[0]
-    assert ops(found) == ops(chosen)
+    assert timed_in(*found) == timed_in(*chosen)
 
 
 def test_shapes_lie_around_those_that_are_asked_for() -> None:
