@@ -160,9 +160,15 @@ class Program:
         self._copy(Kind.PREFETCH, tensor, source, into, stream, blocking)
         return into
 
-    def load(self, tensor: str, ring: Ring, *, stream: Stream = Stream.H2D, blocking: bool = False) -> str:
-        """The slot of `ring` that holds `tensor`, copied there from its home unless it still stands in one."""
-        return ring.holding(tensor) or self.prefetch(tensor, into=ring.next(), stream=stream, blocking=blocking)
+    def load(self, tensor: str, into: Ring | str, *, stream: Stream = Stream.H2D, blocking: bool = False) -> str:
+        """The slot of a ring, or the buffer, that holds `tensor`, copied there from its home unless it still stands."""
+        if isinstance(into, Ring):
+            if (slot := into.holding(tensor)) is not None:
+                return slot
+            into = into.next()
+        elif self.holds(into) == tensor:
+            return into
+        return self.prefetch(tensor, into=into, stream=stream, blocking=blocking)
 
     def offload(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from schedules.ends import end_buffers
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
@@ -18,10 +19,8 @@ class ReleasedStep:
         self.templates = [p.buffer(f"template{b}") for b in range(2)]
         self.pinned = {i: p.buffer(f"pinned.{p.weight(i)}", Tier.HOST) for i in model.blocks}
         self.grads, self.slabs = p.slots("grad", 2), p.slots("slab", slabs, Tier.HOST)
-        ends = (model.embed, model.head)
-        self.weights = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in ends}
-        self.own = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in ends}
-        self.staging = {i: p.buffer(f"{model.layer_name(i)}.slab", Tier.HOST) for i in ends}
+        self.weights, self.own = end_buffers(p, "weight"), end_buffers(p, "grad")
+        self.staging = end_buffers(p, "slab", Tier.HOST)
         logits = workload.tokens_per_microbatch * model.vocab_size * workload.bytes.activation
         p.reserve("logits", logits)
         self.pending: dict[str, int] = {}  # slab -> the layer whose gradient the CPU thread takes from it

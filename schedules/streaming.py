@@ -137,10 +137,8 @@ class StreamedStep:
         def weights(i: int) -> str | None:
             if i in self.resident:
                 return None
-            if i in self.copy and i in self.late and i != p.model.embed and p.holds(self.copy[i]) != p.weight(i):
-                p.prefetch(p.weight(i), into=self.copy[i])
             if i in self.copy:
-                return self.copy[i]
+                return p.load(p.weight(i), self.copy[i])
             self.slot = self.window.weights(i)
             self.passing.visit()
             return self.slot

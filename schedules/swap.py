@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from schedules.ends import end_buffers
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
 from schedules.zero import Held, passes
@@ -30,16 +31,12 @@ class Swap:
         # room for the layer that is fetched and the two after it
         pool = min(POOL_PARAMETERS // model.params(0), model.num_hidden_layers)
         self._pool = p.slots("pool", max(pool, 3), Tier.HOST)
-        self._ends = {i: p.buffer(f"{model.layer_name(i)}.pool", Tier.HOST) for i in (model.embed, model.head)}
+        self._ends = end_buffers(p, "pool", Tier.HOST)
 
     def stage(self, i: int) -> str:
         """The host buffer with layer i's weights, which are read unless they are there."""
-        p, weight = self._program, self._program.weight(i)
-        if i in self._ends:
-            held, into = p.holds(self._ends[i]) == weight, self._ends[i]
-        else:
-            held, into = weight in self._pool, self._pool.holding(weight) or self._pool.next()
-        return into if held else p.prefetch(weight, into=into, stream=Stream.NVME_READ)
+        p = self._program
+        return p.load(p.weight(i), self._ends.get(i, self._pool), stream=Stream.NVME_READ)
 
     def land(self, i: int, buffer: str, stream: Stream) -> Held:
         """Layer i's fp32 gradient to the host, which waits for it, and from there to the drive."""

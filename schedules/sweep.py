@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from schedules import trained
+from schedules.ends import end_buffers
 from schedules.kept import Kept, Travel
 from schedules.op import Stream
 from schedules.program import Keep, Program
@@ -173,8 +174,7 @@ class Streamed:
         self._program, self._fetch = p, fetch
         self._ring, self._grads = p.slots("weight", slots), p.slots("grad", 2)
         self.ends = (p.model.embed, p.model.head)
-        self._end_weights = {i: p.buffer(f"{p.model.layer_name(i)}.weight") for i in self.ends}
-        self._end_grads = {i: p.buffer(f"{p.model.layer_name(i)}.grad") for i in self.ends}
+        self._end_weights, self._end_grads = end_buffers(p, "weight"), end_buffers(p, "grad")
         self._window = Window(visits(kept, p.model.blocks) * passes, ahead=slots, fetch=self._block)
 
     def weights(self, i: int) -> str:

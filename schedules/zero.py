@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from schedules.ends import end_buffers
 from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
@@ -95,7 +96,7 @@ class Bucket:
         self._program, self._size, self._leave = p, size, leave
         room = min(max(size // p.model.params(0), 1), p.model.num_hidden_layers)
         self._ring = p.slots("bucket", count * room + 1)
-        self._ends = {i: p.buffer(f"{p.model.layer_name(i)}.grad") for i in (p.model.embed, p.model.head)}
+        self._ends = end_buffers(p, "grad")
         self._gathered: list[tuple[int, str]] = []
 
     def grad(self, i: int) -> str:
@@ -138,7 +139,7 @@ class Fetch:
         self._program, self._stream, self._ahead = p, stream, ahead
         self._blocking, self._stage = blocking, stage
         self._slots = p.slots("weight", max(1 + ahead, min(max_live // model.params(0), model.num_hidden_layers)))
-        self._ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head)}
+        self._ends = end_buffers(p, "weight")
         self._visits: deque[int] = deque()
         self._coming: deque[Held] = deque()
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from schedules.ends import end_buffers
 from schedules.errors import ProgramError
 from schedules.kept import at_most
 from schedules.model import ModelSpec
@@ -66,7 +67,7 @@ def policy(
     p.keep_on_nvme(*(p.weight(i) for i in on_drive))
     passing = p.slots("passing", 2, Tier.HOST) if on_drive else None
     ring = p.slots("weight", slots)
-    ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head) if i not in staying}
+    ends = end_buffers(p, "weight")
 
     def fetch(i: int) -> str:
         if (slot := ring.holding(p.weight(i))) is not None:
@@ -80,10 +81,9 @@ def policy(
     window = Window(visits, ahead=slots, fetch=fetch)
 
     def weights(i: int) -> str | None:
-        if i in ends:
-            there = p.holds(ends[i]) == p.weight(i)
-            return ends[i] if there else p.prefetch(p.weight(i), into=ends[i])
-        return None if i in staying else window.weights(i)
+        if i in staying:
+            return None
+        return p.load(p.weight(i), ends[i]) if i in ends else window.weights(i)
 
     for group in groups:
         _evaluate(p, group, weights, away=activations == "host" and len(group) > 1)

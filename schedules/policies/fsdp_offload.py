@@ -22,6 +22,7 @@ Source: pytorch, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py, _fsd
 
 from __future__ import annotations
 
+from schedules.ends import end_buffers
 from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
@@ -42,8 +43,7 @@ def policy(
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload)
     ring, grads, landing = p.slots("weight", 2), p.slots("grad", 2), p.buffer("landing", Tier.HOST)
-    root = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head)}
-    root_grads = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in root}
+    root, root_grads = end_buffers(p, "weight"), end_buffers(p, "grad")
     homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
 
     def fetch(i: int) -> str:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from schedules.ends import end_buffers
 from schedules.kept import Activations, Kept, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
@@ -66,7 +67,7 @@ def _step(model: ModelSpec, workload: Workload, kept: Kept, *, chunks: int, stat
     p = Program(model, workload)
     device = _Chunks(p, chunks, static)
     grads = p.slots("grad", 2)
-    end_grads = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in device.ends}
+    end_grads = end_buffers(p, "grad")
     homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
 
     def grad(i: int) -> str:
@@ -96,7 +97,7 @@ class _Chunks:
     def __init__(self, p: Program, chunks: int, static: bool) -> None:
         self._program, self._static = p, static
         self._ring = p.slots("chunk", chunks)
-        self.ends = {i: p.buffer(f"{p.model.layer_name(i)}.chunk") for i in (p.model.embed, p.model.head)}
+        self.ends = end_buffers(p, "chunk")
         self._wide = [p.buffer(f"wide{half}") for half in range(2)]
         self._standing: dict[str, int] = {}  # buffer -> layer
         self._stale = set() if p.workload.precision == "fp32" else set(p.model.layers)  # the host's 2-byte chunks

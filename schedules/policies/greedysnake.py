@@ -66,14 +66,7 @@ def policy(
         if i not in late:
             shelf.update(i, landed)
 
-    sweep(
-        p,
-        list(workload.microbatches),
-        weights=device.weights,
-        grad=device.grad,
-        done=done,
-        kept=kept,
-    )
+    sweep(p, list(workload.microbatches), weights=device.weights, grad=device.grad, done=done, kept=kept)
     for i in model.layers:
         if i in late:
             shelf.update(i, (p.home(p.grad(i)), p.grad(i)))

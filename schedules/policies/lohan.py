@@ -67,14 +67,7 @@ def policy(
             shelf.update(i, landed)
 
     for m in workload.microbatches:
-        sweep(
-            p,
-            [m],
-            weights=device.weights,
-            grad=device.grad,
-            done=done,
-            kept=kept,
-        )
+        sweep(p, [m], weights=device.weights, grad=device.grad, done=done, kept=kept)
     if clip:
         for i in model.layers:
             shelf.update(i, (p.home(p.grad(i)), p.grad(i)))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from schedules.ends import end_buffers
 from schedules.errors import ProgramError
 from schedules.kept import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
@@ -67,13 +68,12 @@ def policy(
             ahead=slots,
             fetch=lambda i: p.load(p.weight(i), ring),
         )
-        ends = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (model.embed, model.head) if i not in staying}
+        ends = end_buffers(p, "weight")
 
         def weights(i: int) -> str | None:
-            if i in ends:
-                there = p.holds(ends[i]) == p.weight(i)
-                return ends[i] if there else p.prefetch(p.weight(i), into=ends[i])
-            return None if i in staying else window.weights(i)
+            if i in staying:
+                return None
+            return p.load(p.weight(i), ends[i]) if i in ends else window.weights(i)
 
         def done(i: int, grad: str) -> None:
             if workload.grad_clip is None:

@@ -19,6 +19,7 @@ Source: the paper, "MegaTrain" (April 2026), sections on the execution engine, f
 
 from __future__ import annotations
 
+from schedules.ends import end_buffers
 from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Tier
@@ -45,9 +46,8 @@ def policy(
     p = Program(model, workload)
     embed, head = model.embed, model.head
     ring, grads, pool = p.slots("weight", 2), p.slots("grad", 2), p.slots("slab", slabs, Tier.HOST)
-    weights = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (embed, head)}
-    own = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in (embed, head)}
-    staging = {i: p.buffer(f"{model.layer_name(i)}.slab", Tier.HOST) for i in (embed, head)}
+    weights, own = end_buffers(p, "weight"), end_buffers(p, "grad")
+    staging = end_buffers(p, "slab", Tier.HOST)
     clip = workload.grad_clip is not None
 
     def collect(i: int, m: int, buffer: str) -> None:

@@ -80,14 +80,7 @@ def _step(model: ModelSpec, workload: Workload, paged: Collection[int], kept: Ke
         p.keep_on_device(p.weight(i), p.grad(i), *([] if i in paged else [p.state(i)]))
     pages = p.slots("page", 2)
     for m in workload.microbatches:
-        sweep(
-            p,
-            [m],
-            weights=lambda i: None,
-            grad=lambda i: None,
-            done=lambda i, buffer: None,
-            kept=kept,
-        )
+        sweep(p, [m], weights=lambda i: None, grad=lambda i: None, done=lambda i, buffer: None, kept=kept)
     if workload.grad_clip is not None:
         p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
     for i in model.layers:

@@ -55,14 +55,7 @@ def policy(
     def done(i: int, buffer: str) -> None:
         p.offload(p.grad(i), out_of=buffer)
 
-    sweep(
-        p,
-        list(workload.microbatches),
-        weights=device.weights,
-        grad=device.grad,
-        done=done,
-        kept=kept,
-    )
+    sweep(p, list(workload.microbatches), weights=device.weights, grad=device.grad, done=done, kept=kept)
     if is_async:
         copy_parameters(Stream.CPU)
     own = {i: (p.home(p.grad(i, wide=True)), p.grad(i, wide=True)) for i in model.layers}

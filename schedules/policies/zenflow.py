@@ -19,6 +19,7 @@ Source: DeepSpeed runtime/zenflow; arXiv:2505.12242.
 
 from __future__ import annotations
 
+from schedules.ends import end_buffers
 from schedules.errors import ProgramError
 from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
@@ -55,7 +56,7 @@ def policy(
     uploaded = {i: p.buffer(f"host.uploaded.{p.weight(i)}", Tier.HOST) for i in rest}
     sums = {i: p.buffer(f"host.sum.{p.grad(i)}", Tier.HOST) for i in rest}  # grow in this window
     bucket, slab = p.slots("bucket", 2), p.slots("slab", 2, Tier.HOST)
-    ends = {i: p.buffer(f"{model.layer_name(i)}.grad") for i in (model.embed, model.head)}
+    ends = end_buffers(p, "grad")
     clip = workload.grad_clip is not None
     due = {i: (p.home(p.grad(i, wide=True)), p.grad(i, wide=True)) for i in rest}
 

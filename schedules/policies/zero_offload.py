@@ -79,14 +79,7 @@ def policy(
     bucket = Bucket(p, size=reduce_bucket_size, count=2 if overlap_comm else 1, leave=leave)
 
     def run(m: int) -> None:
-        sweep(
-            p,
-            [m],
-            weights=weights.get,
-            grad=bucket.grad,
-            done=lambda i, buffer: bucket.add(i, buffer, m),
-            kept=kept,
-        )
+        sweep(p, [m], weights=weights.get, grad=bucket.grad, done=lambda i, buffer: bucket.add(i, buffer, m), kept=kept)
         bucket.flush(m)
         if overlap_comm or m == last:
             landed = p.grad(model.embed, wide=m == last)
