@@ -7,7 +7,7 @@ from collections.abc import Callable
 from schedules.ends import end_buffers
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.zero import Held, passes
+from schedules.zero import Held, optimizer_step
 
 POOL_PARAMETERS = 500_000_000  # offload_param's buffer_count times buffer_size, DeepSpeed's defaults
 
@@ -56,7 +56,7 @@ class Swap:
             p.synchronize(*((buffer, tensor) for tensor, buffer in staged.items()), kind=Kind.PREFETCH, name="H.read")
             if following and pipeline_read:
                 read = self._read(following)
-            passes(p, group, at=staged)
+            optimizer_step(p, group, at=staged)
             if self._weights:
                 p.synchronize(*self._write(group, staged, p.weight), kind=Kind.OFFLOAD, name="H.weights")
             if written:

@@ -159,7 +159,7 @@ class Streamed:
     Blocks go through `slots` buffers for weights and two for gradients; what still stands in a slot is not
     loaded again. Embedding and head, much larger, have buffers of their own: their weights come once a step,
     and their gradients add up in place. `fetch(i, buffer)` loads layer i's weights into a device buffer and
-    returns it; `passes` is how often the blocks run forward and backward.
+    returns it; the micro-batches run in that many `groups`, one after another.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Streamed:
         p: Program,
         *,
         fetch: Callable[[int, str], str],
-        passes: int = 1,
+        groups: int = 1,
         slots: int = 2,
         kept: Kept = Kept(),
     ) -> None:
@@ -175,7 +175,7 @@ class Streamed:
         self._ring, self._grads = p.slots("weight", slots), p.slots("grad", 2)
         self.ends = (p.model.embed, p.model.head)
         self._end_weights, self._end_grads = end_buffers(p, "weight"), end_buffers(p, "grad")
-        self._window = Window(visits(kept, p.model.blocks) * passes, ahead=slots, fetch=self._block)
+        self._window = Window(visits(kept, p.model.blocks) * groups, ahead=slots, fetch=self._block)
 
     def weights(self, i: int) -> str:
         """The buffer with layer i's weights."""

@@ -16,7 +16,7 @@ from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import sweep
+from schedules.sweep import Place, sweep
 from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it
@@ -43,7 +43,7 @@ def sub_groups(model: ModelSpec, size: int) -> list[list[int]]:
     return groups
 
 
-def passes(
+def optimizer_step(
     p: Program,
     group: Sequence[int],
     *,
@@ -129,6 +129,7 @@ class Fetch:
         self,
         p: Program,
         *,
+        kept: Kept,
         stream: Stream,
         max_live: int,
         ahead: int = 1,
@@ -136,23 +137,18 @@ class Fetch:
         stage: Callable[[int], str] | None = None,
     ) -> None:
         model = p.model
-        self._program, self._stream, self._ahead = p, stream, ahead
+        self._program, self._kept, self._stream, self._ahead = p, kept, stream, ahead
         self._blocking, self._stage = blocking, stage
         self._slots = p.slots("weight", max(1 + ahead, min(max_live // model.params(0), model.num_hidden_layers)))
         self._ends = end_buffers(p, "weight")
         self._visits: deque[int] = deque()
         self._coming: deque[Held] = deque()
 
-    def begin(self, kept: Kept) -> None:
-        """A micro-batch starts with nothing fetched."""
-        model = self._program.model
-        again = [model.embed] if model.tie_word_embeddings else []
-        self._visits = deque([model.embed, *model.blocks, *again, model.head, *kept.backward_visits(model.blocks)])
-        self._slots.clear()
-
     def weights(self, i: int) -> str:
         """The device buffer with layer i's weights."""
         p = self._program
+        if not self._visits:
+            self._begin()
         assert self._visits.popleft() == i, "layers are visited in the order of the trace"
         if not self._coming:
             self._coming.append(self._fetch(i))
@@ -164,6 +160,13 @@ class Fetch:
             for coming in self._absent(islice(self._visits, self._ahead, self._ahead + 2)):
                 self._stage(coming)
         return buffer
+
+    def _begin(self) -> None:
+        """A micro-batch starts with nothing fetched."""
+        model = self._program.model
+        again, back = [model.embed] if model.tie_word_embeddings else [], self._kept.backward_visits(model.blocks)
+        self._visits = deque([model.embed, *model.blocks, *again, model.head, *back])
+        self._slots.clear()
 
     def _fetch(self, i: int) -> Held:
         p, weight = self._program, self._program.weight(i)
@@ -206,10 +209,6 @@ class Reduction:
         self._sum, self._wide = p.buffer("sum"), p.buffer("wide") if wide else None
         self._outstanding: list[Held] = []
 
-    def begin(self) -> None:
-        """A micro-batch starts with no gradient under way."""
-        self._outstanding = []
-
     def reduce(self, grads: Sequence[tuple[int, str]], m: int) -> None:
         """Hand over the gradients of micro-batch m in these (layer, buffer) pairs."""
         if len(self._outstanding) >= 2:
@@ -219,6 +218,11 @@ class Reduction:
     def wait(self, name: str) -> None:
         """The host waits for all that is under way."""
         self._program.synchronize(self._outstanding[-1], kind=Kind.OFFLOAD, name=name)
+
+    def finish(self) -> None:
+        """A micro-batch is over: the host waits, and the next one starts with no gradient under way."""
+        self.wait("H.epilogue")
+        self._outstanding = []
 
     def _reduce(self, i: int, m: int, bucket: str) -> Held:
         p, grad = self._program, self._program.grad(i)
@@ -246,23 +250,23 @@ class Reduction:
         return p.offload(wide, out_of=buffer, stream=self._stream, blocking=self._blocking_wide), wide
 
 
-def forward_and_backward(
-    p: Program, *, weights: Mapping[int, str], bucket: Bucket, reduction: Reduction, kept: Kept
+def micro_batches(
+    p: Program,
+    *,
+    weights: Place,
+    grad: Place,
+    done: Callable[[int, str, int], None],
+    end: Callable[[int], None],
+    kept: Kept,
 ) -> None:
-    """All micro-batches with ZeRO-3's weights in device buffers of their own; the host ends each with a wait."""
+    """Forward and backward of one micro-batch after another, each of which `done` and `end` are told.
+
+    `weights`, `grad` and `done` are as in `sweep`; `end` is called after a micro-batch's last gradient.
+    """
 
     def run(m: int) -> None:
-        reduction.begin()
-        sweep(
-            p,
-            [m],
-            weights=weights.get,
-            grad=bucket.grad,
-            done=lambda i, buffer: bucket.add(i, buffer, m),
-            kept=kept,
-        )
-        bucket.flush(m)
-        reduction.wait("H.epilogue")
+        sweep(p, [m], weights=weights, grad=grad, done=lambda i, buffer: done(i, buffer, m), kept=kept)
+        end(m)
 
     for m in p.workload.microbatches:
         run(m)

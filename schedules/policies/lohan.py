@@ -54,7 +54,7 @@ def policy(
     kept = Kept(on_host=away, on_nvme=deep)
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)
-    device = Streamed(p, fetch=shelf.fetch, passes=workload.accumulation, slots=window)
+    device = Streamed(p, fetch=shelf.fetch, groups=workload.accumulation, slots=window)
     slabs = p.slots("slab", 2, Tier.HOST)
     clip = workload.grad_clip is not None
 

@@ -35,7 +35,7 @@ from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, Reduction, cast, forward_and_backward, passes, sub_groups, upload, with_master
+from schedules.zero import Bucket, Reduction, cast, micro_batches, optimizer_step, sub_groups, upload, with_master
 
 
 def policy(
@@ -93,15 +93,19 @@ def policy(
             if group in on_cpu and not clip:
                 worker(group)
 
+    def end(m: int) -> None:
+        bucket.flush(m)
+        reduction.finish()
+
     reduction = Reduction(p, stream=Stream.D2H if overlap_comm else Stream.COMPUTE, on_device=stepped)
     bucket = Bucket(p, size=sub_group_size, count=2, leave=leave)
     kept = kept_as(model, activations, every=every)
-    forward_and_backward(p, weights=weights, bucket=bucket, reduction=reduction, kept=kept)
+    micro_batches(p, weights=weights.get, grad=bucket.grad, done=bucket.add, end=end, kept=kept)
     joined = [(p.home(p.weight(i)), p.weight(i)) for group in on_cpu for i in group]
     if joined and not clip:
         p.synchronize(*joined, name="H.join")
     for group in on_gpu:
-        passes(p, group, stream=Stream.COMPUTE)
+        optimizer_step(p, group, stream=Stream.COMPUTE)
     for group in on_cpu:
         for i in group:
             wide = p.grad(i, wide=True)

@@ -35,9 +35,8 @@ from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Fetch, Reduction, passes, sub_groups, with_master
+from schedules.zero import Fetch, Reduction, micro_batches, optimizer_step, sub_groups, with_master
 
 
 def policy(
@@ -75,26 +74,19 @@ def policy(
         p.reserve("master", model.total_params * workload.bytes.weight, Tier.HOST)
     fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
-    fetch = Fetch(p, stream=fetching, max_live=max_live, ahead=prefetch, blocking=not pin_memory)
+    fetch = Fetch(p, kept=kept, stream=fetching, max_live=max_live, ahead=prefetch, blocking=not pin_memory)
     buckets = p.slots("bucket", 2)
     reduction = Reduction(p, stream=reducing, blocking=not pin_memory, blocking_wide=version == "0.19.4", wide=wide)
     tied = p.buffer("embed.grad") if model.tie_word_embeddings else None
 
-    def run(m: int) -> None:
-        fetch.begin(kept)
-        reduction.begin()
-        sweep(
-            p,
-            [m],
-            weights=fetch.weights,
-            grad=lambda i: tied if tied and i == model.embed else buckets.next(),
-            done=lambda i, bucket: reduction.reduce([(i, bucket)], m),
-            kept=kept,
-        )
-        reduction.wait("H.epilogue")
-
-    for m in workload.microbatches:
-        run(m)
+    micro_batches(
+        p,
+        weights=fetch.weights,
+        grad=lambda i: tied if tied and i == model.embed else buckets.next(),
+        done=lambda i, bucket, m: reduction.reduce([(i, bucket)], m),
+        end=lambda _: reduction.finish(),
+        kept=kept,
+    )
     for group in sub_groups(model, sub_group_size):
-        passes(p, group, wide=wide)
+        optimizer_step(p, group, wide=wide)
     return p

@@ -28,9 +28,8 @@ from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.swap import Swap
-from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Fetch, Reduction, sub_groups, with_master
+from schedules.zero import Fetch, Reduction, micro_batches, sub_groups, with_master
 
 
 def policy(
@@ -63,6 +62,7 @@ def policy(
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
     fetch = Fetch(
         p,
+        kept=kept,
         stream=Stream.H2D if overlap_comm else Stream.COMPUTE,
         max_live=max_live,
         stage=swap.stage if params_on_nvme else None,
@@ -71,20 +71,13 @@ def policy(
     tied = p.buffer("embed.grad") if model.tie_word_embeddings else None
     reduction = Reduction(p, stream=reducing, land=lambda i, buffer: swap.land(i, buffer, reducing))
 
-    def run(m: int) -> None:
-        fetch.begin(kept)
-        reduction.begin()
-        sweep(
-            p,
-            [m],
-            weights=fetch.weights,
-            grad=lambda i: tied if tied and i == model.embed else buckets.next(),
-            done=lambda i, bucket: reduction.reduce([(i, bucket)], m),
-            kept=kept,
-        )
-        reduction.wait("H.epilogue")
-
-    for m in workload.microbatches:
-        run(m)
+    micro_batches(
+        p,
+        weights=fetch.weights,
+        grad=lambda i: tied if tied and i == model.embed else buckets.next(),
+        done=lambda i, bucket, m: reduction.reduce([(i, bucket)], m),
+        end=lambda _: reduction.finish(),
+        kept=kept,
+    )
     swap.step(pipeline_read, pipeline_write)
     return p

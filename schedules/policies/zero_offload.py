@@ -28,9 +28,8 @@ from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
-from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, passes, with_master
+from schedules.zero import Bucket, micro_batches, optimizer_step, with_master
 
 
 def policy(
@@ -78,16 +77,14 @@ def policy(
 
     bucket = Bucket(p, size=reduce_bucket_size, count=2 if overlap_comm else 1, leave=leave)
 
-    def run(m: int) -> None:
-        sweep(p, [m], weights=weights.get, grad=bucket.grad, done=lambda i, buffer: bucket.add(i, buffer, m), kept=kept)
+    def end(m: int) -> None:
         bucket.flush(m)
         if overlap_comm or m == last:
             landed = p.grad(model.embed, wide=m == last)
             p.synchronize((p.home(landed), landed), kind=Kind.OFFLOAD, name="H.backward")
 
-    for m in workload.microbatches:
-        run(m)
-    passes(p, model.layers)
+    micro_batches(p, weights=weights.get, grad=bucket.grad, done=bucket.add, end=end, kept=kept)
+    optimizer_step(p, model.layers)
     for i in model.layers:
         p.prefetch(p.weight(i), into=weights[i], stream=Stream.COMPUTE)
     return p

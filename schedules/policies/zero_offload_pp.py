@@ -29,7 +29,7 @@ from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, Reduction, forward_and_backward, passes, sub_groups, upload, with_master
+from schedules.zero import Bucket, Reduction, micro_batches, optimizer_step, sub_groups, upload, with_master
 
 
 def policy(
@@ -65,11 +65,16 @@ def policy(
         reduction = Reduction(p, stream=stream, on_device=stepped)
         bucket = Bucket(p, size=reduce_bucket_size, count=2, leave=reduction.reduce)
         kept = kept_as(model, activations, every=every)
-        forward_and_backward(p, weights=weights, bucket=bucket, reduction=reduction, kept=kept)
+
+        def end(m: int) -> None:
+            bucket.flush(m)
+            reduction.finish()
+
+        micro_batches(p, weights=weights.get, grad=bucket.grad, done=bucket.add, end=end, kept=kept)
         for group in groups[:on_gpu]:
-            passes(p, group, stream=Stream.COMPUTE)
+            optimizer_step(p, group, stream=Stream.COMPUTE)
         for group in groups[on_gpu:]:
-            passes(p, group)
+            optimizer_step(p, group)
             upload(p, group, weights)
         return p
 
