@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from schedules.drive import Drive
+from schedules.places import Places
 from schedules.program import Program
+from schedules.staging import Staging
 from schedules.tensor import Part
 
 AHEAD = 2  # visits before a block's own in which the last part of its state begins to come
@@ -14,21 +15,21 @@ State = tuple[int, Part | None]  # a block, and which part of its state; None is
 
 
 class Passing:
-    """The parts of blocks' states that come to the device for an update there and go back, through `slots` buffers.
+    """The parts of blocks' states that come to the device for an update there and go back.
 
-    `visits` are the blocks in the order in which they run, `parts` the parts of each block in question. Its last visit
-    is its backward, after which they are needed. They come during the visits before it, few at each one: the weights of
-    other blocks come by the same link, and would be late behind a whole state.
+    `visits` are the blocks in the order in which they run. A block's last visit is its backward, after which its state
+    is needed. It comes during the visits before, few parts at each one: the weights of other blocks come by the same
+    link, and would be late behind a whole state.
     """
 
-    def __init__(
-        self, p: Program, drive: Drive, visits: Sequence[int], parts: Mapping[int, Sequence[Part | None]], *, slots: int
-    ) -> None:
-        self._program, self._drive, self._slots = p, drive, slots
-        self._ring = p.slots("state", slots)
+    def __init__(self, p: Program, places: Places, staging: Staging, visits: Sequence[int]) -> None:
+        self._program, self._places, self._staging = p, places, staging
+        self._slots = len(places.parts) + 1 if places.through else 2
+        self._ring = p.slots("state", self._slots)
         self._visit, self._there = -1, dict[State, str]()
         last = {i: at for at, i in enumerate(visits)}
-        coming = [(i, part) for i in sorted(parts, key=last.__getitem__) for part in parts[i]]
+        blocks = sorted(places.on_device, key=last.__getitem__)
+        coming = [(i, part) for i in blocks for part in places.parts if (i, part) not in places.staying]
         self._coming = deque(coming)
         self._begin = deque(_spaced([last[i] - AHEAD for i, _ in coming], len(last)))
 
@@ -41,7 +42,7 @@ class Passing:
     def _bring(self) -> None:
         self._begin.popleft()
         i, part = state = self._coming.popleft()
-        source = self._drive.read_state(i, part) if state in self._drive.states else None
+        source = self._staging.read_state(i, part) if state in self._places.nvme_states else None
         tensor = self._program.state(i, part)
         self._there[state] = self._program.prefetch(tensor, into=self._ring.next(), out_of=source)
 
@@ -54,8 +55,8 @@ class Passing:
     def leave(self, i: int, part: Part | None) -> None:
         """A part that has been updated goes back where it came from."""
         p, tensor, buffer = self._program, self._program.state(i, part), self._there.pop((i, part))
-        if (i, part) in self._drive.states:
-            self._drive.write(tensor, p.offload(tensor, out_of=buffer, into=self._drive.buffer()))
+        if (i, part) in self._places.nvme_states:
+            self._staging.write(tensor, p.offload(tensor, out_of=buffer, into=self._staging.buffer()))
         else:
             p.offload(tensor, out_of=buffer)
 

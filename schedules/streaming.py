@@ -5,117 +5,79 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from schedules import tensor as tensors
-from schedules.drive import Drive
 from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.passing import Passing
+from schedules.places import Places
 from schedules.program import Program
-from schedules.sweep import Window, land, spread, sweep, visits
+from schedules.staging import Staging
+from schedules.sweep import Window, land, sweep, visits
 from schedules.workload import Workload
 
 
 class StreamedStep:
-    """The step under construction. `kept` is what blocks keep, other arguments are knobs of `streamed`."""
+    """The step under construction, of layers that are in these `places`. What is counted are buffers of a ring."""
 
     def __init__(
         self,
         model: ModelSpec,
         workload: Workload,
+        places: Places,
         kept: Kept,
         *,
         slots: int,
         grad_slots: int,
         slabs: int,
-        defer: int,
-        resident: int,
-        hold: int,
-        through: int,
-        stay: int,
-        nvme: int,
-        nvme_weights: int,
         nvme_slots: int,
-        parts: int,
-        singly: int,
-        groups: int,
     ) -> None:
         self.program = p = Program(model, workload)
-        # how often a layer's gradient comes: once for all micro-batches of a group, or once for each
-        self.singly, above = singly, {model.head, *model.blocks[len(model.blocks) - singly :]} if singly else set()
-        self.passes = {i: workload.accumulation if i in above else groups for i in model.layers}
-        self.landed = Counter[int]()
+        self.places, self.kept = places, kept
         self.clip = workload.grad_clip is not None
-        self.resident = model.layers[:resident]
-        p.keep_on_device(*(t for i in self.resident for t in (p.weight(i), p.grad(i), p.state(i))))
+        self.landed = Counter[int]()
+        self.slot = ""  # of the block that ran last
+        p.keep_on_device(*(t for i in places.resident for t in (p.weight(i), p.grad(i), p.state(i))))
         self.ring = p.slots("weight", slots)
         self.grads = p.slots("grad", grad_slots)
         self.slabs = p.slots("slab", slabs, Tier.HOST)
         # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
-        ends = [i for i in (model.embed, model.head) if i not in self.resident]
-        others = [i for i in model.blocks if i not in self.resident]
-        oftener = [i for i in others if self.passes[i] > groups]  # loaded again for every micro-batch
-        held = spread(oftener, hold)
-        held |= spread([i for i in others if i not in held], hold - len(held))
-        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*ends, *sorted(held))}
+        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*places.ends, *places.held)}
         # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
-        shared = groups == 1 and not model.tie_word_embeddings
-        self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in ends}
+        shared = places.groups == 1 and not model.tie_word_embeddings
+        self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in places.ends}
         # or the sum of a held block would leave and come back; what is whole at once goes through slots
-        self.own |= {i: p.buffer(f"{model.layer_name(i)}.grad") for i in sorted(held) if self.passes[i] > 1}
+        self.own |= {i: p.buffer(f"{model.layer_name(i)}.grad") for i in places.held if places.landings[i] > 1}
+        order = visits(kept, model.blocks, turns=workload.accumulation, singly=places.singly) * places.groups
+        streamed = [i for i in order if i in places.streamed]
+        self.ahead = places.streamed[:slots]
+        self.window = Window(streamed, ahead=len(self.ahead), fetch=self._fetch)
+        p.keep_on_device(*(p.state(*state) for state in sorted(places.staying)))
+        self.staging = Staging(p, places, slots=nvme_slots, ahead=len(self.ahead))
+        self.passing = Passing(p, places, self.staging, streamed)
 
-        self.ends = ends
-        self.streamed = [i for i in others if i not in held]
-        self.ahead = self.streamed[:slots]
-        order = visits(kept, model.blocks, turns=workload.accumulation, singly=singly)
-        self.window = Window(
-            [i for i in order if i in self.streamed] * groups,
-            ahead=len(self.ahead),
-            fetch=self.fetch,
-        )
-        # blocks updated on the device while their weights and gradient are still there, the state passing through
-        whole = [] if self.clip else [i for i in self.streamed if self.passes[i] == 1]
-        self.parts = tensors.parts(parts)
-        updated_here = spread(whole, -(-stay // parts))
-        staying = [(i, part) for i in sorted(updated_here) for part in self.parts][:stay]
-        p.keep_on_device(*(p.state(*state) for state in staying))
-        passing = spread([i for i in whole if i not in updated_here], through)
-        self.through, self.staying = passing | updated_here, set(staying)
-        self.kept = kept
-        self.slot = ""  # of the block that ran last
-        # updated after everything has landed, first layer first (its gradient lands before the embedding's)
-        others = [i for i in self.streamed if i not in self.through]
-        self.late = set(model.layers) if self.clip else spread(others, defer)
-        landing = [model.head, *reversed(model.blocks), model.embed]
-        first = self.streamed[:1]
-        self.order = [i for i in landing if i not in self.late]
-        self.order += sorted(self.late, key=lambda i: (i not in first, i))
-        # what of blocks' states comes from a drive and goes back there, and some of these blocks' weights too
-        elsewhere = [(i, part) for i in self.streamed for part in self.parts if (i, part) not in self.staying]
-        states = spread(elsewhere, nvme)
-        read = spread(sorted({i for i, _ in states}), nvme_weights)
-        self.parted = {*self.through, *(i for i, _ in states)}
-        waiting = [i for i in read if i in self.late and self.passes[i] == 1]
-        self.drive = Drive(p, states=states, weights=read, waiting=waiting, slots=nvme_slots, ahead=len(self.ahead))
-        come = {i: [part for part in self.parts if (i, part) not in self.staying] for i in self.through}
-        streamed = [i for i in order if i in self.streamed] * groups
-        self.passing = Passing(p, self.drive, streamed, come, slots=parts + 1 if passing else 2)
-
-    def fetch(self, i: int) -> str:
+    def _fetch(self, i: int) -> str:
         """The slot with block i's weights, which are loaded unless they still stand in one."""
         p, weight = self.program, self.program.weight(i)
-        if i not in self.drive.weights:
+        if i not in self.places.nvme_weights:
             return p.load(weight, self.ring)
-        return self.ring.holding(weight) or p.prefetch(weight, out_of=self.drive.weight(i), into=self.ring.next())
+        return self.ring.holding(weight) or p.prefetch(weight, out_of=self.staging.weight(i), into=self.ring.next())
 
     def whole(self, groups: Sequence[Sequence[int]]) -> Program:
         """The program of the step, one of these groups of micro-batches after another."""
         self._load_first()
         for group in groups:
-            self._run(group)
-        for i in self.order:
-            if i in self.late:
-                self.update(i)
+            sweep(
+                self.program,
+                group,
+                weights=self._weights,
+                grad=self._grad,
+                done=self._done,
+                kept=self.kept,
+                singly=self.places.singly,
+            )
+        for i in self.places.updates:
+            if i in self.places.late:
+                self._update(i)
         return self.program
 
     def _load_first(self) -> None:
@@ -124,81 +86,79 @@ class StreamedStep:
         A queue is first in, first out: so nothing stands in it behind weights that are not ready.
         """
         p = self.program
-        for i in self.order:
+        for i in self.places.updates:
             if i in self.ahead:
-                self.fetch(i)
-            elif i in self.copy and (i not in self.late or i == p.model.embed):
+                self._fetch(i)
+            elif i in self.copy and (i not in self.places.late or i == p.model.embed):
                 p.prefetch(p.weight(i), into=self.copy[i])
 
-    def _run(self, group: Sequence[int]) -> None:
-        """Forward and backward of a group of micro-batches."""
-        p = self.program
+    def _weights(self, i: int) -> str | None:
+        """The buffer with layer i's weights, as `sweep` asks for it."""
+        if i in self.places.resident:
+            return None
+        if i in self.copy:
+            return self.program.load(self.program.weight(i), self.copy[i])
+        self.slot = self.window.weights(i)
+        self.passing.visit()
+        return self.slot
 
-        def weights(i: int) -> str | None:
-            if i in self.resident:
-                return None
-            if i in self.copy:
-                return p.load(p.weight(i), self.copy[i])
-            self.slot = self.window.weights(i)
-            self.passing.visit()
-            return self.slot
+    def _grad(self, i: int) -> str | None:
+        """The buffer for layer i's gradient, as `sweep` asks for it."""
+        if i in self.places.resident:
+            return None
+        return self.own[i] if i in self.own else self.grads.next()
 
-        def grad(i: int) -> str | None:
-            if i in self.resident:
-                return None
-            return self.own[i] if i in self.own else self.grads.next()
+    def _done(self, i: int, buffer: str) -> None:
+        """Layer i's gradient is in `buffer`: it leaves, unless its sum goes on there, and is applied if it can be."""
+        p, places = self.program, self.places
+        self.landed[i] += 1
+        first, last = self.landed[i] == 1, self.landed[i] == places.landings[i]
+        streamed = i in places.streamed
+        if not streamed and not last:
+            return
+        where = (buffer, p.grad(i))
+        if i in places.on_device:
+            self._update_on_device(i, where)
+            return
+        if i not in places.resident:
+            waits = i in places.nvme_grads
+            held = (i in places.late or i in places.ends) and not waits
+            where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
+            if waits:
+                self.staging.write(p.grad(i), where[0])
+        elif self.clip:
+            p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
+        if last and i not in places.late:
+            self._update(i, where)
 
-        def done(i: int, buffer: str) -> None:
-            self.landed[i] += 1
-            first, last = self.landed[i] == 1, self.landed[i] == self.passes[i]
-            streamed = i in self.streamed
-            if not streamed and not last:
-                return  # the sum stays on the device
-            where = (buffer, p.grad(i))
-            if i in self.through:
-                self.pass_through(i, where)
-                return
-            if i not in self.resident:
-                waits = i in self.drive.waiting
-                held = (i in self.late or i in self.ends) and not waits
-                where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
-                if waits:
-                    self.drive.wait(i, where[0])
-            elif self.clip:
-                p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
-            if last and i not in self.late:
-                self.update(i, where)
-
-        sweep(p, group, weights=weights, grad=grad, done=done, kept=self.kept, singly=self.singly)
-
-    def update(self, i: int, grad: tuple[str, str] | None = None) -> None:
+    def _update(self, i: int, grad: tuple[str, str] | None = None) -> None:
         """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
-        p, drive = self.program, self.drive
-        if grad is None and i in drive.waiting:
-            grad = drive.read_grad(i, self.slabs)
-        weights = drive.weight(i) if i in drive.weights else None
-        parts = self.parts if i in self.parted else (None,)
+        p, places, staging = self.program, self.places, self.staging
+        if grad is None and i in places.nvme_grads:
+            grad = staging.read_grad(i, self.slabs)
+        weights = staging.weight(i) if i in places.nvme_weights else None
+        parts = places.parts_of(i)
         for part in parts:
-            state = drive.read_state(i, part) if (i, part) in drive.states else None
-            stream = Stream.COMPUTE if i in self.resident else Stream.CPU
+            state = staging.read_state(i, part) if (i, part) in places.nvme_states else None
+            stream = Stream.COMPUTE if i in places.resident else Stream.CPU
             p.update(i, grad=grad, weights=weights, state=state, stream=stream, part=part)
             if weights is not None and part == parts[-1]:
-                drive.write(p.weight(i), weights)
+                staging.write(p.weight(i), weights)
             if state is not None:
-                drive.write(p.state(i, part), state)
+                staging.write(p.state(i, part), state)
 
-    def pass_through(self, i: int, grad: tuple[str, str]) -> None:
+    def _update_on_device(self, i: int, grad: tuple[str, str]) -> None:
         """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
-        p, drive = self.program, self.drive
-        weights, target = self.slot, drive.weight(i) if i in drive.weights else None
+        p, places = self.program, self.places
+        weights, target = self.slot, self.staging.weight(i) if i in places.nvme_weights else None
         assert p.holds(weights) == p.weight(i), "the backward has just read the weights"
-        for part in self.parts:
-            passes, last = (i, part) not in self.staying, part == self.parts[-1]
-            state = self.passing.take(i, part) if passes else None
+        for part in places.parts:
+            comes, last = (i, part) not in places.staying, part == places.parts[-1]
+            state = self.passing.take(i, part) if comes else None
             p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE, part=part)
             if last:
                 p.offload(p.weight(i), out_of=weights, into=target)
             if last and target is not None:
-                drive.write(p.weight(i), target)
-            if passes:
+                self.staging.write(p.weight(i), target)
+            if comes:
                 self.passing.leave(i, part)

@@ -37,6 +37,7 @@ from typing import Literal
 
 from schedules.kept import Kept, at_most, most_that_fit
 from schedules.model import ModelSpec
+from schedules.places import Places
 from schedules.program import Program
 from schedules.streaming import StreamedStep
 from schedules.sweep import spread
@@ -110,6 +111,20 @@ def policy(
     away, leaving = spread(model.blocks, offload), spread(model.blocks, inputs)
     on_nvme = spread(sorted(away), nvme_offload)
     others = [i for i in model.blocks if i not in away]
+    places = Places(
+        model,
+        workload,
+        groups=len(groups),
+        singly=alone,
+        defer=defer,
+        resident=resident,
+        hold=hold,
+        through=through,
+        stay=stay,
+        parts=parts,
+        nvme=nvme,
+        nvme_weights=nvme_weights,
+    )
 
     def build(keep: int) -> Program:
         kept = Kept(
@@ -122,23 +137,7 @@ def policy(
             every=every,
         )
         step = StreamedStep(
-            model,
-            workload,
-            kept,
-            slots=slots,
-            grad_slots=grad_slots,
-            slabs=slabs,
-            defer=defer,
-            resident=resident,
-            hold=hold,
-            through=through,
-            stay=stay,
-            nvme=nvme,
-            nvme_weights=nvme_weights,
-            nvme_slots=nvme_slots,
-            parts=parts,
-            singly=alone,
-            groups=len(groups),
+            model, workload, places, kept, slots=slots, grad_slots=grad_slots, slabs=slabs, nvme_slots=nvme_slots
         )
         return step.whole(groups)
 

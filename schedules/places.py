@@ -1,0 +1,76 @@
+"""Where the layers of a streamed step live between uses, and where and when they are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedules import tensor as tensors
+from schedules.model import ModelSpec
+from schedules.sweep import spread
+from schedules.tensor import Part
+from schedules.workload import Workload
+
+
+class Places:
+    """What the knobs of `streamed` mean for each layer; those not named here are explained there.
+
+    A layer is `resident`, one of the `ends` (embedding and head), `held`, or `streamed`. Micro-batches run in `groups`,
+    one after another.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        workload: Workload,
+        *,
+        groups: int,
+        singly: int,
+        defer: int,
+        resident: int,
+        hold: int,
+        through: int,
+        stay: int,
+        parts: int,
+        nvme: int,
+        nvme_weights: int,
+    ) -> None:
+        clip = workload.grad_clip is not None
+        self.groups, self.singly, self.parts = groups, singly, tensors.parts(parts)
+        # layer -> how often its gradient comes: once for all micro-batches of a group, or once for each
+        above = {model.head, *model.blocks[len(model.blocks) - singly :]} if singly else set()
+        self.landings = {i: workload.accumulation if i in above else groups for i in model.layers}
+
+        self.resident = model.layers[:resident]
+        self.ends = [i for i in (model.embed, model.head) if i not in self.resident]
+        others = [i for i in model.blocks if i not in self.resident]
+        oftener = [i for i in others if self.landings[i] > groups]  # loaded again for every micro-batch
+        held = spread(oftener, hold)
+        held |= spread([i for i in others if i not in held], hold - len(held))
+        self.held = sorted(held)
+        self.streamed = [i for i in others if i not in held]
+
+        # blocks updated on the device while their weights and gradient are still there: parts of their states are
+        # there for good, or the whole state passes through
+        whole = [] if clip else [i for i in self.streamed if self.landings[i] == 1]
+        partly = spread(whole, -(-stay // parts))
+        self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
+        self.through = spread([i for i in whole if i not in partly], through)
+        self.on_device = self.through | partly
+
+        # updated after everything has landed, first layer first (its gradient lands before the embedding's)
+        self.late = set(model.layers) if clip else spread([i for i in self.streamed if i not in self.on_device], defer)
+        landing, first = [model.head, *reversed(model.blocks), model.embed], self.streamed[:1]
+        self.updates = [i for i in landing if i not in self.late]
+        self.updates += sorted(self.late, key=lambda i: (i not in first, i))
+
+        # what of blocks' states lives on a drive, some of these blocks' weights, and gradients that have to wait
+        elsewhere = [(i, part) for i in self.streamed for part in self.parts if (i, part) not in self.staying]
+        self.nvme_states = spread(elsewhere, nvme)
+        on_nvme = {i for i, _ in self.nvme_states}
+        self.nvme_weights = spread(sorted(on_nvme), nvme_weights)
+        self.nvme_grads = {i for i in self.nvme_weights if i in self.late and self.landings[i] == 1}
+        self._in_parts = self.on_device | on_nvme
+
+    def parts_of(self, i: int) -> Sequence[Part | None]:
+        """The parts in which layer i is updated."""
+        return self.parts if i in self._in_parts else (None,)
