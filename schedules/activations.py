@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from schedules import tensor as tensors
+from schedules import trained
 from schedules.errors import ProgramError
-from schedules.op import Tier
+from schedules.model import ModelSpec
+from schedules.op import Op, Tier
 from schedules.tensor import describe, parse
+from schedules.workload import Workload
+
+_TOLD = 3  # activations never freed, of what may be hundreds
 
 
 class Activations:
@@ -84,3 +89,24 @@ def _missing(tensor: str, *, gone: bool) -> str:
             f"or make it again by recompute{at} with output=True"
         )
     return f"{what}, is not made yet: call forward{at} first"
+
+
+def never_freed(live: Sequence[str], ops: Sequence[Op], model: ModelSpec, workload: Workload) -> str:
+    """That activations are live when all ops have run, which op made each, and which call is missing."""
+    told = []
+    for tensor in live[:_TOLD]:
+        maker = next(op.name for op in reversed(ops) if any(access.tensor == tensor for access in op.writes))
+        told.append(f"{describe(tensor)}, made by {maker}: {_frees(tensor, model, workload)} is missing")
+    rest = len(live) - len(told)
+    return "never freed: " + "; ".join(told) + (f"; and {rest} more" if rest else "")
+
+
+def _frees(tensor: str, model: ModelSpec, workload: Workload) -> str:
+    """The call that would have freed an activation."""
+    name = parse(tensor)
+    i = model.layer_index(name.layer)
+    if name.cls == tensors.OUTPUT:
+        i += 1  # the layer that reads it
+    if i not in trained.layers(model, workload) and i != model.head:
+        return f"free({tensor!r})"
+    return f"loss({name.microbatch})" if i == model.head else f"backward({model.layer_name(i)}, {name.microbatch})"

@@ -8,141 +8,45 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.activations import Activations
-from schedules.amounts import Amounts
+from schedules.activations import Activations, never_freed
+from schedules.buffers import Buffers
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
-from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
-from schedules.tensor import Part, describe, named, parse
+from schedules.tensor import Part, describe, parse
 from schedules.traffic import workspace_bytes
+from schedules.words import listed, one_of
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
-E = TypeVar("E", bound=StrEnum)
-_TOLD = 3  # activations never freed, of what may be hundreds
 MOST_OPS = 200_000  # of a step, which take some five minutes to build, prove and simulate, and a gigabyte
 
 
-class Program:
+class Program(Buffers):
     """Builds a schedule op by op, in the order in which one thread would do the work.
 
-    Tensors have a home: the buffer in which they live between steps, on the host unless `keep_on_device` or
-    `keep_on_nvme` says otherwise. Activations live in device buffers that are taken and given back as the program goes.
-    A buffer is as large as the largest tensor that is ever put into it. `fused` says whether the system's layers
-    run in fused kernels: it decides what their compute ops move through device memory.
+    Activations live in device buffers that are taken and given back as the program goes. `fused` says whether the
+    system's layers run in fused kernels: it decides what their compute ops move through device memory.
     """
 
     def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0, fused: bool = True) -> None:
         # a forward and, in training, a backward of every layer: too many are told before they are written
         passes = 2 if workload.task == "train" else 1
         _require_few(passes * len(model.blocks) * workload.accumulation, workload)
-        self.model = model
-        self.workload = workload
+        super().__init__(model, workload)
         self._staleness = staleness
         self._fused = fused
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
-        self._accesses: dict[tuple[str, str], Access] = {}
-        self._tiers: dict[str, Tier] = {}
-        self._sizes: dict[str, int] = {}
-        self._homes: dict[str, str] = {}
-        self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
         self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
-        self._amounts = Amounts(model, workload)
         self._activations = Activations(self.buffer, self.nbytes)
-
-    # ---- tensors and buffers
-
-    def weight(self, i: int) -> str:
-        """The weights of layer i."""
-        return named(tensors.WEIGHT, self.model.layer_name(i))
-
-    def adapter(self, i: int) -> str:
-        """The adapters of block i, which are trained in place of its weights where the workload says so."""
-        return named(tensors.ADAPTER, self.model.layer_name(i))
-
-    def grad(self, i: int, *, wide: bool = False) -> str:
-        """The gradient of what is trained of layer i, in fp32 if `wide`."""
-        return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i))
-
-    def state(self, i: int, part: Part | None = None) -> str:
-        """The optimizer state of layer i, or a part of it."""
-        return named(tensors.STATE, self.model.layer_name(i), part)
-
-    def output(self, i: int, m: int) -> str:
-        """The output of layer i for micro-batch m."""
-        return named(tensors.OUTPUT, self.model.layer_name(i), m)
-
-    def saved(self, i: int, m: int) -> str:
-        """What layer i keeps inside for its backward of micro-batch m."""
-        return named(tensors.SAVED, self.model.layer_name(i), m)
-
-    def output_grad(self, i: int, m: int) -> str:
-        """The gradient of layer i's output for micro-batch m."""
-        return named(tensors.OUTPUT_GRAD, self.model.layer_name(i), m)
-
-    def nbytes(self, tensor: str) -> int:
-        """Bytes of a tensor at this workload's precision."""
-        return self._amounts.tensor(tensor)
-
-    def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
-        """Declare a buffer; its size follows from what is put into it."""
-        tier = _one_of(Tier, tier, f"buffer {name}")
-        if self._tiers.setdefault(name, tier) != tier:
-            raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")
-        return name
-
-    def reserve(self, name: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Memory that a system holds beside the tensors of the language, such as logits kept for a backward."""
-        self._sizes[self.buffer(name, tier)] = nbytes
-
-    def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
-        """A ring of `count` buffers of one tier."""
-        if count < 1:
-            raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
-        names = [f"{name}{i}" for i in range(count)]
-        if taken := next((slot for slot in names if slot in self._tiers), None):
-            raise ProgramError(
-                f"slots({name!r}, {count}): there is a buffer {taken} already; give the ring another name"
-            )
-        return Ring(self, [self.buffer(slot, tier) for slot in names])
-
-    def keep_on_device(self, *kept: str) -> None:
-        """Make the device the home of these tensors."""
-        self._settle(kept, Tier.DEVICE)
-
-    def keep_on_nvme(self, *kept: str) -> None:
-        """Make NVMe the home of these tensors."""
-        self._settle(kept, Tier.NVME)
-
-    def _settle(self, kept: Iterable[str], tier: Tier) -> None:
-        for tensor in kept:
-            if parse(tensor).cls not in tensors.LAYER_CLASSES:
-                raise ProgramError(f"{describe(tensor)} has no home: it lives in buffers that come and go")
-            self.nbytes(tensor)  # raises where the model has no such tensor
-            self._homes[tensor] = self.buffer(f"{tier}.{tensor}", tier)
-
-    def home(self, tensor: str) -> str:
-        """The buffer in which `tensor` lives between steps."""
-        if tensor not in self._homes:
-            self._homes[tensor] = self.buffer(f"host.{tensor}", Tier.HOST)
-        return self._homes[tensor]
-
-    def holds(self, buffer: str) -> str | None:
-        """The tensor that `buffer` holds at this point of the program; None if its contents are void."""
-        return self._holds.get(buffer)
-
-    def discard(self, buffer: str) -> None:
-        """Declare the contents of `buffer` void: what is written there next does not add to them."""
-        self._holds.pop(buffer, None)
 
     # ---- copies
 
@@ -253,7 +157,7 @@ class Program:
         self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool = False
     ) -> None:
         if keep not in get_args(Keep):
-            raise ProgramError(f"keep is {_listed(get_args(Keep))}, not {keep!r}")
+            raise ProgramError(f"keep is {listed(get_args(Keep))}, not {keep!r}")
         source = self.output(i - 1, m)
         writes = [self._new(self.output(i, m))] if output else []
         if keep == "all":
@@ -437,7 +341,7 @@ class Program:
         self._update(name if part is None else f"{name}.{part}", Phase.ADAM, i, stream, reads, own, part=part)
         target, weight = own[1]
         if not self._left.get(i):  # nothing of it was updated yet
-            for buffer in [b for b, held in self._holds.items() if held == weight and b != target]:
+            for buffer in self._holding(weight) - {target}:
                 self.discard(buffer)
             self._left[i] = 1 if part is None else part.of
         self._left[i] -= 1
@@ -480,11 +384,10 @@ class Program:
 
     def device_bytes(self) -> int:
         """Bytes of the device that the program takes as written so far, its largest workspace included."""
-        held = sum(size for buffer, size in self._sizes.items() if self._tiers[buffer] == Tier.DEVICE)
         ran = {(op.layer, op.phase) for op in self._ops if op.kind == Kind.COMPUTE and op.layer is not None}
-        one_of = {(self.model.layer_kind(i), phase): i for i, phase in ran}
-        workspaces = (workspace_bytes(self.model, i, phase, self.workload) for (_, phase), i in one_of.items())
-        return held + max(workspaces)
+        example = {(self.model.layer_kind(i), phase): i for i, phase in ran}
+        workspaces = (workspace_bytes(self.model, i, phase, self.workload) for (_, phase), i in example.items())
+        return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces)
 
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
         """About how many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches.
@@ -507,14 +410,10 @@ class Program:
             ProgramError: an activation was made and never freed, so that it would grow from step to step.
         """
         if self._activations.live:
-            raise ProgramError(self._never_freed(self._activations.live))
+            raise ProgramError(never_freed(self._activations.live, self._ops, self.model, self.workload))
         return Schedule(
             ops=tuple(self._ops),
-            buffers=tuple(
-                Buffer(name=name, tier=tier, nbytes=self._sizes[name])
-                for name, tier in self._tiers.items()
-                if name in self._sizes
-            ),
+            buffers=self._used(),
             waits=minimal_waits(self._ops) if waits else (),
             model=self.model,
             workload=self.workload,
@@ -522,24 +421,6 @@ class Program:
             knobs=dict(knobs or {}),
             staleness=self._staleness,
         )
-
-    def _never_freed(self, live: Sequence[str]) -> str:
-        told = []
-        for tensor in live[:_TOLD]:
-            maker = next(op.name for op in reversed(self._ops) if any(a.tensor == tensor for a in op.writes))
-            told.append(f"{describe(tensor)}, made by {maker}: {self._frees(tensor)} is missing")
-        rest = len(live) - len(told)
-        return "never freed: " + "; ".join(told) + (f"; and {rest} more" if rest else "")
-
-    def _frees(self, tensor: str) -> str:
-        """The call that would have freed an activation."""
-        name, head = parse(tensor), self.model.head
-        i = self.model.layer_index(name.layer)
-        if name.cls == tensors.OUTPUT:
-            i += 1  # the layer that reads it
-        if i not in trained.layers(self.model, self.workload) and i != head:
-            return f"free({tensor!r})"
-        return f"loss({name.microbatch})" if i == head else f"backward({self.model.layer_name(i)}, {name.microbatch})"
 
     def _emit(
         self,
@@ -561,24 +442,23 @@ class Program:
         _require_few(len(self._ops) + 1, self.workload)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
-        for pair in (*reads, *writes):
-            if pair not in self._accesses:
-                self._accesses[pair] = self._access(name, *pair)
-        for buffer, tensor in writes:
-            self._holds[buffer] = tensor
+        read = tuple(self._access(name, *pair) for pair in reads)
+        written = tuple(self._access(name, *pair) for pair in writes)
+        for access in written:
+            self._put(access)
         self._names[name] = self._names.get(name, 0) + 1
         if self._names[name] > 1:
             name = f"{name}#{self._names[name]}"
         self._ops.append(
             Op(
                 name=name,
-                kind=_one_of(Kind, kind, name),
+                kind=one_of(Kind, kind, name),
                 phase=phase,
-                stream=_one_of(Stream, stream, name),
+                stream=one_of(Stream, stream, name),
                 layer=layer,
                 microbatch=microbatch,
-                reads=tuple(self._accesses[pair] for pair in reads),
-                writes=tuple(self._accesses[pair] for pair in writes),
+                reads=read,
+                writes=written,
                 nbytes=nbytes,
                 flops=flops,
                 params=params,
@@ -587,13 +467,6 @@ class Program:
             )
         )
 
-    def _access(self, name: str, buffer: str, tensor: str) -> Access:
-        """The first access to a tensor in a buffer, which must be large enough for it."""
-        if buffer not in self._tiers:
-            raise ProgramError(f"{name}: there is no buffer {buffer}; declare it with buffer() or slots()")
-        self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
-        return Access(buffer, tensor)
-
 
 def _require_few(ops: int, workload: Workload) -> None:
     if ops > MOST_OPS:
@@ -601,16 +474,3 @@ def _require_few(ops: int, workload: Workload) -> None:
             f"a step of {workload.accumulation:,} micro-batches has more than {MOST_OPS:,} ops, too many to simulate: "
             "give fewer micro-batches, each of more sequences"
         )
-
-
-def _one_of(words: type[E], value: E, where: str) -> E:
-    """The value, which a policy may also have given as a string."""
-    try:
-        return words(value)
-    except ValueError:
-        raise ProgramError(f"{where}: a {words.__name__.lower()} is {_listed(words)}, not {value!r}") from None
-
-
-def _listed(words: Iterable[str]) -> str:
-    *first, last = map(str, words)
-    return f"{', '.join(first)} or {last}"

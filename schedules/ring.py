@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from schedules.program import Program
+    from schedules.buffers import Buffers
 
 
 class Ring:
     """Slots of one kind, handed out least recently used first."""
 
-    def __init__(self, program: Program, names: Sequence[str]) -> None:
-        self._program = program
+    def __init__(self, buffers: Buffers, names: Sequence[str]) -> None:
+        self._buffers = buffers
         self._names = list(names)  # least recently used first
 
     @property
@@ -25,21 +25,21 @@ class Ring:
         """The slot used longest ago, emptied for new contents."""
         slot = self._names.pop(0)
         self._names.append(slot)
-        self._program.discard(slot)
+        self._buffers.discard(slot)
         return slot
 
     def clear(self) -> None:
         """Empty all slots."""
         for slot in self._names:
-            self._program.discard(slot)
+            self._buffers.discard(slot)
 
     def __contains__(self, tensor: str) -> bool:
-        return any(self._program.holds(slot) == tensor for slot in self._names)
+        return any(self._buffers.holds(slot) == tensor for slot in self._names)
 
     def holding(self, tensor: str) -> str | None:
         """The slot in which `tensor` still stands, now the one used last; None if it is in none."""
         for slot in self._names:
-            if self._program.holds(slot) == tensor:
+            if self._buffers.holds(slot) == tensor:
                 self._names.remove(slot)
                 self._names.append(slot)
                 return slot

@@ -1,0 +1,144 @@
+"""The buffers of a step and the tensors in them: what they are called, where they live, what stands where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from schedules import tensor as tensors
+from schedules.amounts import Amounts
+from schedules.errors import ProgramError
+from schedules.model import ModelSpec
+from schedules.op import Access, Buffer, Tier
+from schedules.ring import Ring
+from schedules.tensor import Part, describe, named, parse
+from schedules.words import one_of
+from schedules.workload import Workload
+
+
+class Buffers:
+    """The buffers that a program names, each as large as the largest tensor that is ever put into it.
+
+    Tensors have a home: the buffer in which they live between steps, on the host unless `keep_on_device` or
+    `keep_on_nvme` says otherwise.
+    """
+
+    def __init__(self, model: ModelSpec, workload: Workload) -> None:
+        self.model = model
+        self.workload = workload
+        self._amounts = Amounts(model, workload)
+        self._accesses: dict[tuple[str, str], Access] = {}
+        self._tiers: dict[str, Tier] = {}
+        self._sizes: dict[str, int] = {}  # of those in use
+        self._homes: dict[str, str] = {}
+        self._holds: dict[str, str] = {}  # buffer -> tensor, in program order
+
+    # ---- the names of tensors
+
+    def weight(self, i: int) -> str:
+        """The weights of layer i."""
+        return named(tensors.WEIGHT, self.model.layer_name(i))
+
+    def adapter(self, i: int) -> str:
+        """The adapters of block i, which are trained in place of its weights where the workload says so."""
+        return named(tensors.ADAPTER, self.model.layer_name(i))
+
+    def grad(self, i: int, *, wide: bool = False) -> str:
+        """The gradient of what is trained of layer i, in fp32 if `wide`."""
+        return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i))
+
+    def state(self, i: int, part: Part | None = None) -> str:
+        """The optimizer state of layer i, or a part of it."""
+        return named(tensors.STATE, self.model.layer_name(i), part)
+
+    def output(self, i: int, m: int) -> str:
+        """The output of layer i for micro-batch m."""
+        return named(tensors.OUTPUT, self.model.layer_name(i), m)
+
+    def saved(self, i: int, m: int) -> str:
+        """What layer i keeps inside for its backward of micro-batch m."""
+        return named(tensors.SAVED, self.model.layer_name(i), m)
+
+    def output_grad(self, i: int, m: int) -> str:
+        """The gradient of layer i's output for micro-batch m."""
+        return named(tensors.OUTPUT_GRAD, self.model.layer_name(i), m)
+
+    def nbytes(self, tensor: str) -> int:
+        """Bytes of a tensor at this workload's precision."""
+        return self._amounts.tensor(tensor)
+
+    # ---- buffers
+
+    def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
+        """Declare a buffer; its size follows from what is put into it."""
+        tier = one_of(Tier, tier, f"buffer {name}")
+        if self._tiers.setdefault(name, tier) != tier:
+            raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")
+        return name
+
+    def reserve(self, name: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Memory that a system holds beside the tensors of the language, such as logits kept for a backward."""
+        self._sizes[self.buffer(name, tier)] = nbytes
+
+    def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
+        """A ring of `count` buffers of one tier."""
+        if count < 1:
+            raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
+        names = [f"{name}{i}" for i in range(count)]
+        if taken := next((slot for slot in names if slot in self._tiers), None):
+            raise ProgramError(
+                f"slots({name!r}, {count}): there is a buffer {taken} already; give the ring another name"
+            )
+        return Ring(self, [self.buffer(slot, tier) for slot in names])
+
+    def keep_on_device(self, *kept: str) -> None:
+        """Make the device the home of these tensors."""
+        self._settle(kept, Tier.DEVICE)
+
+    def keep_on_nvme(self, *kept: str) -> None:
+        """Make NVMe the home of these tensors."""
+        self._settle(kept, Tier.NVME)
+
+    def _settle(self, kept: Iterable[str], tier: Tier) -> None:
+        for tensor in kept:
+            if parse(tensor).cls not in tensors.LAYER_CLASSES:
+                raise ProgramError(f"{describe(tensor)} has no home: it lives in buffers that come and go")
+            self.nbytes(tensor)  # raises where the model has no such tensor
+            self._homes[tensor] = self.buffer(f"{tier}.{tensor}", tier)
+
+    def home(self, tensor: str) -> str:
+        """The buffer in which `tensor` lives between steps."""
+        if tensor not in self._homes:
+            self._homes[tensor] = self.buffer(f"host.{tensor}", Tier.HOST)
+        return self._homes[tensor]
+
+    def holds(self, buffer: str) -> str | None:
+        """The tensor that `buffer` holds at this point of the program; None if its contents are void."""
+        return self._holds.get(buffer)
+
+    def discard(self, buffer: str) -> None:
+        """Declare the contents of `buffer` void: what is written there next does not add to them."""
+        self._holds.pop(buffer, None)
+
+    def _holding(self, tensor: str) -> set[str]:
+        return {buffer for buffer, held in self._holds.items() if held == tensor}
+
+    def _access(self, op: str, buffer: str, tensor: str) -> Access:
+        """That an op touches a tensor in a buffer, which is made large enough for it."""
+        if (buffer, tensor) not in self._accesses:
+            if buffer not in self._tiers:
+                raise ProgramError(f"{op}: there is no buffer {buffer}; declare it with buffer() or slots()")
+            self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
+            self._accesses[buffer, tensor] = Access(buffer, tensor)
+        return self._accesses[buffer, tensor]
+
+    def _put(self, access: Access) -> None:
+        """The buffer holds the tensor from here on."""
+        self._holds[access.buffer] = access.tensor
+
+    def _used(self) -> tuple[Buffer, ...]:
+        """The buffers in use, in the order in which they were declared."""
+        return tuple(
+            Buffer(name=name, tier=tier, nbytes=self._sizes[name])
+            for name, tier in self._tiers.items()
+            if name in self._sizes
+        )
