@@ -7,16 +7,16 @@ needs and what it leaves behind.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
 from schedules import trained
+from schedules.coverage import Coverage, parts_are
 from schedules.op import Access, Op, Phase, Tier
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
-from schedules.tensor import describe, named, parse
+from schedules.tensor import Part, describe, parse
 from schedules.violation import Violation
 
 
@@ -33,6 +33,13 @@ class Content:
     ended_by: str = ""  # saved activations: the op after which they are there no longer
     writer: str = ""  # the op that wrote it, for messages
 
+    def updated_in(self, part: Part | None) -> Content:
+        """These weights after an update of a part of them, or of all: of the next version once all parts are."""
+        due = sorted(map(str, tensors.parts(part.of))) if part else []
+        updated = sorted({*self.updated, str(part)}) if part else []
+        whole = updated == due
+        return replace(self, version=self.version + whole, updated=() if whole else tuple(updated))
+
 
 class Contents:
     """Reads a schedule step by step and yields what is wrong with what the ops find in their buffers."""
@@ -40,8 +47,8 @@ class Contents:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._model = schedule.model
-        self._trained = trained.cls(schedule.workload)
-        self._layers = trained.layers(schedule.model, schedule.workload)
+        self._trained_cls = trained.cls(schedule.workload)
+        self._coverage = Coverage(schedule)
         self._held: dict[str, Content] = {}
         self._may_hold: dict[str, set[str]] = {}  # saved activations -> all buffers that they are ever written to
         for op in schedule.ops:
@@ -49,17 +56,9 @@ class Contents:
                 if parse(access.tensor).cls == tensors.SAVED:
                     self._may_hold.setdefault(access.tensor, set()).add(access.buffer)
         self._step = 0
-        self._updated: dict[str, str] = {}  # layer -> the op that updated it, or the last part of it, in this step
-        self._begun: set[str] = set()  # layers of which something was updated in this step
-        self._miscounted: set[str] = set()  # layers not updated once in a step: the age of their weights follows
         self._oldest = 0  # by how many steps what was read was at most behind
         self._forward_version: dict[tuple[str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
-        self._training = bool(self._layers) and any(
-            op.phase in (Phase.ADAM, Phase.BACKWARD, Phase.LOSS) for op in schedule.ops
-        )
-        clips = self._training and schedule.workload.grad_clip is not None
-        self._no_norm = clips and not any(op.phase == Phase.NORM for op in schedule.ops)
 
     def check(self) -> Iterator[Violation]:
         """Violations in program order; each op's first of a kind only, since later steps repeat it.
@@ -69,10 +68,8 @@ class Contents:
         """
         seen: set[tuple[str, str, str]] = set()
         most = min(self._schedule.staleness, len(self._schedule.buffers)) + 2
-        yield from self._some_norm()
+        yield from self._coverage.some_norm()
         while self._step < 3 or (self._step < most and self._oldest == self._step - 1):
-            self._updated.clear()
-            self._begun.clear()
             for violation in self._one_step():
                 key = (violation.rule, violation.op, violation.about)
                 if key not in seen:
@@ -80,7 +77,7 @@ class Contents:
                     yield violation
             self._step += 1
         declared = self._schedule.staleness
-        if self._oldest < declared and not seen and not self._no_norm:
+        if self._oldest < declared and not seen and not self._coverage.no_norm:
             yield Violation(
                 rule="staleness",
                 op="",
@@ -95,21 +92,7 @@ class Contents:
             for access in op.reads:
                 yield from self._read(op, access, found)
             yield from _RULES[op.phase](self, op, found)
-        if self._training:
-            yield from self._all_updated()
-        if self._schedule.workload.task == "evaluate":
-            yield from self._all_evaluated()
-
-    def _some_norm(self) -> Iterator[Violation]:
-        """A policy that does not clip is told so once, and not by each of its updates."""
-        if self._no_norm:
-            clip = self._schedule.workload.grad_clip
-            yield Violation(
-                rule="gradient clipping",
-                op=next((op.name for op in self._schedule.ops if op.phase == Phase.ADAM), ""),
-                message=f"gradients are to be clipped to a global norm of {clip}, and no op computes that norm",
-                fix="call norm() with every layer's gradient before the first update, or ask for no clipping",
-            )
+        yield from self._coverage.end_of_step()
 
     # ---- reading
 
@@ -125,7 +108,7 @@ class Contents:
                 yield problem
             return
         found[access] = self._expected(access.tensor)
-        if access.tensor == tensors.NORM and self._no_norm:
+        if access.tensor == tensors.NORM and self._coverage.no_norm:
             return
         what = (
             f"nothing: no op wrote it before {op.name}"
@@ -146,7 +129,7 @@ class Contents:
         cls = parse(held.tensor).cls
         if cls == tensors.STATE or (cls in tensors.PARAMETERS and op.phase not in COMPUTE):
             return None  # carried along; checked where it is computed with or updated
-        if cls in tensors.PARAMETERS and (cls != self._trained or not self._layers):
+        if cls in tensors.PARAMETERS and (cls != self._trained_cls or not self._coverage.layers):
             return None  # frozen: there is one version
         if held.updated:
             return Violation(
@@ -154,7 +137,7 @@ class Contents:
                 op=op.name,
                 on=held.writer,
                 buffer=buffer,
-                message=f"{op.name} reads {describe(held.tensor)} while only {_listed(held.updated)} updated",
+                message=f"{op.name} reads {describe(held.tensor)} while only {parts_are(held.updated)} updated",
                 fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
             )
         if held.ended_by:
@@ -167,7 +150,7 @@ class Contents:
                 "one backward uses them up, and a copy to the device moves them",
                 fix="run one backward of them, and read them where they were last copied to",
             )
-        if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._miscounted:
+        if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._coverage.miscounted:
             return None
         stale = self._schedule.staleness if cls in tensors.PARAMETERS else 0
         oldest = self._step - stale
@@ -188,47 +171,9 @@ class Contents:
 
     def _expected(self, tensor: str) -> Content:
         name = parse(tensor)
-        passes = self._complete(name.layer) if name.cls in tensors.GRADIENTS else ()
-        layers = self._all_layers() if name.cls == tensors.NORM else ()
+        passes = self._coverage.passes(name.layer) if name.cls in tensors.GRADIENTS else ()
+        layers = self._coverage.layers if name.cls == tensors.NORM else ()
         return Content(tensor, self._step, passes, layers=layers)
-
-    # ---- what is complete
-
-    def _complete(self, layer: str) -> tuple[str, ...]:
-        """The passes whose sum is the gradient of a layer: one per micro-batch, two where it is tied."""
-        passes = [layer]
-        if layer == "embed" and self._model.tie_word_embeddings:
-            passes.append("head")
-        return tuple(sorted(f"{name}.{m}" for name in passes for m in self._schedule.workload.microbatches))
-
-    def _all_layers(self) -> tuple[str, ...]:
-        return tuple(sorted(self._model.layer_name(i) for i in self._layers))
-
-    def _all_updated(self) -> Iterator[Violation]:
-        for layer in self._all_layers():
-            if layer not in self._updated:
-                self._miscounted.add(layer)
-                last = self._schedule.ops[-1].name
-                yield Violation(
-                    rule="gradient coverage",
-                    op=last,
-                    message=f"the gradient of layer {layer} is never applied: the step has no update of it"
-                    + (" that is whole" if layer in self._begun else ""),
-                    fix=f"add an update of layer {layer}" + (", of each part" if layer in self._begun else ""),
-                    subject=named(self._trained, layer),
-                )
-
-    def _all_evaluated(self) -> Iterator[Violation]:
-        losses = Counter(op.microbatch for op in self._schedule.ops if op.phase == Phase.LOSS)
-        for m in self._schedule.workload.microbatches:
-            if losses[m] != 1:
-                yield Violation(
-                    rule="loss coverage",
-                    op=self._schedule.ops[-1].name,
-                    message=f"the loss of micro-batch {m} is computed {losses[m]} times in a step",
-                    fix="compute the loss of every micro-batch once",
-                    subject=f"micro-batch {m}",
-                )
 
     # ---- writing
 
@@ -304,14 +249,7 @@ class Contents:
     def _accumulate(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
         terms = list(found.values())
-        if len({term.scaled for term in terms}) > 1:
-            yield Violation(
-                rule="gradient clipping",
-                op=op.name,
-                buffer=target.buffer,
-                message=f"{op.name} adds up {describe(target.tensor)} from one that is clipped and one that is not",
-                fix="add up the whole gradient before it is clipped",
-            )
+        yield from self._coverage.clipped_alike(op, target, terms)
         passes = tuple(sorted(one for term in terms for one in term.passes))
         self._write(op, target, Content(target.tensor, self._step, passes, any(term.scaled for term in terms)))
 
@@ -324,18 +262,16 @@ class Contents:
                 layers += content.layers
                 continue
             layers.append(name.layer)
-            yield from self._whole_gradient(op, access, content)
-            if content.scaled:
-                yield self._clipped_before(op, access, content)
+            yield from self._coverage.whole_gradient(op, access, content)
+            yield from self._coverage.not_clipped(op, access, content)
         self._write(op, target, Content(tensors.NORM, self._step, layers=tuple(sorted(layers))))
 
     def _scale(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes
-        yield from self._whole_norm(op, found)
         gradient = found[target]
-        yield from self._whole_gradient(op, target, gradient)
-        if gradient.scaled:
-            yield self._clipped_before(op, target, gradient)
+        yield from self._coverage.whole_norm(op, found)
+        yield from self._coverage.whole_gradient(op, target, gradient)
+        yield from self._coverage.not_clipped(op, target, gradient)
         self._write(op, target, replace(gradient, scaled=True))
 
     def _zero(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
@@ -344,7 +280,7 @@ class Contents:
         yield from ()
 
     def _adam(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
-        weights = next((a for a in op.writes if parse(a.tensor).cls == self._trained), None)
+        weights = next((a for a in op.writes if parse(a.tensor).cls == self._trained_cls), None)
         state = next((a for a in op.writes if parse(a.tensor).cls == tensors.STATE), None)
         gradient = next((a for a in op.reads if parse(a.tensor).cls in tensors.GRADIENTS), None)
         if weights is None or state is None or gradient is None or weights not in found or state not in found:
@@ -352,42 +288,14 @@ class Contents:
                 rule="incomplete op",
                 op=op.name,
                 message=f"{op.name} must read a gradient, and read and write what is trained and its optimizer state",
-                fix=f"name the buffers of g, o and {self._trained} of one layer",
+                fix=f"name the buffers of g, o and {self._trained_cls} of one layer",
             )
             return
-        layer, part, done = parse(weights.tensor).layer, parse(state.tensor).part, found[weights].updated
-        due = sorted(map(str, tensors.parts(part.of))) if part else []
-        what = f"layer {layer}" if part is None else f"part {part} of layer {layer}"
-        if (before := self._updated.get(layer)) is not None or str(part) in done:
-            self._miscounted.add(layer)
-            yield Violation(
-                rule="gradient coverage",
-                op=op.name,
-                on=before or found[weights].writer,
-                buffer=weights.buffer,
-                message=f"{op.name} updates {what} a second time in one step"
-                + ("" if before is None else f", after {before}"),
-                fix="update every layer exactly once",
-            )
-        elif not set(done) <= set(due):
-            yield Violation(
-                rule="gradient coverage",
-                op=op.name,
-                on=found[weights].writer,
-                buffer=weights.buffer,
-                message=f"{op.name} updates {what}, of which {_listed(done)} already updated",
-                fix="divide a layer in one way",
-            )
-        updated = tuple(sorted({*done, str(part)})) if part else ()
-        self._begun.add(layer)
-        whole = list(updated) == due
-        if whole:
-            self._updated[layer] = op.name
-        yield from self._whole_gradient(op, gradient, found[gradient])
-        if found[gradient].scaled and any(access.tensor == tensors.NORM for access in op.reads):
-            yield self._clipped_before(op, gradient, found[gradient])
-        elif self._schedule.workload.grad_clip is not None and not found[gradient].scaled:
-            yield from self._whole_norm(op, found)
+        part = parse(state.tensor).part
+        updated = found[weights].updated_in(part)
+        yield from self._coverage.updates_once(op, weights, part, found[weights], updated)
+        yield from self._coverage.whole_gradient(op, gradient, found[gradient])
+        yield from self._coverage.clips_once(op, gradient, found)
         if found[weights].version != found[state].version:
             yield Violation(
                 rule="stale read",
@@ -397,53 +305,8 @@ class Contents:
                 f"{found[state].version} of its state",
                 fix="update the copy of the weights that the last update wrote",
             )
-        # a weight has its new version once all parts of it are updated; until then it says which
-        version = found[weights].version + whole
-        self._write(op, weights, replace(found[weights], version=version, updated=() if whole else updated))
+        self._write(op, weights, updated)
         self._write(op, state, replace(found[state], version=found[state].version + 1))
-
-    def _whole_gradient(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
-        due = self._complete(parse(access.tensor).layer)
-        if content.passes == due:
-            return
-        missing = sorted(set(due) - set(content.passes))
-        extra = sorted(one for one in set(content.passes) if content.passes.count(one) > due.count(one))
-        told = [f"without backward of {', '.join(missing)}"] if missing else []
-        told += [f"with {', '.join(extra)} more than once"] if extra else []
-        yield Violation(
-            rule="gradient coverage",
-            op=op.name,
-            on=content.writer,
-            buffer=access.buffer,
-            message=f"{op.name} uses {describe(access.tensor)} {' and '.join(told)} (layer.micro-batch)",
-            fix="add every micro-batch's gradient exactly once before it is used",
-        )
-
-    def _whole_norm(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
-        if self._schedule.workload.grad_clip is None or self._no_norm:
-            return
-        norm = next((c for a, c in found.items() if a.tensor == tensors.NORM), None)
-        layers = norm.layers if norm else ()
-        if layers != self._all_layers():
-            missing = sorted(set(self._all_layers()) - set(layers))
-            lacks = f"a norm without layers {', '.join(missing)}" if norm else "no global norm"
-            yield Violation(
-                rule="gradient clipping",
-                op=op.name,
-                message=f"{op.name} clips by {lacks if missing or not norm else 'a norm that counts a layer twice'}",
-                fix="read the norm after every layer's gradient has been added to it once",
-            )
-
-    def _clipped_before(self, op: Op, access: Access, content: Content) -> Violation:
-        does = "takes the norm of" if op.phase == Phase.NORM else "reads the norm for"
-        return Violation(
-            rule="gradient clipping",
-            op=op.name,
-            on=content.writer,
-            buffer=access.buffer,
-            message=f"{op.name} {does} {describe(access.tensor)}, which {content.writer} has clipped",
-            fix="clip every gradient once, after the norm of all",
-        )
 
     def _sync(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         yield from ()
@@ -464,7 +327,3 @@ _RULES = {
     Phase.ADAM: Contents._adam,
     Phase.SYNC: Contents._sync,
 }
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return f"part{'s' if len(parts) > 1 else ''} {', '.join(parts)} {'are' if len(parts) > 1 else 'is'}"
