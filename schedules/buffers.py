@@ -14,6 +14,8 @@ from schedules.tensor import Part, describe, named, parse
 from schedules.words import one_of
 from schedules.workload import Workload
 
+Held = tuple[str, str]  # a buffer and the tensor in it
+
 
 class Buffers:
     """The buffers that a program names, each as large as the largest tensor that is ever put into it.
@@ -26,7 +28,7 @@ class Buffers:
         self.model = model
         self.workload = workload
         self._amounts = Amounts(model, workload)
-        self._accesses: dict[tuple[str, str], Access] = {}
+        self._accesses: dict[Held, Access] = {}
         self._tiers: dict[str, Tier] = {}
         self._sizes: dict[str, int] = {}  # of those in use
         self._homes: dict[str, str] = {}

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.activations import Activations, never_freed
-from schedules.buffers import Buffers
+from schedules.buffers import Buffers, Held
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
@@ -185,7 +185,7 @@ class Program(Buffers):
         head, source = self.model.head, self.output(self.model.head - 1, m)
         updated = trained.layers(self.model, self.workload)
         reads = [(self._activations.where(source), source)]
-        writes: list[tuple[str, str]] = []
+        writes: list[Held] = []
         if self.model.tie_word_embeddings:
             reads.append((embed_weights or self.home(self.weight(self.model.embed)), self.weight(self.model.embed)))
             if self.model.embed in updated:
@@ -209,7 +209,7 @@ class Program(Buffers):
             raise ProgramError("the head has no backward of its own: loss() is its forward and backward")
         incoming = self.output_grad(i, m)
         reads = [(self._activations.where(incoming), incoming)]
-        writes: list[tuple[str, str]] = []
+        writes: list[Held] = []
         self._add_to(self.grad(i), grad, reads, writes)
         if i == self.model.embed:
             self._compute(Phase.BACKWARD, i, m, None, reads=reads, writes=writes, blocking=blocking, bound=False)
@@ -226,7 +226,7 @@ class Program(Buffers):
         for tensor in activations:
             self.discard(self._activations.give_back(tensor))
 
-    def _new(self, activation: str) -> tuple[str, str]:
+    def _new(self, activation: str) -> Held:
         return self._activations.take(activation), activation
 
     def _compute(
@@ -236,8 +236,8 @@ class Program(Buffers):
         m: int,
         weights: str | None,
         *,
-        reads: Sequence[tuple[str, str]] = (),
-        writes: Sequence[tuple[str, str]] = (),
+        reads: Sequence[Held] = (),
+        writes: Sequence[Held] = (),
         blocking: bool = False,
         bound: bool = True,
     ) -> None:
@@ -268,8 +268,8 @@ class Program(Buffers):
         self,
         grad: str,
         buffer: str | None,
-        reads: list[tuple[str, str]],
-        writes: list[tuple[str, str]],
+        reads: list[Held],
+        writes: list[Held],
     ) -> None:
         buffer = buffer or self.home(grad)
         if self.holds(buffer) == grad:
@@ -287,28 +287,28 @@ class Program(Buffers):
         """
         grad = self.grad(i)
         reads = [(out_of, grad)]
-        writes: list[tuple[str, str]] = []
+        writes: list[Held] = []
         self._add_to(grad, into, reads, writes)
         stored = self.nbytes(grad) if fresh and len(reads) == 1 else 0
         self._update(f"A.{grad}", Phase.ACCUMULATE, i, stream, reads, writes, fresh=stored)
 
-    def cast(self, source: tuple[str, str], target: tuple[str, str], *, stream: Stream) -> None:
+    def cast(self, source: Held, target: Held, *, stream: Stream) -> None:
         """Copy one (buffer, tensor) to another of a different element type."""
         layer = self.model.layer_index(parse(target[1]).layer)
         self._update(f"C.{target[1]}", Phase.CAST, layer, stream, [source], [target])
 
-    def norm(self, grads: Iterable[tuple[str, str]], *, stream: Stream = Stream.CPU, name: str = "N") -> None:
+    def norm(self, grads: Iterable[Held], *, stream: Stream = Stream.CPU, name: str = "N") -> None:
         """Add the squares of these (buffer, gradient) pairs to the global norm."""
         reads = list(grads)
-        writes: list[tuple[str, str]] = []
+        writes: list[Held] = []
         self._add_to(tensors.NORM, self.buffer("norm", Tier.HOST), reads, writes)
         self._update(name, Phase.NORM, None, stream, reads, writes)
 
-    def scale(self, i: int, *, grad: tuple[str, str], stream: Stream = Stream.CPU) -> None:
+    def scale(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Multiply a gradient by the clipping coefficient; a full pass over memory even where it is one."""
         self._update(f"S.{grad[1]}", Phase.SCALE, i, stream, [grad, *self._clip()], [grad])
 
-    def zero(self, i: int, *, grad: tuple[str, str], stream: Stream = Stream.CPU) -> None:
+    def zero(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Clear a gradient buffer: a pass over memory that some systems make."""
         self._update(f"Z.{grad[1]}", Phase.ZERO, i, stream, [], [grad])
         self.discard(grad[0])
@@ -317,7 +317,7 @@ class Program(Buffers):
         self,
         i: int,
         *,
-        grad: tuple[str, str] | None = None,
+        grad: Held | None = None,
         weights: str | None = None,
         state: str | None = None,
         scaled: bool = False,
@@ -348,7 +348,7 @@ class Program(Buffers):
         if not self._left[i]:
             self.discard(grad[0])
 
-    def _clip(self) -> list[tuple[str, str]]:
+    def _clip(self) -> list[Held]:
         return [] if self.workload.grad_clip is None else [(self.buffer("norm", Tier.HOST), tensors.NORM)]
 
     def _update(
@@ -357,8 +357,8 @@ class Program(Buffers):
         phase: Phase,
         i: int | None,
         stream: Stream,
-        reads: Sequence[tuple[str, str]],
-        writes: Sequence[tuple[str, str]],
+        reads: Sequence[Held],
+        writes: Sequence[Held],
         fresh: int = 0,
         part: Part | None = None,
     ) -> None:
@@ -376,7 +376,7 @@ class Program(Buffers):
             fresh=fresh,
         )
 
-    def synchronize(self, *until: tuple[str, str], kind: Kind = Kind.UPDATE, name: str = "H") -> None:
+    def synchronize(self, *until: Held, kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""
         self._emit(name, kind, Phase.SYNC, Stream.HOST, reads=until)
 
@@ -431,8 +431,8 @@ class Program(Buffers):
         *,
         layer: int | None = None,
         microbatch: int | None = None,
-        reads: Sequence[tuple[str, str]] = (),
-        writes: Sequence[tuple[str, str]] = (),
+        reads: Sequence[Held] = (),
+        writes: Sequence[Held] = (),
         nbytes: int = 0,
         flops: int = 0,
         params: int = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from schedules.buffers import Held
 from schedules.op import Stream, Tier
 from schedules.program import Program
 
@@ -28,7 +29,7 @@ class Shelf:
             source = p.prefetch(weight, into=self._passing.next(), stream=Stream.NVME_READ)
         return p.prefetch(weight, into=into, out_of=source)
 
-    def update(self, i: int, grad: tuple[str, str]) -> None:
+    def update(self, i: int, grad: Held) -> None:
         """The optimizer's step on layer i, on the CPU."""
         p = self._program
         if not self._nvme:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from schedules.buffers import Held
 from schedules.op import Stream, Tier
 from schedules.places import Places
 from schedules.program import Program
@@ -39,7 +40,7 @@ class Staging:
         """Bring a part of block i's state; returns its host buffer."""
         return self._program.prefetch(self._program.state(i, part), into=self.buffer(), stream=Stream.NVME_READ)
 
-    def read_grad(self, i: int, slabs: Ring) -> tuple[str, str]:
+    def read_grad(self, i: int, slabs: Ring) -> Held:
         """Bring block i's gradient into a slab; returns (buffer, gradient)."""
         p, grad = self._program, self._program.grad(i)
         return p.prefetch(grad, into=slabs.next(), stream=Stream.NVME_READ), grad

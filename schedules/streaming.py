@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from schedules.buffers import Held
 from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
@@ -131,7 +132,7 @@ class StreamedStep:
         if last and i not in places.late:
             self._update(i, where)
 
-    def _update(self, i: int, grad: tuple[str, str] | None = None) -> None:
+    def _update(self, i: int, grad: Held | None = None) -> None:
         """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
         p, places, staging = self.program, self.places, self.staging
         if grad is None and i in places.nvme_grads:
@@ -147,7 +148,7 @@ class StreamedStep:
             if state is not None:
                 staging.write(p.state(i, part), state)
 
-    def _update_on_device(self, i: int, grad: tuple[str, str]) -> None:
+    def _update_on_device(self, i: int, grad: Held) -> None:
         """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
         p, places = self.program, self.places
         weights, target = self.slot, self.staging.weight(i) if i in places.nvme_weights else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from schedules import trained
+from schedules.buffers import Held
 from schedules.ends import end_buffers
 from schedules.kept import Kept, Travel
 from schedules.op import Stream
@@ -194,7 +195,7 @@ class Streamed:
 
 def land(
     p: Program, i: int, buffer: str, slabs: Ring, *, first: bool = True, last: bool = True, held: bool = False
-) -> tuple[str, str]:
+) -> Held:
     """Take layer i's gradient to the host; returns (buffer, gradient) there.
 
     `buffer` holds the sum over one group of micro-batches, the `first` or `last` of the step or both. What is

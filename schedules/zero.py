@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from schedules.buffers import Held
 from schedules.ends import end_buffers
 from schedules.kept import Kept
 from schedules.model import ModelSpec
@@ -18,8 +19,6 @@ from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
 from schedules.sweep import Place, sweep
 from schedules.workload import Workload
-
-Held = tuple[str, str]  # a buffer and the tensor in it
 
 
 def with_master(workload: Workload) -> Workload:

@@ -32,6 +32,13 @@ def test_a_ring_hands_out_the_slot_used_longest_ago_and_empties_it() -> None:
     assert not any(p.weight(i) in ring for i in range(4))
 
 
+def test_a_buffer_is_loaded_into_unless_the_tensor_stands_there() -> None:
+    p = Program(MODEL, STEP)
+    buffer = p.buffer("embed.weight")
+    assert [p.load(p.weight(i), buffer) for i in (0, 0, 1, 0)] == [buffer] * 4
+    assert copies(p) == ["P.w.0", "P.w.1", "P.w.0#2"]
+
+
 def test_an_update_makes_all_copies_void_but_the_one_it_wrote() -> None:
     p = Program(MODEL, STEP)
     ring = p.slots("weight", 2)

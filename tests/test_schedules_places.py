@@ -1,0 +1,55 @@
+"""Where the layers of a streamed step live: each in one place, and updated once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import presets
+from schedules.places import Places
+from schedules.workload import Workload
+
+COUNTS = ("singly", "defer", "resident", "hold", "through", "stay", "nvme", "nvme_weights")
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[Places, Workload, range]:
+    model = replace(presets.load("tiny"), num_hidden_layers=draw(st.integers(1, 9)))
+    clip = draw(st.sampled_from([None, 1.0]))
+    workload = Workload(micro_batch_size=1, accumulation=draw(st.integers(1, 3)), seq_len=8, grad_clip=clip)
+    knobs = {name: draw(st.integers(0, len(model.blocks))) for name in COUNTS}
+    groups = draw(st.sampled_from([1, workload.accumulation]))
+    if groups > 1:
+        knobs["singly"] = 0
+    return Places(model, workload, groups=groups, parts=draw(st.integers(1, 3)), **knobs), workload, model.layers
+
+
+@given(places())
+def test_every_layer_has_one_place_and_one_update(drawn: tuple[Places, Workload, range]) -> None:
+    found, _, layers = drawn
+    assert sorted([*found.resident, *found.ends, *found.held, *found.streamed]) == list(layers)
+    assert sorted(found.updates) == list(layers)
+    in_time = len(layers) - len(found.late)
+    assert set(found.updates[in_time:]) == found.late
+
+
+@given(places())
+def test_only_blocks_that_stream_are_updated_on_the_device_or_live_on_a_drive(
+    drawn: tuple[Places, Workload, range],
+) -> None:
+    found, workload, _ = drawn
+    assert found.on_device <= set(found.streamed)
+    assert not found.on_device or workload.grad_clip is None
+    assert found.on_device.isdisjoint(found.late)
+    assert {i for i, _ in found.nvme_states} <= set(found.streamed)
+    assert found.nvme_states.isdisjoint(found.staying)
+    assert found.nvme_grads <= found.nvme_weights <= {i for i, _ in found.nvme_states}
+
+
+@given(places())
+def test_a_layers_gradient_comes_once_a_group_or_once_a_micro_batch(drawn: tuple[Places, Workload, range]) -> None:
+    found, workload, _ = drawn
+    assert set(found.landings.values()) <= {found.groups, workload.accumulation}
+    assert all(found.landings[i] == 1 for i in found.on_device | found.nvme_grads)
