@@ -60,7 +60,7 @@ from sim.prediction import memory_of
 
 FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
 MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
-SLACK = 1e-9  # relative: what the solver may be off by
+SOLVED_TO = 1e-9  # relative: what the solver may be off by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +191,13 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     period = float(solved.x[columns])
     # of all placements with that period, the one that does least: what it is busy with is what it must do
     work = [sum(ns for name, ns in areas.items() if name != MIDDLE) / scale for areas in lp.areas]
-    least = solve([*work, 0.0, 0.0, 0.0], period * (1 + SLACK))
+    least = solve([*work, 0.0, 0.0, 0.0], period * (1 + SOLVED_TO))
     shares = [float(share) for share in (least if least.success else solved).x[:columns]]
     found = Counter[str](fixed)
     for of_column, share in zip(lp.areas, shares, strict=True):
         _add(found, of_column, share)
     return PlacementBound(
-        period_ns=period * scale * (1 - SLACK),
+        period_ns=period * scale * (1 - SOLVED_TO),
         areas_ns={name: ns for name, ns in sorted(found.items()) if not name.startswith((FORWARD, BACKWARD, MIDDLE))},
         placed=_placed(lp, shares),
     )
