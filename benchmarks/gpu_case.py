@@ -21,7 +21,6 @@ from sim.machine import HardwareProfile
 from sim.plan import plan
 
 PLANNED = "planned"
-PLANNING_S = 120.0  # at most
 HOST_RESERVE = 6 << 30  # for Python, CUDA, compilers and one layer's weights as they are made
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
@@ -87,16 +86,23 @@ class Case:
         )
 
 
-def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host_bytes: int) -> Schedule:
+def schedule_of(
+    case: Case,
+    profile: HardwareProfile,
+    *,
+    device_bytes: int,
+    host_bytes: int,
+    planning_s: float | None = None,
+) -> Schedule:
     """The case's schedule. With resident="fit", the least number of resident layers that the host has room for.
 
-    `profile` is what the planner plans for. Raises Refused for what does not fit.
+    `profile` is what the planner plans for, in at most `planning_s` if given. Raises Refused for what does not fit, TimeoutError.
     """
     model = presets.load(case.model)
     limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
     budget = MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE))
     if case.policy == PLANNED:
-        return _planned(case, model, profile, budget)
+        return _planned(case, model, profile, budget, planning_s)
 
     def build(knobs: dict[str, Any]) -> Schedule:
         return policies.build(case.policy, model, case.workload, budget, **knobs)
@@ -114,7 +120,9 @@ def schedule_of(case: Case, profile: HardwareProfile, *, device_bytes: int, host
     return schedule
 
 
-def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget) -> Schedule:
+def _planned(
+    case: Case, model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget, planning_s: float | None
+) -> Schedule:
     found = PLANNER.submit(
         plan,
         model,
@@ -125,4 +133,4 @@ def _planned(case: Case, model: ModelSpec, profile: HardwareProfile, budget: Mem
         memory=budget,
         workers=os.cpu_count() or 1,
     )
-    return found.result(PLANNING_S).schedule
+    return found.result(planning_s).schedule

@@ -42,6 +42,7 @@ from sim.prediction import predict
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 B = TypeVar("B", bound=CudaBackend)
 
+PLANNING_S = 120.0  # at most
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
 LONGEST = 10  # kernels that are told
@@ -120,7 +121,8 @@ def kernels(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
 
 def _verified(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Verified:
     total = torch.cuda.get_device_properties(0).total_memory
-    return verify(schedule_of(case, machine_of(machine), device_bytes=total, host_bytes=host_bytes))
+    known = machine_of(machine)
+    return verify(schedule_of(case, known, device_bytes=total, host_bytes=host_bytes, planning_s=PLANNING_S))
 
 
 def trainer_of(
