@@ -96,7 +96,8 @@ def schedule_of(
 ) -> Schedule:
     """The case's schedule. With resident="fit", the least number of resident layers that the host has room for.
 
-    `profile` is what the planner plans for, in at most `planning_s` if given. Raises Refused for what does not fit, TimeoutError.
+    `profile` is what the planner plans for, in at most `planning_s` if given. Raises Refused for what does not fit,
+    TimeoutError.
     """
     model = presets.load(case.model)
     limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
