@@ -28,14 +28,13 @@ from megatrain.cuda import CudaBackend, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, serial
 from megatrain.initial import repeated_parameters
-from megatrain.profile import kind_of
 from megatrain.train import Trainer
 from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
-from sim.cost import timed
+from sim.cost import issue_kind, timed
 from sim.machine import HardwareProfile
 from sim.prediction import predict
 
@@ -184,7 +183,7 @@ def _handing_over(backend: CudaBackend) -> dict[str, float]:
     found: dict[str, list[int]] = defaultdict(list)
     events, backend.events = backend.events or [], None
     for op, event in events[len(events) * WARM_UP // (WARM_UP + STEPS) :]:
-        found[kind_of(op)].append(event.host_ns)
+        found[issue_kind(op)].append(event.host_ns)
     return {name: statistics.median(times) for name, times in found.items()}
 
 

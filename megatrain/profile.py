@@ -31,11 +31,11 @@ from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes
 from schedules.errors import Refused
 from schedules.model import ModelSpec
-from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
-from sim.cost import timed
+from sim.cost import issue_kind, timed
 from sim.machine import HardwareProfile
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
@@ -224,13 +224,8 @@ def in_a_run(
         free[op.stream] = int(trace.end_ns[row])
         # between steps the host does more than issue; a host op is not handed over
         if step >= way.warm_up and index and not before.blocking and Stream.HOST not in (before.stream, op.stream):
-            issued.setdefault(kind_of(op), []).append(int(trace.issue_ns[row] - trace.issue_ns[row - 1]))
+            issued.setdefault(issue_kind(op), []).append(int(trace.issue_ns[row] - trace.issue_ns[row - 1]))
     return {"woken": woken, "issued": issued}
-
-
-def kind_of(op: Op) -> str:
-    """What issuing an op costs goes by: "compute", "copy" or "update"."""
-    return "copy" if op.phase == Phase.COPY else "compute" if op.kind == Kind.COMPUTE else "update"
 
 
 def _run(

@@ -19,7 +19,7 @@ from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import Workload
 from sim.coverage import command, covered
-from sim.machine import SHAPE, HardwareProfile, Table
+from sim.machine import SHAPE, HardwareProfile, Table, Value
 from sim.shapes import between
 
 # Resources, each of capacity 1. Ops that use one together share it.
@@ -181,12 +181,18 @@ def _on_host(op: Op) -> bool:
     return op.stream in _HOST_STREAMS
 
 
+def issue_kind(op: Op) -> str:
+    """The field of a profile's `issue` that says what the op costs to issue. The optimizer on the device computes."""
+    if op.phase == Phase.COPY:
+        return "copy"
+    return "update" if _on_host(op) else "compute"
+
+
 def _issue_ns(op: Op, profile: HardwareProfile) -> float:
     if op.stream == Stream.HOST:
         return 0.0  # the host thread does the work itself: nothing is handed over
-    if op.phase == Phase.COPY:
-        return profile.issue.copy.value
-    return (profile.issue.update if _on_host(op) else profile.issue.compute).value
+    cost: Value = getattr(profile.issue, issue_kind(op))
+    return cost.value
 
 
 def _work(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) -> tuple[int, Mapping[str, float]]:

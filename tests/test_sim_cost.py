@@ -30,6 +30,7 @@ from sim.cost import (
     MissingCost,
     Terms,
     demands,
+    issue_kind,
     signature,
     timed,
 )
@@ -213,6 +214,15 @@ def test_memory_just_allocated_is_written_at_one_threads_pace() -> None:
 def test_an_update_on_the_device_is_a_kernel() -> None:
     found = demand(update(Stream.COMPUTE, nbytes=2 * 10**9), round_profile())
     assert (found.duration_ns, found.usage, found.issue_ns) == (10**6, {GPU: 1.0}, 100_000)
+
+
+def test_issuing_costs_what_the_profile_says_of_its_kind() -> None:
+    profile = round_profile("issue.compute=3us", "issue.copy=5us", "issue.update=7us")
+    for policy, kinds in (("resident", {"compute"}), ("streamed", {"compute", "copy", "update"})):
+        schedule = policies.build(policy, MODEL, WORKLOAD, ROOM)
+        assert {issue_kind(op) for op in schedule.ops} == kinds
+        for op, demand in zip(schedule.ops, demands(schedule, profile, Terms()), strict=True):
+            assert demand.issue_ns == {"compute": 3000, "copy": 5000, "update": 7000}[issue_kind(op)]
 
 
 def test_the_host_wakes_up_after_it_has_waited() -> None:
