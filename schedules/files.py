@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,17 @@ def writing(path: Path) -> Iterator[None]:
 def whole(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; takes its name when the block ends well, vanishes when it does not.
 
-    Makes the folder if there is none.
+    Makes the folder if there is none. A link stays one; a device or a pipe, such as /dev/null, is written to as it is:
+    root could rename a file over it.
 
     Raises:
         InputError: the folder cannot be made or written to.
     """
+    if _takes_bytes(path):
+        with writing(path):
+            yield path
+        return
+    path = path.resolve() if path.is_symlink() else path
     partial = path.with_name(path.name + ".partial")
     try:
         with writing(path):
@@ -60,7 +67,11 @@ def require_file(path: Path) -> None:
     with writing(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "")
-        _try(path.parent)
+        if _takes_bytes(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, "")
+            return
+        _try(path.resolve().parent if path.is_symlink() else path.parent)
 
 
 def require_folder(path: Path) -> None:
@@ -72,6 +83,11 @@ def require_folder(path: Path) -> None:
         if not there.is_dir():
             raise FileExistsError(errno.EEXIST if there == path else errno.ENOTDIR, "")
         _try(there)
+
+
+def _takes_bytes(path: Path) -> bool:
+    """Whether there is something at `path` that is neither a file nor a folder: a device or a pipe."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def _try(folder: Path) -> None:

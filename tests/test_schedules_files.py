@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,21 @@ def test_a_write_that_fails_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="x: no such folder"), writing(tmp_path / "no" / "x"):
         (tmp_path / "no" / "x.partial").write_text("text")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_link_stays_one_and_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    """Root may rename a file over /dev/null, and then nobody has one any more."""
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    require_file(tmp_path / "link")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        require_file(tmp_path / "pipe")
+        write_text(tmp_path / "pipe", "text")
+        assert os.read(reader, 100) == b"text" and (tmp_path / "pipe").is_fifo()
+    finally:
+        os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
