@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,11 @@ from schedules import trained
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
+from schedules.workload import Workload
 
 FORMAT = 1
 LAST = "training.json"
-STEPS = "step-[0-9]*"
+STEP = re.compile(r"step-\d{8,}")
 
 Kept = Callable[[int], tuple[Tensor, Tensor]]  # layer -> what is trained of it, flat, and its optimizer state, uint8
 
@@ -52,6 +54,7 @@ class Checkpoint:
 
     folder: Path
     model: ModelSpec
+    workload: Workload
     step: int
     frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
     skipped: Sequence[Path] = field(default=(), compare=False)  # newer ones, of saves that were interrupted
@@ -61,9 +64,15 @@ class Checkpoint:
         path = _file(self.folder, self.model, i)
         try:
             found = load_file(path)
-            return found["weights"], found["state"]
+            weights, state = found["weights"], found["state"]
         except (OSError, KeyError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
+        params, kept = trained.params(self.model, self.workload, i), self.workload.bytes
+        due = {"weights": (params, kept.weight), "state": (kept.state_bytes(params), 1)}
+        for name, part in (("weights", weights), ("state", state)):
+            if (*part.shape, part.itemsize) != due[name] or part.is_floating_point() != (name == "weights"):
+                raise CheckpointError(f"{path} is damaged: its {name} are {part.dtype} {list(part.shape)}")
+        return weights, state
 
 
 def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mapping[str, int] | None = None) -> Path:
@@ -75,7 +84,7 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mappin
     if target in complete:
         raise NotSaved(f"{target} is there already")
     try:
-        for other in folder.glob(STEPS):
+        for other in _steps(folder):
             if other not in complete[-1:]:  # older, or of a save that was interrupted
                 shutil.rmtree(other)
         target.mkdir(parents=True)
@@ -148,14 +157,16 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     Raises CheckpointError if there is none for this schedule.
     """
     complete = [folder] if (folder / LAST).is_file() else _complete(folder)
-    incomplete = sorted(path for path in folder.glob(STEPS) if not (path / LAST).is_file())
+    incomplete = [path for path in _steps(folder) if not (path / LAST).is_file()]
     if not complete:
         but = f" but {incomplete[-1].name}, which is incomplete: its save was interrupted" if incomplete else ""
         raise CheckpointError(f"there is no checkpoint in {folder}{but}")
     try:
         found = json.loads((complete[-1] / LAST).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{complete[-1] / LAST} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{complete[-1] / LAST} is damaged: it holds no JSON object")
     for key, value in _of(schedule).items():
         if found.get(key) != value:
             was, now = (_short(key, body) for body in (found.get(key), value))
@@ -167,11 +178,15 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
                 )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
+    step, frozen = found.get("step"), found.get("frozen") or {}
+    if not (type(step) is int and step >= 0 and isinstance(frozen, dict)):
+        raise CheckpointError(f"{complete[-1] / LAST} is damaged: its step is {step!r}, what is frozen {frozen!r}")
     return Checkpoint(
         folder=complete[-1],
         model=schedule.model,
-        step=found["step"],
-        frozen=found.get("frozen") or {},
+        workload=schedule.workload,
+        step=step,
+        frozen=frozen,
         skipped=[path for path in incomplete if path > complete[-1]],
     )
 
@@ -219,7 +234,13 @@ def _short(key: str, value: object) -> str:
 
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, the newest last."""
-    return sorted(path.parent for path in folder.glob(f"{STEPS}/{LAST}"))
+    return [path for path in _steps(folder) if (path / LAST).is_file()]
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoints, complete or not, the newest last. What else lies beside them is not ours to remove."""
+    found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _file(folder: Path, model: ModelSpec, i: int) -> Path:

@@ -135,7 +135,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise WeightsError(f"{folder / 'config.json'} holds no JSON object")
@@ -180,13 +180,15 @@ def _files(folder: Path) -> dict[str, str]:
     """The file that each tensor lies in."""
     try:
         if (folder / INDEX).is_file():
-            listed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            listed = json.loads((folder / INDEX).read_text())["weight_map"]
+            if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+                raise ValueError("weight_map does not name a file for each tensor")
             return listed
         with safetensors.safe_open(folder / WHOLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), WHOLE)
     except FileNotFoundError:
         raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}") from None
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
 
 

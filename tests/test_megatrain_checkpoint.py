@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatrain import checkpoint, initial, session
@@ -293,6 +294,18 @@ def test_what_an_interrupted_save_left_goes_with_the_next(tmp_path: Path) -> Non
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-by-step"]
 
 
+def test_what_else_lies_beside_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    """A log of the run, say: it cost the checkpoint at the end, and a folder of notes was removed."""
+    of, folder = schedule(), tmp_path / "checkpoints"
+    (folder / "step-2-notes").mkdir(parents=True)
+    (folder / "step-00000001.log").write_text("mine")
+    train(of, 1, tmp_path, save=True)
+    train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["step-00000001", "step-00000001.log", "step-00000002", "step-2-notes"]
+    assert checkpoint.read(folder, of).skipped == []
+
+
 def test_a_checkpoint_is_not_written_over(tmp_path: Path) -> None:
     of, folder = schedule(), tmp_path / "checkpoints"
     _, right = train(of, 1, tmp_path, save=True)
@@ -312,9 +325,37 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (found.folder / "1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read"):
         found.layer(1)
-    (found.folder / checkpoint.LAST).write_text("{")
-    with pytest.raises(CheckpointError, match=r"training\.json cannot be read"):
-        checkpoint.read(folder, of)
+    last = found.folder / checkpoint.LAST
+    body = json.loads(last.read_text())
+    for text, told in (
+        ("{", "cannot be read"),
+        ("[]", "is damaged: it holds no JSON object"),
+        (json.dumps({**body, "step": None}), "is damaged: its step is None"),
+        (json.dumps({**body, "step": -1}), "is damaged: its step is -1"),
+        (json.dumps({**body, "frozen": 3}), "is damaged: its step is 1, what is frozen 3"),
+    ):
+        last.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"training\.json {told}"):
+            checkpoint.read(folder, of)
+
+
+def test_tensors_of_another_size_or_type_are_told_before_they_are_trained_from(tmp_path: Path) -> None:
+    of = schedule()
+    train(of, 1, tmp_path, save=True)
+    found = checkpoint.read(tmp_path / "checkpoints", of)
+    weights, state = found.layer(0)
+    for changed in (
+        {"weights": weights[1:]},
+        {"weights": weights.view(2, -1)},
+        {"weights": weights.to(torch.bfloat16)},
+        {"weights": weights.view(torch.int32)},
+        {"state": state[1:]},
+        {"state": state.view(torch.float32)},
+    ):
+        parts = {"weights": weights, "state": state, **changed}
+        save_file({name: part.contiguous() for name, part in parts.items()}, found.folder / "0.safetensors")
+        with pytest.raises(CheckpointError, match=rf"0\.safetensors is damaged: its {next(iter(changed))} are torch"):
+            found.layer(0)
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(WeightsError, match=r"model-00002-of-00004\.safetensors cannot be read"):
         hf.parameters(tmp_path, TINY)
-    (tmp_path / hf.INDEX).write_text("{}")
-    with pytest.raises(WeightsError, match=r"the weights in .* cannot be read"):
-        hf.parameters(tmp_path, TINY)
+    for text in ("{}", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"model.norm.weight": 3}}'):
+        (tmp_path / hf.INDEX).write_text(text)
+        with pytest.raises(WeightsError, match=r"the weights in .* cannot be read"):
+            hf.parameters(tmp_path, TINY)
