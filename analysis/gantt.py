@@ -102,7 +102,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
                     rows["class"], rows["label"], rows["start_ms"], rows["end_ms"], strict=True
                 )
             ]
-            busy = trace.busy_ns(schedule, stream, steady_step(trace)) / 1e6 * scale / span
+            busy = trace.busy_ns(schedule, stream, steady_step(trace)) / 1e6 * scale / span if span else 0.0
             _lane(ax, y, boxes, span, busy, label_fits)
             ticks.append(y)
             names.append(str(stream))

@@ -89,7 +89,8 @@ def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfi
     """
     for trace in (first, second):
         trace.check(schedule)
-        if not len(trace) or len(trace) != trace.steps * len(schedule.ops):
+        rows = set(zip(trace.step.tolist(), trace.op.tolist(), strict=True))
+        if not rows or not len(rows) == len(trace) == trace.steps * len(schedule.ops):
             raise TraceError("a trace to be compared must hold whole steps, each of all ops")
     steps = (typical_step(first), typical_step(second))
     runs = [_occurrences(schedule, trace, step) for trace, step in zip((first, second), steps, strict=True)]

@@ -190,11 +190,26 @@ class Trace:
         if body["source"] not in ("predicted", "measured"):
             raise TraceError(f"source {body['source']!r}")
         columns = {name: np.array(body["columns"][name], dtype=np.int64) for name in COLUMNS}
+        if any(column.ndim != 1 for column in columns.values()):
+            raise TraceError("a column is a list of whole numbers")
         if len({len(column) for column in columns.values()}) != 1:
             raise TraceError("columns of different lengths")
+        count = len(columns["op"])
+        for name, least in (("op", 0), ("step", 0), ("waited_on", ISSUE)):
+            found = columns[name]
+            # a step has a row at least; whether there is such an op, `check` tells
+            if (found < least).any() or (name != "op" and (found >= count).any()):
+                raise TraceError(f"column {name} holds what is no {'row' if name == 'waited_on' else name}")
+        if (columns["end_ns"] < columns["start_ns"]).any():
+            raise TraceError("an op ends before it starts")
+        for name in ("digest", "machine"):
+            if not isinstance(body[name], str):
+                raise TraceError(f"{name} {body[name]!r}")
         return cls(digest=body["digest"], machine=body["machine"], source=body["source"], **columns)
 
     def check(self, schedule: Schedule) -> None:
         """Raises TraceError unless the trace is of this schedule."""
         if self.digest != schedule.digest:
             raise TraceError(f"the trace is of schedule {self.digest[:8]}, not {schedule.short_digest}")
+        if len(self) and (last := int(self.op.max())) >= len(schedule.ops):
+            raise TraceError(f"the trace has op {last}, and its schedule {len(schedule.ops)}: it was changed since")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.presets import load
 from schedules.schedule import Schedule
-from schedules.trace import ISSUE, Trace, TraceError
+from schedules.trace import COLUMNS, ISSUE, Trace, TraceError
 from schedules.workload import Workload
 
 
@@ -103,6 +105,38 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(TraceError, match=r"t\.json is (not|empty, not) a trace"):
         Trace.read(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("digest", 3, "digest 3"),
+        ("machine", None, "machine None"),
+        ("op", [-1, 1, 0, 1, 0, 1], "column op holds what is no op"),
+        (
+            "step",
+            [0, 0, 1, 1, 2, 10**18],
+            "column step holds what is no step",
+        ),  # a table of all steps takes 8 bytes each
+        ("waited_on", [6, -1, -1, -1, -1, -1], "column waited_on holds what is no row"),
+        ("waited_on", [-2, -1, -1, -1, -1, -1], "column waited_on holds what is no row"),
+        ("end_ns", [0] * 6, "an op ends before it starts"),
+        ("op", [[0], [1], [0], [1], [0], [1]], "a column is a list"),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(field: str, value: object, told: str, trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    trace.save(path)
+    body = json.loads(path.read_text())
+    (body["columns"] if field in COLUMNS else body)[field] = value
+    path.write_text(json.dumps(body))
+    with pytest.raises(TraceError, match=told):
+        Trace.read(path)
+
+
+def test_an_op_that_the_schedule_lacks_is_refused(schedule: Schedule, trace: Trace) -> None:
+    with pytest.raises(TraceError, match="the trace has op 2, and its schedule 2: it was changed since"):
+        replace(trace, op=trace.op + 1).check(schedule)
 
 
 def test_a_trace_of_another_schedule_is_refused(schedule: Schedule, trace: Trace) -> None:

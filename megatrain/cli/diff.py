@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from megatrain.cli.bars import stages
-from megatrain.cli.options import Hardware, Json, machine_of, print_json, require_input, require_outputs
+from megatrain.cli.options import (
+    Hardware,
+    Json,
+    machine_of,
+    print_json,
+    require_input,
+    require_outputs,
+    schedule_to_show,
+)
 
 
 def diff(
@@ -25,7 +33,6 @@ def diff(
     The hardware only says which ops share a resource.
     """
     from analysis import tables, trace_diff, trace_words
-    from schedules import codec
     from schedules.files import write_text
     from schedules.trace import Trace
     from sim.units import seconds
@@ -35,7 +42,7 @@ def diff(
     machine = machine_of(hardware, None)
     with stages() as begin:
         begin("reading")
-        step = codec.read(schedule)
+        step = schedule_to_show(schedule)
         traces = Trace.read(first), Trace.read(second)
         begin("comparing")
         found = trace_diff.diff(step, *traces, machine)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import require_input, require_outputs
+from megatrain.cli.options import require_input, require_outputs, schedule_to_show
 
 
 def export(
@@ -17,10 +17,9 @@ def export(
 ) -> None:
     """Write a schedule for other tools: as an MLCommons Chakra execution trace."""
     from analysis import chakra as chakra_traces
-    from schedules import codec
     from schedules.trace import Trace
 
     require_input(schedule, *([] if trace is None else [trace]))
     require_outputs(files=[chakra])
-    count = chakra_traces.write(chakra, codec.read(schedule), None if trace is None else Trace.read(trace))
+    count = chakra_traces.write(chakra, schedule_to_show(schedule), None if trace is None else Trace.read(trace))
     print(f"{count:,} nodes written to {chakra}")

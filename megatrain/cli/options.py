@@ -148,6 +148,19 @@ def schedule_to_prove(file: Path) -> Schedule:
     return schedule
 
 
+def schedule_to_show(file: Path) -> Schedule:
+    """A schedule, or the recording of a run, from its file: to be drawn, compared or exported. Raises as `verify`."""
+    from schedules import codec
+    from schedules.verify import verify
+
+    schedule = codec.read(file)
+    if not schedule.is_recording:
+        verify(schedule)
+    elif schedule.waits:
+        raise InputError(f"{file} is the recording of a run, and those have no waits")
+    return schedule
+
+
 def require_input(*files: Path) -> None:
     """Raises InputError unless these can be files; a pipe will do."""
     for file in files:

@@ -68,8 +68,7 @@ def timeline(
 
 def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
     """Each trace with its schedule, found by digest, in the order of the traces."""
-    from megatrain.cli.options import is_schedule
-    from schedules import codec
+    from megatrain.cli.options import is_schedule, schedule_to_show
     from schedules.trace import FORMAT, Trace
 
     schedules, traces = {}, []
@@ -79,7 +78,7 @@ def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
         if is_trace:
             traces.append((path, Trace.read(path)))
         elif is_schedule(str(path)):
-            schedule = codec.read(path)
+            schedule = schedule_to_show(path)
             schedules[schedule.digest] = schedule
         else:
             raise InputError(f"{path} is neither a trace nor a schedule of ours; a profiler's: megatrain import {path}")
@@ -88,4 +87,5 @@ def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
     for path, trace in traces:
         if trace.digest not in schedules:
             raise InputError(f"{path} is of schedule {trace.digest[:8]}, whose file was not given")
+        trace.check(schedules[trace.digest])
     return [(schedules[trace.digest], trace) for _, trace in traces]
