@@ -38,6 +38,7 @@ _STEP, _OPTIMIZER, _ZERO = "ProfilerStep#", "Optimizer.step#", "Optimizer.zero_g
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _NAME_LENGTH = 80
+_FOREVER = 2**62  # ns, which a difference of two times must fit 64 bits with
 
 
 class RecordingError(InputError):
@@ -65,9 +66,11 @@ class _Span:
 
     name: str
     category: str
-    thread: Any
+    thread: str
     start: int
     end: int
+    nbytes: int
+    correlation: str | None  # of a launch and of what it launched
     args: Mapping[str, Any]
 
 
@@ -86,12 +89,12 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     spans = _spans(body, path)
     mark, begin, length = _typical_step([s for s in spans if s.name.startswith(_STEP)], spans, path)
     launched = [s for s in spans if s.category in _LAUNCHES]
-    launches = {s.args["correlation"]: s for s in launched if "correlation" in s.args}
+    launches: dict[str | None, _Span] = {s.correlation: s for s in launched if s.correlation is not None}
     contexts, launching = _Contexts(spans), _by_thread(launched)
     on_gpu = [s for s in spans if s.category in _ON_GPU]
     rows: list[tuple[_Span, int, What, str]] = []  # the event, when it was issued, what it is, its queue
     for span in on_gpu:
-        launch = launches.get(span.args.get("correlation"))
+        launch = launches.get(span.correlation)
         if not begin <= (launch or span).start < begin + length:
             continue
         issued = min(launch.end, span.start) if launch else span.start
@@ -152,7 +155,7 @@ def _document(path: Path) -> Mapping[str, Any]:
     try:
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
         body = json.loads(text)
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # gzip's own errors are OSErrors
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:  # gzip's own errors are OSErrors
         raise RecordingError(f"{path} is not JSON, plain or gzipped: {error}") from None
     if isinstance(body, list):
         body = {"traceEvents": body}
@@ -168,25 +171,38 @@ def _spans(body: Mapping[str, Any], path: Path) -> list[_Span]:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
         try:
-            start = round(float(event["ts"]) * 1000)
-            end = start + round(float(event.get("dur", 0)) * 1000)
-            span = _Span(
-                name=str(event["name"]),
-                category=str(event.get("cat", "")).lower(),
-                thread=event.get("tid"),
-                start=start,
-                end=end,
-                args=event.get("args") or {},
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            span = _span(event)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RecordingError(f"{path}: an event has no name or time of its own: {error!r}: {event}") from None
         found.append(span)
     return sorted(found, key=lambda span: (span.start, -span.end))
 
 
+def _span(event: Event) -> _Span:
+    start = round(float(event["ts"]) * 1000)
+    end = start + max(round(float(event.get("dur", 0)) * 1000), 0)
+    if not -_FOREVER < start <= end < _FOREVER:
+        raise ValueError("a time beyond all clocks")
+    args = event.get("args") or {}
+    if not isinstance(args, dict):
+        raise ValueError(f"args must be an object, not {args!r}")
+    return _Span(
+        name=str(event["name"]),
+        category=str(event.get("cat", "")).lower(),
+        thread=str(event.get("tid")),
+        start=start,
+        end=end,
+        nbytes=max(int(args.get("bytes", 0)), 0),
+        correlation=str(args["correlation"]) if "correlation" in args else None,
+        args=args,
+    )
+
+
 def _machine(body: Mapping[str, Any]) -> str:
-    devices = body.get("deviceProperties") or [{"name": "a CPU"}]
-    return str(devices[0].get("name", "a GPU"))
+    devices = body.get("deviceProperties")
+    if not isinstance(devices, list) or not devices:
+        return "a CPU"
+    return str(devices[0].get("name", "a GPU")) if isinstance(devices[0], dict) else "a GPU"
 
 
 def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) -> tuple[str, int, int]:
@@ -279,7 +295,7 @@ def _schedule(rows: Sequence[tuple[_Span, int, What, str]], model: ModelSpec, wo
             kind=kind,
             phase=phase,
             stream=stream,
-            nbytes=int(span.args.get("bytes", 0)) if phase == Phase.COPY else 0,
+            nbytes=span.nbytes if phase == Phase.COPY else 0,
         )
         for number, (span, _, (kind, phase, stream), _) in enumerate(rows)
     )

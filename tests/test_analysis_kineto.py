@@ -164,6 +164,10 @@ def test_gzip_and_a_bare_list_are_read_alike(tmp_path: Path, recording: Recordin
         ("{}", "export_chrome_trace"),
         ('{"traceEvents": []}', "no work"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1}]}', "no name or time"),
+        ('{"traceEvents": [{"ph": "X", "name": "k", "ts": Infinity}]}', "no name or time"),
+        ('{"traceEvents": [{"ph": "X", "name": "k", "ts": 1e18}]}', "beyond all clocks"),
+        ('{"traceEvents": [{"ph": "X", "name": "k", "ts": 1, "args": [1]}]}', "args must be an object"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_what_is_no_recording_is_told(tmp_path: Path, text: str, told: str) -> None:
@@ -174,6 +178,20 @@ def test_what_is_no_recording_is_told(tmp_path: Path, text: str, told: str) -> N
     path.write_bytes(gzip.compress(b"{}")[:-9])
     with pytest.raises(RecordingError, match="not JSON"):
         kineto.read(path, TINY, STEP)
+
+
+def test_a_recording_by_another_version_is_read(tmp_path: Path, recording: Recording) -> None:
+    """What is not needed may be of any form: devices, threads, correlations, sizes below zero, ops without an end."""
+    events = gpu_step(1000, 0)
+    for each in events:
+        each["tid"] = [each["tid"]]
+        each["args"] |= {"correlation": [c]} if (c := each["args"].get("correlation")) is not None else {}
+    more = [event("gpu_memcpy", "Memcpy HtoD", 1100, -1, 99, bytes=-1), event("cpu_op", "aten::add", 1101, 0)]
+    for devices in ([], {}, [None], "GPU"):
+        found = kineto.read(write(tmp_path / "other.json", [*events, *more], deviceProperties=devices), TINY, STEP)
+        assert len(found.schedule.ops) == len(recording.schedule.ops) + 1
+        assert (found.trace.end_ns >= found.trace.start_ns).all()
+        assert codec.loads(codec.dumps(found.schedule)) == found.schedule
 
 
 def test_a_recording_cannot_be_proven(recording: Recording) -> None:
