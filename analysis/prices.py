@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -140,7 +141,7 @@ def read(path: Path) -> Prices:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PriceError(f"cannot read the prices in {path}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise PriceError(f"{path} is not YAML: {error}") from None
     if not isinstance(document, dict):
         raise PriceError(f"{path} holds no prices; docs/prices.yaml shows the form")
@@ -148,6 +149,8 @@ def read(path: Path) -> Prices:
     if not isinstance(machines, dict) or not machines:
         raise PriceError(f"{path}: machines: is missing; it gives each machine's price")
     rentals = document.pop("rentals", None) or []
+    if not isinstance(rentals, list):
+        raise PriceError(f"{path}: rentals: is a list, each entry as in  {_RENTAL}")
     if isinstance(document.get("date"), datetime.date):
         document["date"] = document["date"].isoformat()
     found: Prices = _checked(
@@ -174,7 +177,7 @@ def _checked(cls: type[Any], entry: object, where: str, example: str) -> Any:
             raise PriceError(f"{where}: {name!r} is unknown; known are {', '.join(known)}")
         kind = str(known[name].type)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind.startswith(("float", "int")) and not (number and math.isfinite(value) and value >= 0):
+        if kind.startswith(("float", "int")) and not (number and 0 <= value <= sys.float_info.max):
             raise PriceError(f"{where}: {name} must be a number of at least zero, not {value!r}")
         if name in DIVISORS and not value:
             raise PriceError(f"{where}: {name} must be more than zero")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +36,7 @@ def _checked(number: object, unit: object, rule: Rule, where: str) -> float:
     """The number in base units. Raises HardwareError on a wrong type, unit or range."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise HardwareError(f"{where}: value must be a number, got {number!r}")
-    if not math.isfinite(number):
+    if not abs(number) <= sys.float_info.max:  # NaN too; a whole number may be larger
         raise HardwareError(f"{where}: value must be finite, got {number!r}")
     known = UNITS[rule.unit]
     if not isinstance(unit, str) or unit not in known:
@@ -45,6 +46,8 @@ def _checked(number: object, unit: object, rule: Rule, where: str) -> float:
         least = "zero or more" if rule.zero else "above zero"
         raise HardwareError(f"{where}: must be {least}, got {number!r}")
     value = to_base(number, unit, rule.unit)
+    if not math.isfinite(value):
+        raise HardwareError(f"{where}: {number!r} {unit} are too many")
     if value < rule.at_least:
         raise HardwareError(f"{where}: must be at least {rule.at_least:g}, got {number!r}")
     if value > rule.at_most:
@@ -174,7 +177,7 @@ def load(name_or_path: str | Path) -> HardwareProfile:
         raise
     except OSError as error:
         raise HardwareError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HardwareError(f"{path.name}: {error}") from error
     if isinstance(document, dict):
         _require_untouched(document, path.name)

@@ -170,6 +170,11 @@ def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> Non
             "currency and date and electricity_per_kwh are missing; as in  currency: USD",
         ),
         ("machines: {h200: {source: x, buy: 1}}", "h200: watts is missing; as in  h200: {buy: 45000, watts: 1400, "),
+        (f"machines: {{h200: {{watts: 1{'0' * 400}, source: x, buy: 1}}}}", "watts must be a number of at least zero"),
+        (
+            "rentals: 3\nmachines: {h200: {watts: 1, source: x, buy: 1}}",
+            "rentals: is a list, each entry as in  - {name",
+        ),
         ("a: [", "is not YAML"),
     ],
 )

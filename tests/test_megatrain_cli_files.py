@@ -23,6 +23,7 @@ from megatrain.here import Here
 from schedules import codec, policies, presets
 from schedules.errors import InputError
 from schedules.schedule import RECORDED, Schedule
+from schedules.verify import ScheduleError
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 
@@ -164,6 +165,38 @@ def test_results_are_printed_though_they_cannot_be_kept(tmp_path: Path, monkeypa
         output, error = called(*command, "--trace", str(tmp_path / "x"))
         assert "tokens/s" in output
         assert isinstance(error, InputError) and str(error) == f"cannot write {tmp_path / 'x'}: the drive is full"
+
+
+@pytest.mark.parametrize("command", ["export", "timeline", "diff"])
+def test_what_is_shown_is_proven_first(command: str, step: Path, tmp_path: Path) -> None:
+    body = json.loads(step.read_text())
+    body["waits"][0]["op"] = "nowhere"
+    step.write_text(json.dumps(body))
+    arguments = {
+        "export": [str(step), "--chakra", str(tmp_path / "x.et")],
+        "timeline": [str(step), "-o", str(tmp_path / "drawn")],
+        "diff": [str(step), str(step), "--schedule", str(step)],
+    }
+    _, error = called(command, *arguments[command])
+    assert isinstance(error, ScheduleError) and "there is no op nowhere" in str(error)
+
+
+def test_a_name_that_the_terminal_cannot_show_is_told_all_the_same(tmp_path: Path) -> None:
+    file = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.json")
+    command = [sys.executable, "-m", "megatrain", "build", "tiny", "-b", "1", "-s", "16", "-o", file]
+    strict = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120, env=strict)
+    assert done.returncode == 0 and rb"\udcff.json" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--batch", "--seq"])
+def test_a_number_beyond_all_measure_is_wrong_input(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatrain", "simulate", "tiny", option, "1" + "0" * 400])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2 and "megatrain: a number is too large" in capsys.readouterr().err
 
 
 def test_an_error_of_the_system_is_told_by_its_path(

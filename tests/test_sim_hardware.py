@@ -87,7 +87,7 @@ def test_the_listing_covers_every_number_a_full_profile_holds() -> None:
 @pytest.mark.parametrize("path", NUMERIC)
 def test_a_bad_number_is_refused_with_file_and_path(path: str) -> None:
     zero_is_bad = [] if NUMBERS[path].zero else [0]
-    for bad in [-1, float("nan"), float("inf"), "12", True, None, *zero_is_bad]:
+    for bad in [-1, float("nan"), float("inf"), 10**400, "12", True, None, *zero_is_bad]:
         data = document()
         at(data, path)["value"] = bad
         with pytest.raises(HardwareError) as caught:
@@ -159,7 +159,7 @@ def test_one_op_cannot_be_said_to_exceed_a_shared_capacity(path: str, ceiling: s
 
 def test_files_that_are_not_profiles_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    for text in ["", "[]", "null", '{"name": "a", "name": "b"}']:
+    for text in ["", "[]", "null", '{"name": "a", "name": "b"}', "[" * 100_000]:
         path.write_text(text)
         with pytest.raises(HardwareError, match=r"mine\.json"):
             load(path)
@@ -201,6 +201,7 @@ def test_an_override_replaces_one_number_and_says_so() -> None:
         ("gpu.matmul_efficiency=68fraction", "must be at most 1"),
         ("nvme.both=0.5fraction", "must be at least 1"),
         ("links.h2d.bandwidth=1e999GB/s", "must be finite"),
+        ("gpu.memory=1e308TB", r"1e\+308 TB are too many"),
     ],
 )
 def test_a_wrong_override_is_refused_with_what_was_expected(assignment: str, message: str) -> None:

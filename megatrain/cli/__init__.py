@@ -6,6 +6,7 @@ A file holds a command, or a few that belong together; they are listed here in t
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -96,6 +97,8 @@ def main() -> NoReturn:
 
     Exit codes: 0 done, 1 the answer is no (does not fit, does not verify), 2 wrong input, 130 interrupted.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _code()
         sys.stdout.flush()
@@ -116,6 +119,8 @@ def _code() -> str | int | None:
         return _told(str(error), 2)
     except BrokenPipeError:
         raise
+    except OverflowError as error:  # of numbers of hundreds of digits, which an option or a file may hold
+        return _told(f"a number is too large: {error}", 2)
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         return _told(what, 2)

@@ -44,7 +44,9 @@ def plan(
     change: Set = None,
     noise: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Spread of op times for the interval; the profile's own or 0.02 if left out."),
+        typer.Option(
+            min=0.0, max=1.0, help="Spread of op times for the interval; the profile's own or 0.02 if left out."
+        ),
     ] = None,
     what_if: Annotated[bool, typer.Option("--what-if", help="Report what more of each resource would gain.")] = False,
     prove: Annotated[
