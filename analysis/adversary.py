@@ -6,7 +6,6 @@ varied by a factor, and shapes over what people train. What it finds is a lower 
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,10 +14,12 @@ from typing import TYPE_CHECKING
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
+from schedules.verify import verify
 from schedules.workload import Workload
 from sim.hardware import override
-from sim.machine import CEILINGS, HardwareProfile, lookup
+from sim.machine import CEILINGS, NUMBERS, HardwareProfile, lookup
 from sim.prediction import memory_of, predict
+from sim.units import UNITS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +78,9 @@ def search(
     """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
 
     Raises:
-        InputError: fewer than one point, a policy that is not known, or two that do not do the same.
+        InputError: fewer than one point, a policy that is not known or that refuses every point, or two that do not
+            do the same.
+        ScheduleError: a policy's schedule is not safe.
         MissingCost: the machine is a measured profile, which knows only the shapes it was measured with.
     """
     if points < 1:
@@ -87,14 +90,21 @@ def search(
         raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")
     chance = random.Random(seed)
     found: list[tuple[float, Point, Loss]] = []
+    refused: list[policies.PolicyError] = []
     for number in range(points):
         worst = sorted(found, key=lambda entry: -entry[0])[:NEAR]
         near = worst and chance.random() < AROUND
         point = _moved(chance.choice(worst)[1], chance) if near else _drawn(chance)
-        loss = _compared(first, second, machine, point)
+        try:
+            loss = _compared(first, second, machine, point)
+        except policies.PolicyError as error:
+            refused.append(error)
+            loss = None
         if loss is not None:
             found.append((loss.ratio, point, loss))
         progress(number + 1, max((ratio for ratio, _, _ in found), default=0.0))
+    if len(refused) == points:
+        raise refused[-1]
     best: dict[tuple[int, ...], Loss] = {}
     for _, _, loss in sorted(found, key=lambda entry: -entry[0]):
         best.setdefault((loss.blocks, loss.hidden, loss.seq_len, loss.micro_batch_size, loss.accumulation), loss)
@@ -124,7 +134,7 @@ def _moved(point: Point, chance: random.Random) -> Point:
 
 
 def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -> Loss | None:
-    """Both policies at a point; None where one of them does not fit or refuses."""
+    """Both policies at a point; None where one of them does not fit. Raises PolicyError where one refuses."""
     changes = _changes(machine, point)
     profile = override(machine, changes)
     model = _model(int(point["hidden"]), int(point["blocks"]))
@@ -135,10 +145,9 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
     )
     predictions = []
     for name in (first, second):
-        try:
-            schedule = policies.build(name, model, workload, memory_of(profile))
-        except policies.PolicyError:
-            return None
+        schedule = policies.build(name, model, workload, memory_of(profile))
+        if name not in policies.names():
+            verify(schedule)  # ours are safe at every shape, and a proof takes as long as a simulation
         predictions.append(predict(schedule, profile))
     if not all(prediction.fits for prediction in predictions):
         return None
@@ -183,13 +192,11 @@ def _changes(machine: HardwareProfile, point: Point) -> list[str]:
             values[path] = min(values[path], memory)
     both = values["links.h2d.bandwidth"] + values["links.d2h.bandwidth"]
     values["links.duplex"] = both
-    units = {"gpu.matmul_flops": "FLOP/s", "gpu.memory": "bytes"}
-    return [f"{path}={_told(value, units.get(path, 'B/s'))}" for path, value in values.items()]
+    return [f"{path}={_told(value, NUMBERS[path].unit)}" for path, value in values.items()]
 
 
-def _told(value: float, unit: str) -> str:
-    """A number with the prefix people use."""
-    power = min(int(math.log10(value)) // 3, 4)
-    prefix = ("", "k", "M", "G", "T")[power]
-    name = {"bytes": "B", "B/s": "B/s", "FLOP/s": "FLOP/s"}[unit]
-    return f"{value / 1000**power:g}{prefix}{name}"
+def _told(value: float, dimension: str) -> str:
+    """A number in the unit people use for its size."""
+    units = {unit: factor for unit, factor in UNITS[dimension].items() if factor <= value and "i" not in unit}
+    unit = max(units, key=lambda unit: units[unit], default=dimension)
+    return f"{value / units.get(unit, 1):g}{unit}"

@@ -14,6 +14,7 @@ from analysis.text_gantt import LEGEND, SMALL, text_gantt
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.op import Tier
+from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
 from sim.prediction import Prediction, contents, memory_of, predict
@@ -49,6 +50,7 @@ def page(policy: str) -> Page:
 
     Raises:
         PolicyError: there is no such policy.
+        ScheduleError: it is one of the user's own, and not safe.
     """
     return Page(
         policy=policy,
@@ -67,7 +69,10 @@ def _predicted(policy: str, *, numbers: bool) -> Prediction:
         name = f"{PICTURE_BLOCKS} blocks of {PICTURE_MODEL}"
         model = replace(whole, name=name, num_hidden_layers=PICTURE_BLOCKS)
     profile = hardware.load(MACHINE)
-    return predict(policies.build(policy, model, STEP, memory_of(profile)), profile)
+    schedule = policies.build(policy, model, STEP, memory_of(profile))
+    if policy not in policies.names():
+        verify(schedule)
+    return predict(schedule, profile)
 
 
 # ---- what is computed

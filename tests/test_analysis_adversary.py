@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from analysis import adversary
+from schedules import policies
 from schedules.errors import InputError
+from schedules.verify import ScheduleError
 from sim import hardware, machine
 
+EMPTY = """
+from schedules.program import Program
+
+def policy(model, workload, memory):
+    return Program(model, workload)
+"""
 H200 = hardware.load("h200")
 
 
@@ -53,3 +63,19 @@ def test_bad_input_is_told() -> None:
     with pytest.raises(InputError, match="at least one point"):
         found("streamed", "megatrain", points=0)
     assert not adversary.frame([]).shape[0]
+
+
+def test_a_policy_of_ones_own_must_work_and_be_safe(tmp_path: Path) -> None:
+    """It was said to fit nowhere where it failed, and to win where it left out work."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def policy(model, workload, memory):\n    raise ValueError('not yet')\n")
+    with pytest.raises(policies.PolicyError, match=r"mine\.py:2: ValueError: not yet"):
+        found(str(mine), "streamed", points=2)
+    mine.write_text(EMPTY)
+    with pytest.raises(ScheduleError, match="the schedule has no ops"):
+        found("streamed", str(mine), points=2)
+
+
+def test_machines_far_below_todays_have_units_too() -> None:
+    assert adversary._told(719_000.0, "B/s") == "719000B/s" and adversary._told(229.0, "bytes") == "229bytes"
+    assert adversary._told(5.54e10, "B/s") == "55.4GB/s" and adversary._told(141e9, "bytes") == "141GB"

@@ -18,6 +18,7 @@ from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
+from schedules.verify import ScheduleError
 from schedules.workload import Workload
 from sim.prediction import contents
 
@@ -120,3 +121,10 @@ def test_the_command_lists_explains_and_writes(tmp_path: Path) -> None:
         assert word in told.stdout, word
     assert megatrain("policies", "megatrain", "--out", str(tmp_path)).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", OVERVIEW, "megatrain.md", "megatrain.png"]
+
+
+def test_a_policy_of_ones_own_is_proven_before_it_is_described(tmp_path: Path) -> None:
+    lines = ["from schedules.program import Program", "", "def policy(model, workload, memory):"]
+    (tmp_path / "mine.py").write_text("\n".join([*lines, "    return Program(model, workload)", ""]))
+    with pytest.raises(ScheduleError, match="the schedule has no ops"):
+        policy_pages.page(str(tmp_path / "mine.py"))
