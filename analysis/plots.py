@@ -16,6 +16,7 @@ import numpy as np
 from analysis.figure import FONT_PT, axes_for, figure_of, plain_ticks, stacked_axes
 from analysis.labels import Labels, drawn_at
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
+from schedules.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,10 +51,14 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
             keeps its place as a dashed slot in which it says how much is missing.
 
     Raises:
-        ValueError: rows of several workloads or machines, which would stand on top of one another.
+        InputError: rows that would stand on top of one another: of several workloads or machines, or of two models or
+            policies of one name.
     """
-    if comparison.duplicated(["model", "label"]).any():
-        raise ValueError("more than one row for a model and policy: plot one workload and machine at a time")
+    for _, row in comparison[comparison.duplicated(["model", "label"])].head(1).iterrows():
+        raise InputError(
+            f"more than one row for {row['model']} and {row['label']}: plot one workload and machine at a time, and "
+            "models and policies that have names of their own"
+        )
     rows = comparison.sort_values("params_b", kind="stable")
     models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["label"]))
     ax = axes_for(ax, width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)

@@ -394,13 +394,21 @@ def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterato
 def _finished(file: Path) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue  # cut off when the sweep was
-            rows[row["key"]] = row
+            if _is_row(row):
+                rows[row["key"]] = row
     return rows
+
+
+def _is_row(row: object) -> bool:
+    """Whether it tells all that a row does: what else is in the file is computed again."""
+    if not isinstance(row, dict) or not isinstance(row.get("key"), str) or not isinstance(row.get("fits"), bool):
+        return False
+    return not row["fits"] or all(name in row for name in FOUND)
 
 
 def _cut_half_a_line(file: Path) -> None:

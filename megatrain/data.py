@@ -9,7 +9,9 @@ import functools
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -118,7 +120,7 @@ class TokenFile:
             found = np.load(self.path, mmap_mode="r")
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        except (ValueError, EOFError):  # numpy takes what it does not know for a pickle
+        except (ValueError, EOFError, BadZipFile, TokenError):  # numpy takes what it does not know for a pickle
             found = None
         if not isinstance(found, np.ndarray):
             what = "no .npy file" if found is None else "an archive of arrays"

@@ -86,7 +86,7 @@ def test_a_comparison_in_which_nothing_fits_can_be_drawn() -> None:
 
 
 def test_rows_that_would_cover_one_another_are_refused(comparison: pd.DataFrame) -> None:
-    with pytest.raises(ValueError, match="more than one row"):
+    with pytest.raises(InputError, match="more than one row for demo and resident"):
         plots.throughput(pd.concat([comparison, comparison]))
 
 

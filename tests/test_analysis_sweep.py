@@ -230,12 +230,15 @@ def test_an_interrupted_sweep_goes_on_and_a_line_cut_off_is_forgotten(
     monkeypatch.setattr(sweep, "evaluate", counted)
     with pytest.raises(KeyboardInterrupt):
         sweep.run(points, file, workers=1, progress=quiet)
-    with file.open("a") as out:
-        out.write('{"key": "cut o')
+    lacking = {**json.loads(file.read_text().splitlines()[0]), "key": points[2].key}
+    del lacking["tokens_per_s"]
+    with file.open("ab") as out:  # neither what is no row nor one that tells too little is taken for one
+        out.write(b'3\n[]\n{}\n{"key": []}\n\xff\n' + json.dumps(lacking).encode() + b'\n{"key": "cut o')
     monkeypatch.setattr(sweep, "evaluate", lambda point: (computed.append(point.key), real(point))[1])
     rows = sweep.run(points, file, workers=1, progress=quiet)
     assert computed == [point.key for point in points]
-    assert [json.loads(line)["key"] for line in file.read_text().splitlines()] == computed
+    lines = file.read_text(errors="replace").splitlines()
+    assert [json.loads(line)["key"] for line in [*lines[:2], *lines[-2:]]] == computed
     assert [row["key"] for row in rows] == computed
     sweep.run(points, file, workers=1, progress=quiet)
     assert len(computed) == 4

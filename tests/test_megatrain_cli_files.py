@@ -211,6 +211,12 @@ def test_an_error_of_the_system_is_told_by_its_path(
     assert left.value.code == 2 and capsys.readouterr().err == "megatrain: secret.json: Permission denied\n"
 
 
+def test_what_is_named_twice_is_compared_once(tmp_path: Path) -> None:
+    twice = ["tiny", "tiny", "-p", "resident", "-p", "resident"]
+    done = megatrain("compare", *twice, "-o", str(tmp_path / "out"), "--json")
+    assert done.returncode == 0 and len(json.loads(done.stdout)) == 1, done.stderr
+
+
 # ---- what is told first, and spellings
 
 

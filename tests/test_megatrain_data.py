@@ -160,6 +160,7 @@ def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):
     (tmp_path / "text.txt").write_text("words, many of them " * 30)
     with pytest.raises(DataError, match=r"text\.txt is no \.npy file: give one array .* saved with numpy\.save$"):
         read("text.txt")
-    (tmp_path / "empty.npy").touch()
-    with pytest.raises(DataError, match=r"empty\.npy is no \.npy file"):
-        read("empty.npy")
+    for damaged in (b"", b"PK\x03\x04 no archive", b"\x93NUMPY\x01\x00\x06\x00(((((("):
+        (tmp_path / "damaged.npy").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"damaged\.npy is no \.npy file"):
+            read("damaged.npy")

@@ -65,7 +65,8 @@ def compare(
     chosen = listed(policy or []) or [*policies.comparable(), *same_state]
     for name in chosen:
         policies.with_knobs(name)  # tells which is not there before any is simulated
-    specs = [presets.load(model) for model in models_of(models, models_too)]
+    chosen = list(dict.fromkeys(chosen))
+    specs = list(dict.fromkeys(presets.load(model) for model in models_of(models, models_too)))
     for spec in specs:
         note_length(spec, seq)
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -225,9 +226,6 @@ def _valid(value: Any) -> Any:
 
 def shape_of(text: str) -> tuple[int, int]:
     """(micro-batch, sequence) of "2x128". Raises InputError."""
-    from schedules.errors import InputError
-
-    batch, times, seq = text.partition("x")
-    if not (times and batch.isdecimal() and seq.isdecimal() and int(batch) and int(seq)):
+    if not (found := re.fullmatch(r"0*([1-9]\d{0,17})x0*([1-9]\d{0,17})", text)):
         raise InputError(f"{text!r} is no shape; write micro-batch x sequence, as in 2x128")
-    return int(batch), int(seq)
+    return int(found[1]), int(found[2])

@@ -53,7 +53,9 @@ def sweep(
     tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
     seq: Seq = 4096,
     precision: Precision = "bf16",
-    train_tokens: Annotated[float, typer.Option(min=1.0, help="Tokens to train on, for time and cost.")] = 1e9,
+    train_tokens: Annotated[
+        float, typer.Option(min=1.0, max=1e18, help="Tokens to train on, for time and cost.")
+    ] = 1e9,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for results; rerun the same command to resume.")
     ] = Path("results/sweep"),
