@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from schedules.errors import InputError
+from schedules.errors import InputError, ProgramError
 from schedules.model import ModelSpec
+from schedules.program import Program
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
@@ -108,8 +109,8 @@ def plan(
     share them. Ctrl-C ends the search; the best schedule found so far is returned then.
 
     Raises:
-        InputError: the step is not given, is no whole number of sequences, or does not divide into the micro-batches
-            that were asked for; or a schedule to begin with is of another model or step.
+        InputError: the step is not given, is no whole number of sequences, does not divide into the micro-batches that
+            were asked for, or has too many of them; or a schedule to begin with is of another model or step.
         ScheduleError: it is not safe.
         NothingFits: no schedule fits the machine.
         MissingCost: a measured profile has times for no way to run it.
@@ -121,6 +122,7 @@ def plan(
         for workload in splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
         for mode in model.recompute_modes
     ]
+    steps = _that_can_be_written(model, steps)
     finished = True
     limit: PlacementBound | None = None
     bounded: list[tuple[PlacementBound, Workload]] = []
@@ -158,6 +160,19 @@ def plan(
         left_out=left_out,
         measure_with=measure_with,
     )
+
+
+def _that_can_be_written(model: ModelSpec, steps: Sequence[Workload]) -> list[Workload]:
+    """Without the steps of so many micro-batches that no schedule of them is built. Raises InputError if all are."""
+    found: list[Workload] = []
+    for workload in steps:
+        try:
+            Program(model, workload)
+            found.append(workload)
+        except ProgramError:
+            if workload is steps[-1] and not found:
+                raise
+    return found
 
 
 def splits(

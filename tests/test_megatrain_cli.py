@@ -89,6 +89,10 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
             "GB of device memory",
         ),
         (["build", "tiny", "-o", "/proc/nowhere/s.json"], 2, "/proc/nowhere"),
+        (["plan", "tiny", "-t", "64", "-s", "16", "--noise", "inf"], 2, "--noise"),
+        (["plan", "tiny", "-b", "3", "-a", "10000000", "-s", "16"], 2, "too many to simulate"),
+        (["sweep", "tiny", "--prices", "docs/prices.yaml", "--train-tokens", "inf"], 2, "--train-tokens"),
+        (["profile", "tiny", "--shape", "1" * 5000 + "x1"], 2, "is no shape"),
     ],
 )
 def test_bad_input_is_told_without_a_traceback(command: list[str], code: int, told: str) -> None:
