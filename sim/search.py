@@ -151,7 +151,10 @@ class Search:
         self.share = 0.9
         of_best = self.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
-        self.named(of_best, replace(of_best, recompute="none"), replace(of_bound, recompute="none"))
+        modes = ["none"]
+        if of_bound.accumulation != of_best.accumulation:  # ours need more micro-batches than others might
+            modes.append(self.model.recompute_modes[-1])
+        self.named(of_best, replace(of_best, recompute="none"), *(replace(of_bound, recompute=mode) for mode in modes))
 
     def begin_with(self, schedule: Schedule, steps: list[Workload]) -> None:
         """Try a schedule as it is, and what its policy makes of its knobs here."""

@@ -249,6 +249,16 @@ def test_plan_is_never_slower_than_a_named_policy(
             assert 0 < period <= prediction.period_ns, policy
 
 
+def test_where_ours_fit_in_small_micro_batches_only_others_are_tried_in_larger_ones() -> None:
+    """Twice as many micro-batches take half as long again here, and others fit where the MLP is computed again."""
+    model, profile = presets.load("tiny"), hardware.override(hardware.load("h200"), ["gpu.memory=4541832bytes"])
+    found = plan(model, profile, seq_len=512, tokens_per_step=2048, precision="fp32")
+    workload = step(2, accumulation=2, precision="fp32", recompute="mlp")
+    for policy in ("torchao_offload", "greedysnake"):
+        other = predict(policies.build(policy, model, workload, memory_of(profile)), profile)
+        assert other.fits and found.prediction.period_ns <= other.period_ns, policy
+
+
 @settings(max_examples=5)
 @given(
     blocks=st.integers(1, 2),
