@@ -13,7 +13,7 @@ from megatrain import checkpoint, hf
 from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged
 from megatrain.cpu import CpuEvent
-from megatrain.data import ByteText, TokenSource, from_file, read_bytes, standard_library
+from megatrain.data import ByteText, DataError, TokenSource, from_file, read_bytes, standard_library
 from megatrain.here import backend_of
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.room import require_drive, require_memory, require_room
@@ -126,6 +126,11 @@ def train(
         data: TokenSource
         if files.tokens is not None:
             data = from_file(files.tokens, model.vocab_size, workload, seed)
+        elif model.vocab_size < ByteText.vocab_size:
+            raise DataError(
+                f"{model.name} knows {model.vocab_size} tokens, fewer than there are bytes: give a .npy file of its "
+                "tokens, with --data"
+            )
         else:
             data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)

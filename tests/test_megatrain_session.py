@@ -14,7 +14,7 @@ from torch import Tensor
 from megatrain import initial, room, session
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend, CpuEvent
-from megatrain.data import RandomTokens
+from megatrain.data import DataError, RandomTokens
 from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.errors import Refused
@@ -44,6 +44,16 @@ def test_a_training_that_is_refused_closes_its_backend(monkeypatch: pytest.Monke
     with pytest.raises(Refused):
         session.train(verified(), steps=1, hyper=Adam(lr=1e-3))
     assert len(closed) == 1
+
+
+def test_a_model_of_fewer_tokens_than_bytes_needs_data_of_its_own(tmp_path: Path) -> None:
+    model = replace(presets.load("tiny"), vocab_size=100)
+    step = verify(policies.build("streamed", model, verified().schedule.workload, MEMORY))
+    with pytest.raises(DataError, match=r"knows 100 tokens, fewer than there are bytes: give .* with --data"):
+        session.train(step, steps=1, hyper=Adam(lr=1e-3))
+    np.save(tmp_path / "tokens.npy", np.arange(100))
+    found = session.train(step, steps=1, hyper=Adam(lr=1e-3), files=session.Files(tokens=tmp_path / "tokens.npy"))
+    assert len(found.losses) == 1
 
 
 @pytest.mark.parametrize("forgotten", [0, 3])
