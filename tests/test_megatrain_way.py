@@ -22,6 +22,7 @@ from schedules.errors import InputError, Refused
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
+from sim.machine import WAYS
 from sim.prediction import predict
 
 MODEL = replace(presets.load("tiny"), num_hidden_layers=2)
@@ -51,6 +52,7 @@ def test_a_way_is_told_by_name() -> None:
     assert [str(Way(fused=fused, graphs=graphs)) for fused in (False, True) for graphs in (False, True)] == [
         "plain", "graphs", "fused", "fused graphs"
     ]  # fmt: skip
+    assert {str(Way(fused=fused, graphs=graphs)) for fused in (False, True) for graphs in (False, True)} == set(WAYS)
     Way(graphs=True).require(on_gpu=True)
     FUSED.require(on_gpu=False)
     with pytest.raises(InputError, match="need a GPU"):
