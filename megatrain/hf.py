@@ -8,6 +8,7 @@ with an index; adapters are written as peft reads them.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -142,21 +143,31 @@ def _config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
+# What a model computes with and no tensor's shape tells; and of that, what continued training may change on purpose.
+NO_SHAPE_TELLS = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob")
+MAY_BE_CHANGED = ("rms_norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types")
+
+
 def _require_same(config: dict[str, Any], folder: Path, model: ModelSpec) -> None:
-    """Raises WeightsError where config.json describes a model whose tensors have other names or shapes."""
+    """Raises WeightsError where config.json describes another model; warns where only MAY_BE_CHANGED differ."""
     try:
         other = ModelSpec.from_hf_config(config, model.name)
     except ModelError:  # what tensors are there tells more
         return
-    if [file_shapes(other, i) for i in other.layers] == [file_shapes(model, i) for i in model.layers]:
-        return
-    ours = model.to_dict()
-    differing = [
-        f"{key} is {value}, not {ours[key]}"
-        for key, value in other.to_dict().items()
-        if value != ours[key] and isinstance(value, (int, str))
-    ]
-    raise WeightsError(f"the weights in {folder} are of another model than {model.name}: {'; '.join(differing)}")
+    ours, theirs = model.to_dict(), other.to_dict()
+
+    def differing(*keys: str) -> str:
+        return "; ".join(f"{key} is {theirs[key]}, not {ours[key]}" for key in keys if theirs[key] != ours[key])
+
+    told = differing(*NO_SHAPE_TELLS)
+    if [file_shapes(other, i) for i in other.layers] != [file_shapes(model, i) for i in model.layers]:
+        told = differing(*(key for key, value in theirs.items() if isinstance(value, (int, str))))
+    if told:
+        raise WeightsError(f"the weights in {folder} are of another model than {model.name}: {told}")
+    if changed := differing(*MAY_BE_CHANGED):
+        warnings.warn(
+            f"{model.name} is not quite what the weights in {folder} were trained as: {changed}", stacklevel=3
+        )
 
 
 def _require_plain(config: dict[str, Any], folder: Path) -> None:

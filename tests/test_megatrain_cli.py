@@ -217,6 +217,11 @@ def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path:
     assert megatrain(*step, "--steps", "1", "--save", str(folder)).returncode == 2
     (found,) = losses("--steps", "1", "--weights", str(tmp_path / "hf"))
     assert found < whole[0] - 0.1  # it begins where that training ended
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+    noted = megatrain(*step, "--steps", "1", "--weights", str(tmp_path / "hf")).stderr.splitlines()
+    told = "trained as: rope_theta is 20000.0, not 10000.0"  # without the place in our code that says so
+    assert [line for line in noted if line.startswith("note: tiny is not quite what") and line.endswith(told)]
 
 
 def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,12 +313,26 @@ def test_weights_of_another_model_are_told_by_its_numbers(tmp_path: Path) -> Non
         WeightsError, match=r"than tiny: intermediate_size is 64, not 100; num_hidden_layers is 2, not 3$"
     ):
         hf.parameters(tmp_path, other)
+    heads = replace(TINY, num_attention_heads=2 * TINY.num_attention_heads, head_dim=TINY.head_dim // 2)
+    heads = replace(heads, num_key_value_heads=2 * TINY.num_key_value_heads)
+    assert heads.parameter_shapes(0) == TINY.parameter_shapes(0)
+    with pytest.raises(WeightsError, match=r"than tiny: num_attention_heads is 4, not 8; num_key_value_heads is 2, "):
+        hf.parameters(tmp_path, heads)
     hf.parameters(tmp_path, replace(TINY, max_position_embeddings=4096))  # of which no tensor knows
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Unheard"]}))
     hf.parameters(tmp_path, TINY)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(WeightsError, match=r"config\.json holds no JSON object"):
+        hf.parameters(tmp_path, TINY)
+
+
+def test_weights_trained_with_another_rotation_are_told_and_taken(tmp_path: Path) -> None:
+    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    with pytest.warns(UserWarning, match=rf"trained as: rope_theta is {TINY.rope_theta}, not 5\.0$"):
+        hf.parameters(tmp_path, replace(TINY, rope_theta=5.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         hf.parameters(tmp_path, TINY)
 
 

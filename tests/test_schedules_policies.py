@@ -632,6 +632,7 @@ HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, m
     ("text", "message"),
     [
         (HEAD + "    return 1 / 0\n", "{path}:5: ZeroDivisionError: division by zero"),
+        (HEAD + "    raise SystemExit(3)\n", "{path}:5: SystemExit: 3"),
         (HEAD + "    return None\n", "{path}: TypeError: policy() returned NoneType, not a Program"),
         (
             HEAD + "    p = Program(model, workload)\n    p.forward(0)\n    return p\n",

@@ -9,8 +9,9 @@ import inspect
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -99,6 +100,7 @@ def main() -> NoReturn:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
+    warnings.showwarning = _noted
     try:
         code = _code()
         sys.stdout.flush()
@@ -125,6 +127,11 @@ def _code() -> str | int | None:
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         return _told(what, 2)
     return 0
+
+
+def _noted(message: Warning | str, *_where: Any, **_more: Any) -> None:
+    """A warning without the place in the code that gave it, which tells a user nothing."""
+    print(f"note: {message}", file=sys.stderr)
 
 
 def _told(message: str, code: int) -> int:

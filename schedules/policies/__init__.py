@@ -220,7 +220,7 @@ class _Blame:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
+        if not isinstance(error, (Exception, SystemExit)):  # Ctrl-C is the user's
             return
         if self._ours and isinstance(error, InputError):
             raise PolicyError(f"{self._name}: {self._of_knobs(str(error))}") from error
