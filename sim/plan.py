@@ -18,10 +18,11 @@ from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, Unmeasured
 from sim.coverage import command
+from sim.findings import Progress
 from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
-from sim.search import EFFORT, NothingFits, Progress, Search, by_bound
+from sim.search import EFFORT, NothingFits, Search, by_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,24 +138,24 @@ def plan(
             search.all_of(steps, bounded)
         except KeyboardInterrupt:
             finished = False
-    left_out = tuple(what for what in unmeasured if search.room.might_hold(what.workload))
-    lacking = search.unmeasured or next(iter(left_out), None)
+    left_out = tuple(what for what in unmeasured if search.found.room.might_hold(what.workload))
+    lacking = search.found.unmeasured or next(iter(left_out), None)
     wanted = [workload for _, workload in bounded] + [what.workload for what in left_out]
     measure_with = None if lacking is None else command(model.name, wanted or [lacking.workload], OURS, profile)
-    if search.best is None or search.chosen is None or limit is None:
+    if search.found.best is None or search.found.chosen is None or limit is None:
         if not finished:
             raise KeyboardInterrupt
-        if lacking is not None and (search.best is not None or search.shortest is None):
+        if lacking is not None and (search.found.best is not None or search.found.shortest is None):
             raise MissingCost(lacking, measure_with)
-        told = search.room.nothing_fits(steps[-1], search.shortest)
+        told = search.found.room.nothing_fits(steps[-1], search.found.shortest)
         others = f"; others were not measured, as they would be by: {measure_with}"
         raise NothingFits(told + others if measure_with else told)
-    verify(search.best.schedule)
+    verify(search.found.best.schedule)
     return Plan(
-        prediction=search.best,
-        chosen=search.chosen,
+        prediction=search.found.best,
+        chosen=search.found.chosen,
         bound=limit,
-        tried=tuple(search.tried.values()),
+        tried=tuple(search.found.tried.values()),
         seconds=time.perf_counter() - begun,
         finished=finished,
         left_out=left_out,

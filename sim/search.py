@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import replace
 
 from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
-from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from sim.candidate import OURS, ROUND, Candidate, Case, Judge, Tried, Verdict, judge
+from sim.candidate import OURS, Candidate, Case, Judge, judge
 from sim.cost import MissingCost, Unmeasured
+from sim.findings import Findings, Progress
 from sim.knob_space import knob_space
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
-from sim.room import Room
+from sim.refine import refine
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -49,11 +47,8 @@ FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
 )
 SHARED_INPUTS = (2, 4)  # blocks that run forward again from one input, to begin with
 THRIFTIEST = 3  # how many are tried, those that leave least on the drive
-FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
-WORTH_A_STEP = 1e-4  # by what fraction a step of the search must be faster to be taken
 MANY = 100  # candidates judged at once where few are expected to beat the best
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
-Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
 
 _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
 
@@ -98,79 +93,62 @@ def by_bound(
     return found, unmeasured
 
 
-@dataclass
 class Search:
-    """What has been tried, and the best of it."""
+    """Where to look, in which order, and for how long; what comes of it is in `found`.
 
-    model: ModelSpec
-    profile: HardwareProfile
-    budget: MemoryBudget
-    judge: Judge
-    progress: Progress | None = None
-    effort: int = EFFORT  # from the start on: ops that may still be evaluated
-    best: Prediction | None = None
-    chosen: Tried | None = None  # the candidate that it is of
-    at: Candidate | None = None  # the best with our own knobs
-    start: Candidate = field(default_factory=lambda: Candidate(policy=OURS, workload=_NO_STEP))
-    thorough: bool = field(init=False)  # few placements are all tried
-    ways: int = 1  # splits and modes of the step
-    least: int = 0  # layers that must and
-    most: int = 0  # may live on the device
-    begun: bool = False  # these are known
-    one_block: bool = False  # weights and gradients may come one block at a time
-    room: Room = field(init=False)
-    share: float = 0.0
-    tried: dict[Candidate, Tried] = field(default_factory=dict)
-    shortest: tuple[int, Tier] | None = None  # bytes that the closest candidate lacked, and where
-    unmeasured: Unmeasured | None = None  # the first op that a candidate needs and the profile has no time for
+    `effort` is how many candidates, each as large as one of a single micro-batch, may be looked at.
+    """
 
-    def __post_init__(self) -> None:
-        self.room = Room(self.model, self.profile, self.budget)
-        self.thorough = self.effort >= EFFORT
-        self.effort *= len(policies.build_without_waits(OURS, self.model, _NO_STEP, self.budget).ops)
-
-    @property
-    def cost_ns(self) -> float:
-        """Of the best schedule so far."""
-        return math.inf if self.chosen is None else self.chosen.cost_ns
-
-    @property
-    def workload(self) -> Workload | None:
-        """Of the best schedule so far."""
-        return None if self.best is None else self.best.schedule.workload
+    def __init__(
+        self,
+        model: ModelSpec,
+        profile: HardwareProfile,
+        budget: MemoryBudget,
+        judge: Judge,
+        progress: Progress | None = None,
+        effort: int = EFFORT,
+    ) -> None:
+        ops = len(policies.build_without_waits(OURS, model, _NO_STEP, budget).ops)
+        self.found = Findings(model, profile, budget, judge, effort * ops, progress)
+        self.thorough = effort >= EFFORT  # few placements are all tried
+        self.start = Candidate(policy=OURS, workload=_NO_STEP)
+        self.ways = 1  # splits and modes of the step
+        self.least = self.most = 0  # layers that must live on the device, and that may
+        self.begun = False  # these are known
+        self.one_block = False  # weights and gradients may come one block at a time
 
     def all_of(self, steps: list[Workload], bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search all splits that could fit, `bounded`, and at the end every named policy."""
         if max((workload.accumulation for _, workload in bounded), default=1) >= LONG:
             self.a_part_first([workload for _, workload in bounded])
-        aside = self.effort // LAST
-        self.effort -= aside
+        aside = self.found.effort // LAST
+        self.found.effort -= aside
         self.splits(bounded)
-        self.effort = max(self.effort, 0) + aside
+        self.found.effort = max(self.found.effort, 0) + aside
         self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
-        self.share = 0.9
-        of_best = self.workload or steps[0]
+        self.found.share = 0.9
+        of_best = self.found.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
         modes = ["none"]
         if of_bound.accumulation != of_best.accumulation:  # ours need more micro-batches than others might
-            modes.append(self.model.recompute_modes[-1])
+            modes.append(self.found.model.recompute_modes[-1])
         self.named(of_best, replace(of_best, recompute="none"), *(replace(of_bound, recompute=mode) for mode in modes))
 
     def begin_with(self, schedule: Schedule, steps: list[Workload]) -> None:
         """Try a schedule as it is, and what its policy makes of its knobs here."""
-        if schedule.model != self.model:
+        if schedule.model != self.found.model:
             other = schedule.model.name
-            raise InputError(f"cannot begin with a schedule of {other}: the plan is for {self.model.name}")
+            raise InputError(f"cannot begin with a schedule of {other}: the plan is for {self.found.model.name}")
         if schedule.workload not in steps:
             raise InputError(f"cannot begin with a schedule of another step: {_words(schedule.workload)}")
         verify(schedule)
         as_it_is = Candidate(
             policy=schedule.policy, workload=schedule.workload, knobs=tuple(sorted(schedule.knobs.items()))
         )
-        case = Case(self.model, self.profile, self.budget)
-        self._heard(as_it_is, judge(case, as_it_is, self.cost_ns, schedule))
+        case = Case(self.found.model, self.found.profile, self.found.budget)
+        self.found.add(as_it_is, judge(case, as_it_is, self.found.cost_ns, schedule))
         if schedule.policy == OURS:
-            self.evaluate(as_it_is.with_knobs({}))
+            self.found.evaluate(as_it_is.with_knobs({}))
 
     def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search with our own knobs all splits that could fit; if none does, once more with one block at a time."""
@@ -184,84 +162,84 @@ class Search:
         modes = _likeliest_first(bounded)
         self.ways = len(bounded)
         for place, mode in enumerate(modes):
-            aside = self.effort // ASIDE if mode != modes[-1] else 0
-            self.effort -= aside
-            worth_it = self.effort > 0 or not self._has_begun(bounded) or self.few(bounded[0][1])
-            if self.at is not None:
+            aside = self.found.effort // ASIDE if mode != modes[-1] else 0
+            self.found.effort -= aside
+            worth_it = self.found.effort > 0 or not self._has_begun(bounded) or self.few(bounded[0][1])
+            if self.found.at is not None:
                 self.as_before(mode)
             if worth_it:
-                self.in_mode(place, [(found, workload) for found, workload in bounded if workload.recompute == mode])
-            self.effort = max(self.effort, 0) + aside
+                self.in_mode(place, [(limit, workload) for limit, workload in bounded if workload.recompute == mode])
+            self.found.effort = max(self.found.effort, 0) + aside
 
     def _has_begun(self, bounded: list[tuple[PlacementBound, Workload]]) -> bool:
         """Whether there is a place to search from, not merely a schedule of a part of the step."""
-        return self.at is not None and (self.begun or not bounded or self.few(bounded[0][1]))
+        return self.found.at is not None and (self.begun or not bounded or self.few(bounded[0][1]))
 
     def in_mode(self, place: int, some: list[tuple[PlacementBound, Workload]]) -> None:
         """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
-        for number, (found, workload) in enumerate(some):
-            self.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
+        for number, (limit, workload) in enumerate(some):
+            self.found.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
             hope = WORTH_A_LOOK[place > 0 and not self.few(workload)]
-            if found.period_ns < hope * self.cost_ns:
-                if self.begun and self.at is not None and self.at.value("nvme"):
+            if limit.period_ns < hope * self.found.cost_ns:
+                if self.begun and self.found.at is not None and self.found.at.value("nvme"):
                     self.as_best(workload)
                 else:
-                    self.look(workload, whole=self.best is None or not self.begun)
-                    self.as_placed(workload, found)
+                    self.look(workload, whole=self.found.best is None or not self.begun)
+                    self.as_placed(workload, limit)
                 if not number:
                     self.refine(hold=False)  # fewer of the other splits are worth a look then
-        if self.at is None or self.at.workload not in [workload for _, workload in some]:
+        if self.found.at is None or self.found.at.workload not in [workload for _, workload in some]:
             return
         self.refine(hold=False)
-        at = self.at
+        at = self.found.at
         for _, workload in some:  # the same with micro-batches of twice or half the size
             if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
-                self.evaluate(replace(at, workload=workload))
-        for found, workload in some:
-            if self.effort > 0 and found.period_ns < WORTH_A_LOOK[True] * self.cost_ns:
+                self.found.evaluate(replace(at, workload=workload))
+        for limit, workload in some:
+            if self.found.effort > 0 and limit.period_ns < WORTH_A_LOOK[True] * self.found.cost_ns:
                 self.hold(workload)
         self.refine(hold=True)
 
     def a_part_first(self, steps: list[Workload]) -> None:
         """Search a step of 1 / PART as many micro-batches, in as much less time, and try here what is best there."""
         parts = [replace(w, accumulation=w.accumulation // PART) for w in steps if w.accumulation % PART == 0]
-        progress, share = self.progress, 0.1
+        progress, share = self.found.progress, 0.1
 
         def told(best: Prediction | None, done: float, note: str) -> None:
             if progress is not None:
                 progress(best, share * done, f"1 / {PART} of the step: {note}")
 
-        of_part = Search(self.model, self.profile, self.budget, self.judge, told)
-        of_part.effort = self.effort // 2
-        bounded, _ = by_bound(self.model, self.profile, self.budget, parts)
+        of_part = Search(self.found.model, self.found.profile, self.found.budget, self.found.judge, told)
+        of_part.found.effort = self.found.effort // 2
+        bounded, _ = by_bound(self.found.model, self.found.profile, self.found.budget, parts)
         of_part.splits(bounded)
-        self.effort -= self.effort // 2 - of_part.effort
+        self.found.effort -= self.found.effort // 2 - of_part.found.effort
         best: dict[Workload, Candidate] = {}
-        for candidate, tried in sorted(of_part.tried.items(), key=lambda item: item[1].cost_ns):
+        for candidate, tried in sorted(of_part.found.tried.items(), key=lambda item: item[1].cost_ns):
             if tried.period_ns is not None:
                 best.setdefault(candidate.workload, candidate)
         for workload, candidate in list(best.items())[:STARTS]:
             whole = replace(candidate, workload=replace(workload, accumulation=workload.accumulation * PART))
-            self.evaluate(*(whole.with_knobs({"order": order}) for order in ("layers", "microbatches")))
+            self.found.evaluate(*(whole.with_knobs({"order": order}) for order in ("layers", "microbatches")))
 
     def as_before(self, mode: str) -> None:
         """Try the best schedule with blocks that compute more or less again, so that fewer or more must go away."""
-        at = self.at
+        at = self.found.at
         assert at is not None
         other = replace(at, workload=replace(at.workload, recompute=mode))
-        away = cast("int", dict(at.knobs).get("offload", 0))
-        blocks = self.model.num_hidden_layers
+        away = at.count("offload")
+        blocks = self.found.model.num_hidden_layers
         offloads = {away, away // 2, away * 3 // 4, min(away * 4 // 3, blocks), min(away + blocks // 4, blocks)}
-        self.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
+        self.found.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
 
     def as_best(self, workload: Workload) -> None:
         """Try the best schedule, which waits for a drive, with other micro-batches, and what these leave room for.
 
         They make little difference to a drive, so that no more is worth the time.
         """
-        assert self.at is not None
-        same = replace(self.at, workload=workload)
-        self.evaluate(same, same.with_knobs({"stay": self.room.stays(same)}))
+        assert self.found.at is not None
+        same = replace(self.found.at, workload=workload)
+        self.found.evaluate(same, same.with_knobs({"stay": self.found.room.stays(same)}))
 
     def few(self, workload: Workload) -> bool:
         """Whether all placements of a step are tried."""
@@ -269,7 +247,7 @@ class Search:
         return self.thorough and placements * self.ways <= EXHAUSTIVE
 
     def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
-        space = knob_space(self.model, workload, begun=self.start)
+        space = knob_space(self.found.model, workload, begun=self.start)
         return {name: values for name, values in space.items() if name in PLACEMENT}
 
     def look(self, workload: Workload, *, whole: bool) -> None:
@@ -277,16 +255,16 @@ class Search:
         start = Candidate(policy=OURS, workload=workload)
         if self.few(workload):
             placements = self._placements(workload)
-            effort = self.effort
-            for begin in dict.fromkeys((start, self.room.begin(start, one_block=self.one_block))):
+            effort = self.found.effort
+            for begin in dict.fromkeys((start, self.found.room.begin(start, one_block=self.one_block))):
                 every = itertools.product(*placements.values())
-                self.evaluate(*(begin.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
-            self.effort = effort  # there are few: what follows may still take its own
+                self.found.evaluate(*(begin.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
+            self.found.effort = effort  # there are few: what follows may still take its own
             return
-        blocks = self.model.num_hidden_layers
+        blocks = self.found.model.num_hidden_layers
         if whole:
-            self.start = self.room.begin(start, one_block=self.one_block)
-            self.least, self.most = self.room.residents(self.start)
+            self.start = self.found.room.begin(start, one_block=self.one_block)
+            self.least, self.most = self.found.room.residents(self.start)
             self.begun = self.least <= self.most  # or these micro-batches have no room, and smaller ones may
         start = replace(self.start, workload=workload)
         least, most = self.least, max(self.least, self.most)
@@ -299,7 +277,7 @@ class Search:
         chosen = itertools.product(orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,))
         # and where even buffers are tight, all that can leave the device
         all_away = [(order, least, {"offload": blocks, "slack": 1}, 0) for order in orders]
-        self.evaluate(
+        self.found.evaluate(
             *(
                 start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload})
                 for order, resident, offload, defer in (*chosen, *all_away)
@@ -311,7 +289,7 @@ class Search:
         """Try what the bound's placement would be in whole blocks; of several micro-batches, both orders at once."""
         if self.most < self.least:
             return  # not even what must be on the device has room there
-        blocks, placed = self.model.num_hidden_layers, bound.placed
+        blocks, placed = self.found.model.num_hidden_layers, bound.placed
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
         late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": 16}
@@ -320,7 +298,7 @@ class Search:
         through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
         # fractions need no buffers to pass through: less of what needs them until there is room
         for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):
-            (tried,) = self.evaluate(start.with_knobs({"resident": resident, **late, **knobs}))
+            (tried,) = self.found.evaluate(start.with_knobs({"resident": resident, **late, **knobs}))
             if not tried.over:
                 break
         on_device = round(placed.get("state on device", 0.0) * blocks * start.count("parts"))
@@ -328,7 +306,7 @@ class Search:
         # most blocks are then loaded twice for every micro-batch
         if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
             both = {"resident": resident, **late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
-            self.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
+            self.found.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
 
     def stay(self, start: Candidate, most: int, late: dict[str, Knob]) -> None:
         """Try one split with up to so many parts of blocks' states on the device, whose weights and gradients stream.
@@ -340,128 +318,41 @@ class Search:
         start = start.with_knobs({"resident": self.least})
         if not start.value("nvme"):
             there = start.with_knobs(late)
-            if stay := min(most, self.room.stays(there)):
-                self.evaluate(there.with_knobs({"stay": stay}))
+            if stay := min(most, self.found.room.stays(there)):
+                self.found.evaluate(there.with_knobs({"stay": stay}))
             return
         thrifty = [start.with_knobs({**few, "every": every}) for every in SHARED_INPUTS for few in FEW_BUFFERS]
-        thrifty.sort(key=lambda candidate: self.room.on_the_drive(self._staying(candidate)))
-        effort = self.effort
+        thrifty.sort(key=lambda candidate: self.found.room.on_the_drive(self._staying(candidate)))
+        effort = self.found.effort
         for there in map(self._staying, (*(start.with_knobs(few) for few in FEW_BUFFERS), *thrifty[:THRIFTIEST])):
-            self.evaluate(*(there.with_knobs({"defer": n}) for n in (0, self.model.num_hidden_layers // 8)))
-        self.effort = effort  # there are few: what follows may still take its own
+            self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, self.found.model.num_hidden_layers // 8)))
+        self.found.effort = effort  # there are few: what follows may still take its own
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """With as many parts of blocks' states on the device as have room there."""
-        return candidate.with_knobs({"stay": self.room.stays(candidate)})
+        return candidate.with_knobs({"stay": self.found.room.stays(candidate)})
 
     def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
         """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
-        layers, one = self.model.num_hidden_layers + 2, self.model.params(0)
+        layers, one = self.found.model.num_hidden_layers + 2, self.found.model.params(0)
         weights = one * workload.bytes.weight
-        if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.budget.device_bytes:
+        if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.found.budget.device_bytes:
             return False
         loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
-        return loads * weights / self.profile.links.h2d.bandwidth.value * 1e9 < self.cost_ns
+        return loads * weights / self.found.profile.links.h2d.bandwidth.value * 1e9 < self.found.cost_ns
 
     def hold(self, workload: Workload) -> None:
         """Try one split with as many blocks' weights on the device as it has room for."""
         for order in ("layers", "microbatches") if workload.accumulation > 1 else ("layers",):
             start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
-            self.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.room.holds(start)))
+            self.found.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.found.room.holds(start)))
 
     def refine(self, *, hold: bool, stride: int | None = None) -> None:
-        """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
-
-        The large ones are of `stride` values, a sixth of the blocks if left out.
-
-        How many blocks are held is one of these knobs if `hold`: early on it leads away from better places.
-        """
-        at = self.at
-        if at is None:
-            return
-        cost = self.tried[at].cost_ns
-        space = knob_space(self.model, at.workload, begun=self.start)
-        if not hold:
-            del space["hold"]
-        stride = stride or max(self.model.num_hidden_layers // 6, 1)
-        too_far = set[tuple[str, int]]()  # by how much a knob was changed when there was no room
-        while stride and self.effort > 0:
-            before = at
-            for name, values in space.items():
-                if name == "parts" and not (at.value("through") or at.value("stay") or at.value("nvme")):
-                    continue  # of nothing
-                if at.value(name) not in values:  # the search began with it
-                    values = [at.value(name), *values]
-                here = values.index(at.value(name))
-                step = min(stride, max(len(values) // 3, 1))
-                ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
-                if self.effort <= 0:
-                    break
-                there = [self.room.rebalanced(self._changed(at, name, values[here + way])) for way in ways]
-                for way, candidate, tried in zip(ways, there, self.evaluate(*there), strict=True):
-                    if tried.over and name == "offload" and way > 0:
-                        candidate, tried = self._thriftier(candidate)
-                    if tried.over:
-                        too_far.add((name, way))
-                    if tried.cost_ns < cost * (1.0 - WORTH_A_STEP):
-                        at, cost = candidate, tried.cost_ns
-            if at == before:
-                stride //= 2
-
-    def _changed(self, at: Candidate, name: str, value: Knob) -> Candidate:
-        """With one knob changed, and what follows from it.
-
-        As many bytes in buffers as before if that is the parts; where a drive is the limit, as much more state on the
-        device as gets room there, or less.
-        """
-        changed = at.with_knobs({name: value})
-        if name == "parts":
-            now, before = changed.count(name), at.count(name)
-            changed = changed.with_knobs({"stay": at.count("stay") * now // before})
-            if at.value("nvme"):
-                changed = changed.with_knobs({"nvme_slots": max(at.count("nvme_slots") * now // before, 1)})
-        elif at.value("nvme") and at.value("stay") and name in FREES:
-            more = self.room.stays(changed) - self.room.stays(at)
-            changed = changed.with_knobs({"stay": max(at.count("stay") + more, 0)})
-        return changed
-
-    def _thriftier(self, candidate: Candidate) -> tuple[Candidate, Tried]:
-        """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
-        thrifty = candidate.with_knobs({"slack": 1})
-        (tried,) = self.evaluate(thrifty)
-        inputs = cast("int", dict(candidate.knobs).get("inputs", 0))
-        if tried.over and inputs:
-            thrifty = thrifty.with_knobs({"inputs": inputs * 5 // 6})
-            (tried,) = self.evaluate(thrifty)
-        return thrifty, tried
+        """From the best candidate on, see `sim.refine`."""
+        refine(self.found, begun=self.start, hold=hold, stride=stride)
 
     def named(self, *workloads: Workload) -> None:
         """Every exact policy with the knobs it comes with."""
         known = itertools.product(workloads, policies.comparable())
         # few of them are a new best, so that nothing is lost by judging all against the one so far
-        self.evaluate(*(Candidate(policy=name, workload=workload) for workload, name in known), at_once=MANY)
-
-    def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[Tried]:
-        """What becomes of candidates, those of ours with as much on a drive as must be.
-
-        One that cannot beat the best of the rounds before is not simulated.
-        """
-        some = [self.room.rebalanced(candidate) if candidate.policy == OURS else candidate for candidate in candidates]
-        new = [candidate for candidate in dict.fromkeys(some) if candidate not in self.tried]
-        for first in range(0, len(new), at_once):
-            round_ = new[first : first + at_once]
-            for candidate, verdict in zip(round_, self.judge(round_, self.cost_ns), strict=True):
-                self._heard(candidate, verdict)
-        return [self.tried[candidate] for candidate in some]
-
-    def _heard(self, candidate: Candidate, verdict: Verdict) -> None:
-        self.tried[candidate] = tried = verdict.tried
-        self.effort -= verdict.effort
-        if verdict.prediction is not None and tried.cost_ns < self.cost_ns:
-            self.best, self.chosen = verdict.prediction, tried
-            self.at = candidate if candidate.policy == OURS else self.at
-        self.unmeasured = self.unmeasured or verdict.unmeasured
-        if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
-            self.shortest = tried.over, verdict.lacking
-        if self.progress is not None:
-            self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
+        self.found.evaluate(*(Candidate(policy=name, workload=workload) for workload, name in known), at_once=MANY)

@@ -1,0 +1,80 @@
+"""What a search has tried so far, the best of it, and how much more may be tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from schedules.model import ModelSpec
+from schedules.op import Tier
+from schedules.workload import MemoryBudget, Workload
+from sim.candidate import OURS, ROUND, Candidate, Judge, Tried, Verdict
+from sim.cost import Unmeasured
+from sim.machine import HardwareProfile
+from sim.prediction import Prediction
+from sim.room import Room
+
+Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
+
+
+@dataclass
+class Findings:
+    """What became of candidates: each is judged once, and against the best of those before it.
+
+    `effort` is how many ops may still be looked at. It is for who searches to heed, and may become negative.
+    """
+
+    model: ModelSpec
+    profile: HardwareProfile
+    budget: MemoryBudget
+    judge: Judge
+    effort: int
+    progress: Progress | None = None
+    share: float = 0.0  # of the search that is done, for `progress`
+    best: Prediction | None = None
+    chosen: Tried | None = None  # the candidate that it is of
+    at: Candidate | None = None  # the best with our own knobs
+    tried: dict[Candidate, Tried] = field(default_factory=dict)
+    shortest: tuple[int, Tier] | None = None  # bytes that the closest candidate lacked, and where
+    unmeasured: Unmeasured | None = None  # the first op that a candidate needs and the profile has no time for
+    room: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.room = Room(self.model, self.profile, self.budget)
+
+    @property
+    def cost_ns(self) -> float:
+        """Of the best schedule so far."""
+        return math.inf if self.chosen is None else self.chosen.cost_ns
+
+    @property
+    def workload(self) -> Workload | None:
+        """Of the best schedule so far."""
+        return None if self.best is None else self.best.schedule.workload
+
+    def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[Tried]:
+        """What becomes of candidates, those of ours with as much on a drive as must be.
+
+        One that cannot beat the best of the rounds before is not simulated.
+        """
+        some = [self.room.rebalanced(candidate) if candidate.policy == OURS else candidate for candidate in candidates]
+        new = [candidate for candidate in dict.fromkeys(some) if candidate not in self.tried]
+        for first in range(0, len(new), at_once):
+            round_ = new[first : first + at_once]
+            for candidate, verdict in zip(round_, self.judge(round_, self.cost_ns), strict=True):
+                self.add(candidate, verdict)
+        return [self.tried[candidate] for candidate in some]
+
+    def add(self, candidate: Candidate, verdict: Verdict) -> None:
+        """What became of one more candidate."""
+        self.tried[candidate] = tried = verdict.tried
+        self.effort -= verdict.effort
+        if verdict.prediction is not None and tried.cost_ns < self.cost_ns:
+            self.best, self.chosen = verdict.prediction, tried
+            self.at = candidate if candidate.policy == OURS else self.at
+        self.unmeasured = self.unmeasured or verdict.unmeasured
+        if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
+            self.shortest = tried.over, verdict.lacking
+        if self.progress is not None:
+            self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")

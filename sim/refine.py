@@ -1,0 +1,80 @@
+"""The last part of a search: from the best candidate on, one knob at a time, while that makes it faster."""
+
+from __future__ import annotations
+
+from schedules.schedule import Knob
+from sim.candidate import Candidate, Tried
+from sim.findings import Findings
+from sim.knob_space import knob_space
+from sim.room import Room
+
+FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
+WORTH_A_STEP = 1e-4  # by what fraction a step must be faster to be taken
+
+
+def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None = None) -> None:
+    """Change one knob of the best candidate at a time, while that makes it faster; by large steps, then small ones.
+
+    The large ones are of `stride` values, a sixth of the blocks if left out. How many blocks are held is one of these
+    knobs if `hold`: early on it leads away from better places. `begun` is where the search began, see `knob_space`.
+    """
+    at = found.at
+    if at is None:
+        return
+    cost = found.tried[at].cost_ns
+    space = knob_space(found.model, at.workload, begun=begun)
+    if not hold:
+        del space["hold"]
+    stride = stride or max(found.model.num_hidden_layers // 6, 1)
+    too_far = set[tuple[str, int]]()  # by how much a knob was changed when there was no room
+    while stride and found.effort > 0:
+        before = at
+        for name, values in space.items():
+            if name == "parts" and not (at.value("through") or at.value("stay") or at.value("nvme")):
+                continue  # of nothing
+            if at.value(name) not in values:  # the search began with it
+                values = [at.value(name), *values]
+            here = values.index(at.value(name))
+            step = min(stride, max(len(values) // 3, 1))
+            ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
+            if found.effort <= 0:
+                break
+            there = [found.room.rebalanced(_changed(found.room, at, name, values[here + way])) for way in ways]
+            for way, candidate, tried in zip(ways, there, found.evaluate(*there), strict=True):
+                if tried.over and name == "offload" and way > 0:
+                    candidate, tried = _thriftier(found, candidate)
+                if tried.over:
+                    too_far.add((name, way))
+                if tried.cost_ns < cost * (1.0 - WORTH_A_STEP):
+                    at, cost = candidate, tried.cost_ns
+        if at == before:
+            stride //= 2
+
+
+def _changed(room: Room, at: Candidate, name: str, value: Knob) -> Candidate:
+    """With one knob changed, and what follows from it.
+
+    As many bytes in buffers as before if that is the parts; where a drive is the limit, as much more state on the
+    device as gets room there, or less.
+    """
+    changed = at.with_knobs({name: value})
+    if name == "parts":
+        now, before = changed.count(name), at.count(name)
+        changed = changed.with_knobs({"stay": at.count("stay") * now // before})
+        if at.value("nvme"):
+            changed = changed.with_knobs({"nvme_slots": max(at.count("nvme_slots") * now // before, 1)})
+    elif at.value("nvme") and at.value("stay") and name in FREES:
+        more = room.stays(changed) - room.stays(at)
+        changed = changed.with_knobs({"stay": max(at.count("stay") + more, 0)})
+    return changed
+
+
+def _thriftier(found: Findings, candidate: Candidate) -> tuple[Candidate, Tried]:
+    """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
+    thrifty = candidate.with_knobs({"slack": 1})
+    (tried,) = found.evaluate(thrifty)
+    inputs = candidate.count("inputs")
+    if tried.over and inputs:
+        thrifty = thrifty.with_knobs({"inputs": inputs * 5 // 6})
+        (tried,) = found.evaluate(thrifty)
+    return thrifty, tried
