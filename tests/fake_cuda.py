@@ -59,6 +59,7 @@ class FakeEvent:
         return True
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.tick >= 0 and other.tick >= 0, "CUDA tells no time of an event that was never recorded"
         return FAST * (other.tick - self.tick)
 
 
@@ -155,8 +156,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
     monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
-    for name in ("synchronize", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *a: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.write(("host waits for all",)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     run = cuda.DeviceEvent.run

@@ -92,6 +92,15 @@ def test_threads_of_the_host_wait_for_the_gpu_and_the_gpu_never_for_them(gpu: Fa
     assert not [line for line in gpu.log if line[0] == "wait" and line[2].split("@")[0] in on_host]
 
 
+def test_memory_filled_before_the_first_op_is_whole_when_that_runs(gpu: FakeGpu) -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    backend = FakeBackend(gpu)
+    Executor(verify(schedule), backend).run(2)
+    log = [line for line in gpu.log if line[0] == "host waits for all" or (line[0] == "record" and "@" in line[2])]
+    assert [place for place, line in enumerate(log) if line[0] == "host waits for all"] == [0]  # and never again
+    backend.close()
+
+
 def test_no_stream_runs_further_ahead_than_allowed(gpu: FakeGpu) -> None:
     op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
     backend = FakeBackend(gpu)
@@ -140,7 +149,7 @@ def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu, monkeyp
     backend.close()
     assert spans == sorted(spans) and gpu.tick() > 1000
     assert [round(ns / 10**6) for ns in spans] == ticks
-    assert event.host_ns > 0
+    assert event.host_ns == 3 * 10**6  # two events are recorded in it
 
 
 def test_the_clock_is_read_anew_in_later_steps_alone(gpu: FakeGpu) -> None:
@@ -301,6 +310,34 @@ def test_cores_beside_a_gpu_are_those_of_its_node(tmp_path: Path, monkeypatch: p
     (device / "numa_node").write_text("-1\n")  # as on a machine with one node, or a virtual one
     assert cpus_beside("0000:1b:00.0", tmp_path) == tuple(range(8))
     assert cpus_beside("0000:ff:00.0", tmp_path) == tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("told", "address"),
+    [
+        ({"pci_domain_id": 1, "pci_bus_id": 27, "pci_device_id": 0}, "0001:1b:00.0"),
+        ({"pci_bus_id": 0, "pci_device_id": 12}, "0000:00:0c.0"),
+        ({"pci_domain_id": 0, "pci_bus_id": 27}, ""),
+        ({"pci_domain_id": 0, "pci_device_id": 0}, ""),
+    ],
+)
+def test_a_gpus_place_is_told_as_linux_writes_it(gpu: FakeGpu, told: dict[str, int], address: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**told))
+        assert cuda.pci_address(0) == address
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_allocators_settings_are_the_users_where_there_are_any(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "backend:native")
+    before = dict(os.environ)
+    cuda.let_segments_grow()
+    assert dict(os.environ) == before
+    monkeypatch.delenv(name)
+    cuda.let_segments_grow()
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
 
 
 # ---- graphs
