@@ -221,6 +221,18 @@ def test_the_optimizer_runs_beside_the_memory_it_works_on(gpu: FakeGpu, monkeypa
     assert seen == [({beside}, 1)]
 
 
+def test_every_thread_that_hands_over_speaks_to_its_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = set[tuple[str, int]]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: told.add((threading.current_thread().name, index)))
+    backend = CudaBackend(index=3, machine="fake")
+    for stream in DEVICE_STREAMS:
+        op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=stream)
+        backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: None), ()))
+    names = {thread.name for thread in threading.enumerate() if thread.name.startswith("stream ")}
+    backend.close()
+    assert len(names) == len(DEVICE_STREAMS) and told == {(name, 3) for name in {*names, "MainThread"}}
+
+
 def test_no_room_on_the_gpu_is_a_no_with_a_reason(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*sizes: int, **options: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
