@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from strategies import MODEL, WORKLOAD, round_profile
@@ -171,11 +172,13 @@ def test_the_roofline_of_a_compute_op(phase: Phase) -> None:
     assert (found.usage, found.issue_ns) == ({GPU: 1.0}, 100_000)
 
 
-def test_attention_has_its_own_efficiency() -> None:
+@pytest.mark.parametrize(("phase", "times"), [(Phase.FORWARD, 1), (Phase.RECOMPUTE, 1), (Phase.BACKWARD, 2)])
+def test_attention_has_its_own_efficiency(phase: Phase, times: int) -> None:
+    """Two products of it forward and four backward, which is twice the forward in all."""
     workload = Workload(micro_batch_size=2, seq_len=100)
-    flops = forward_flops(MODEL, 0, workload)
-    attention = 4 * 2 * (100 * 101 // 2) * MODEL.num_attention_heads * MODEL.head_dim
-    op = compute(Phase.FORWARD, layer=0, flops=1000 * flops)
+    flops = times * forward_flops(MODEL, 0, workload)
+    attention = times * 4 * 2 * (100 * 101 // 2) * MODEL.num_attention_heads * MODEL.head_dim
+    op = compute(phase, layer=0, writes="x.0.0", flops=1000 * flops)
     expected = 1000 * ((flops - attention) / 500e12 + attention / 250e12) * 1e9
     assert demand(op, round_profile(), workload=workload).duration_ns == pytest.approx(expected, abs=1)
 
@@ -237,6 +240,9 @@ def test_the_host_wakes_up_after_it_has_waited() -> None:
     loaded = replace(copy(Tier.HOST, Tier.DEVICE, MB), name="Q")
     found = demands(schedule_of(loaded, sync, compute()), round_profile())
     assert [cost.issue_ns for cost in found] == [10_000, 0, 130_000]
+    assert [cost.wake_ns for cost in found] == [0, 0, 0]
+    found = demands(schedule_of(loaded, sync, compute()), round_profile("issue.wake=50us"))
+    assert [cost.wake_ns for cost in found] == [50_000, 0, 50_000]  # the host's own is in the issue of what follows
     assert (found[1].duration_ns, found[1].usage) == (0, {})
     found = demands(schedule_of(loaded, sync, compute()), round_profile(), Terms(issue=False))
     assert [cost.issue_ns for cost in found] == [0, 0, 0]
@@ -264,6 +270,27 @@ def test_a_signature_tells_apart_what_takes_different_time() -> None:
     computed = {signature(op, MODEL, workload) for op in ops[:6] for workload in workloads}
     assert len(computed) == 36
     assert len({signature(op, MODEL, WORKLOAD) for op in ops}) == 8
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "told"),
+    [
+        (compute(Phase.FORWARD, layer=0, writes="x.0.0"), {}, "block/forward/1x16/bf16"),
+        (compute(Phase.FORWARD, layer=0, writes="s.0.0"), {"micro_batch_size": 3}, "block/forward+keep/3x16/bf16"),
+        (compute(Phase.RECOMPUTE, layer=0, writes="s.0.0"), {"seq_len": 9}, "block/recompute+keep/1x9/bf16"),
+        (compute(Phase.RECOMPUTE, layer=0, writes="x.0.0"), {}, "block/recompute+output/1x16/bf16"),
+        (
+            compute(Phase.BACKWARD, layer=0, writes="g.0", reads="g.0"),
+            {"precision": "fp32", "lora_rank": 4},
+            "block/backward+add/1x16/fp32/lora4",
+        ),
+        (compute(), {"task": "evaluate", "recompute": "mlp"}, "head/loss/1x16/bf16/evaluate/mlp again"),
+        (update(Stream.CPU), {}, "block/adam/host/bf16"),
+        (update(Stream.COMPUTE), {"precision": "bf16_split", "lora_rank": 4}, "block/adam/device/bf16_split/lora4"),
+    ],
+)
+def test_a_signature_is_a_word_for_tables_and_files(op: Op, changes: dict[str, Any], told: str) -> None:
+    assert signature(op, MODEL, replace(WORKLOAD, **changes)) == f"tiny/{told}"
 
 
 def part_of_update(stream: Stream, part: str, **amounts: int) -> Op:
