@@ -41,7 +41,7 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
                 break
             there = [found.room.rebalanced(_changed(found.room, at, name, values[here + way])) for way in ways]
             for way, candidate, tried in zip(ways, there, found.evaluate(*there), strict=True):
-                if tried.over and name == "offload" and way > 0:
+                if tried.over and (name != "offload" or way > 0):
                     candidate, tried = _thriftier(found, candidate)
                 if tried.over:
                     too_far.add((name, way))
@@ -70,8 +70,8 @@ def _changed(room: Room, at: Candidate, name: str, value: Knob) -> Candidate:
 
 
 def _thriftier(found: Findings, candidate: Candidate) -> tuple[Candidate, Tried]:
-    """The same blocks' activations sent away where less else takes up room: on their way, or as inputs."""
-    thrifty = candidate.with_knobs({"slack": 1})
+    """The same where less else takes up room: weights and activations on their way, or inputs."""
+    thrifty = candidate.with_knobs({"slack": 1, "slots": min(candidate.count("slots"), 2)})
     (tried,) = found.evaluate(thrifty)
     inputs = candidate.count("inputs")
     if tried.over and inputs:
