@@ -111,6 +111,28 @@ def test_a_race_names_ops_buffer_tensors_and_the_missing_wait() -> None:
     assert "P.w.1 -> weight0" in told and "<-- here" in told
 
 
+def test_each_kind_of_race_is_told_in_its_own_words() -> None:
+    p = Program(MODEL, PLAIN)
+    weights, grads = p.slots("weight", 2), p.slots("grad", 2)
+    for i in MODEL.layers[:-1]:
+        p.forward(i, weights=p.load(p.weight(i), weights))
+    backward(p, weights, grads)
+    twice = p.buffer("twice", Tier.HOST)  # written on two streams, and never read
+    p.offload(p.weight(0), out_of=p.home(p.weight(0)), into=twice, stream=Stream.CPU)
+    p.offload(p.weight(1), out_of=p.home(p.weight(1)), into=twice, stream=Stream.NVME_WRITE)
+    schedule = p.build(policy="twice")
+    verify(schedule)
+
+    def told(op: str, on: str) -> set[str]:
+        waits = tuple(wait for wait in schedule.waits if (wait.op, wait.on) != (op, on))
+        assert len(waits) == len(schedule.waits) - 1, f"{op} waits for {on}"
+        return {v.message for v in problems(replace(schedule, waits=waits)) if v.rule == "race"}
+
+    assert "F.0.0 reads the weights of layer 0 while P.w.0 may still be writing" in told("F.0.0", "P.w.0")
+    assert "P.w.1 overwrites the weights of layer embed while F.embed.0 may still read it" in told("P.w.1", "F.embed.0")
+    assert "O.w.1 writes the weights of layer 1 while O.w.0 may still be writing there" in told("O.w.1", "O.w.0")
+
+
 def test_a_race_across_the_step_is_told_with_its_distance() -> None:
     schedule = streaming().build(policy="streaming")
     wait = Wait(op="P.w.embed", on="U.embed", distance=1)
