@@ -176,6 +176,84 @@ def test_loss_workspace_is_bounded_by_its_chunk() -> None:
     assert sizes[1] >= 2 * LOSS_CHUNK_TOKENS * 100 * 4
 
 
+T, H, Q, KV, F = 16_384, 4096, 4096, 1024, 14_336  # 16k tokens of Llama-3.1-8B
+
+
+@pytest.mark.parametrize(
+    ("phase", "recompute", "output", "nbytes"),
+    [
+        (Phase.FORWARD, "none", True, 2 * T * (2 * H + 3 * F)),  # an MLP takes more than attention
+        (Phase.RECOMPUTE, "none", True, 2 * T * (Q + KV + 2 * H)),
+        (Phase.RECOMPUTE, "none", False, 2 * T * (Q + KV + H)),
+        (Phase.BACKWARD, "none", True, 2 * H * F + 2 * T * (3 * F + 2 * H)),
+        # 8,192 tokens of an MLP at once, and three gradients of matrices in fp32
+        (Phase.FORWARD, "mlp", True, 2 * (T * 3 * H + T // 2 * 3 * F)),
+        (Phase.RECOMPUTE, "mlp", True, 2 * (T * (Q + KV + 2 * H) + T // 2 * 3 * F)),
+        (Phase.RECOMPUTE, "mlp", False, 2 * T * (Q + KV + H)),
+        (Phase.BACKWARD, "mlp", True, 2 * H * F + 2 * (T * 2 * H + T // 2 * (5 * F + H)) + 4 * 3 * H * F),
+    ],
+)
+def test_a_blocks_workspace_by_hand(phase: Phase, recompute: str, output: bool, nbytes: int) -> None:
+    model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=T, recompute=recompute)
+    assert workspace_bytes(model, 0, phase, workload, output=output) == nbytes
+
+
+def test_workspaces_where_attention_is_wider_and_of_the_ends_by_hand() -> None:
+    model, workload = (
+        dataclasses.replace(presets.load("llama-3.1-8b"), intermediate_size=1024),
+        Workload(micro_batch_size=1, seq_len=T),
+    )
+    attention = 2 * (4 * Q + 2 * KV + 2 * H) + 4 * Q
+    assert workspace_bytes(model, 0, Phase.BACKWARD, workload) == 2 * H * Q + T * attention
+    assert workspace_bytes(model, 0, Phase.FORWARD, workload) == 2 * T * (H + 3 * Q + 3 * KV)
+    again = dataclasses.replace(workload, recompute="mlp")
+    assert workspace_bytes(model, 0, Phase.BACKWARD, again) == 2 * H * Q + T * attention
+    assert workspace_bytes(model, 0, Phase.FORWARD, again) == 2 * T * (H + 3 * Q + 3 * KV)
+    assert workspace_bytes(model, model.head, Phase.LOSS, workload) == 4 * 1024 * (2 * 128_256 + 5 * H)
+    few = dataclasses.replace(workload, seq_len=16)
+    assert workspace_bytes(model, model.head, Phase.LOSS, few) == 4 * 16 * (2 * 128_256 + 5 * H)
+    assert workspace_bytes(model, model.embed, Phase.BACKWARD, few) == 12 * 16 * H
+    assert workspace_bytes(model, model.embed, Phase.BACKWARD, workload) == 12 << 26
+    assert workspace_bytes(model, model.embed, Phase.BACKWARD, dataclasses.replace(workload, precision="fp32")) == 0
+    assert workspace_bytes(model, model.embed, Phase.EMBED, workload) == 0
+
+
+def test_what_the_ends_move_by_hand() -> None:
+    model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=T)
+    table, logits, hidden = 128_256 * H, T * 128_256, T * H
+    loss, evaluate = model.head, dataclasses.replace(workload, task="evaluate")
+    # 16 chunks, each with the table twice and its gradient there and back; logits written, and read twice
+    assert product_bytes(model, loss, Phase.LOSS, workload) == 16 * table * (2 * 2 + 2 * 2) + 3 * 2 * logits
+    assert (
+        product_bytes(model, loss, Phase.LOSS, dataclasses.replace(workload, lora_rank=4))
+        == 16 * table * 4 + 6 * logits
+    )
+    assert product_bytes(model, loss, Phase.LOSS, evaluate) == 16 * table * 2 + 2 * logits
+    assert pointwise_bytes(model, loss, Phase.LOSS, workload) == 2 * 2 * logits + 8 * 2 * hidden
+    assert pointwise_bytes(model, loss, Phase.LOSS, workload, fused=False) == 2 * 4 * logits + 8 * 2 * hidden
+    assert pointwise_bytes(model, loss, Phase.LOSS, evaluate) == 4 * logits + 2 * 2 * hidden
+    assert pointwise_bytes(model, model.embed, Phase.EMBED, workload) == (2 + 2) * hidden
+    assert pointwise_bytes(model, model.embed, Phase.BACKWARD, workload) == (2 + 2 * 2 + 8 * 4) * hidden
+    wide = dataclasses.replace(workload, precision="fp32")
+    assert pointwise_bytes(model, model.embed, Phase.BACKWARD, wide) == (4 + 2 * 4) * hidden
+
+
+def test_what_an_mlp_computed_again_moves_by_hand() -> None:
+    model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=T, recompute="mlp")
+    forward, layer = 7 * H + 4 * Q + 4 * KV + 3 * F, model.params(0)
+    assert product_bytes(model, 0, Phase.FORWARD, workload) == 2 * (T * forward + layer)
+    # gate and up once more, with their weights
+    again = T * (2 * H + 2 * F) + 2 * H * F
+    assert product_bytes(model, 0, Phase.BACKWARD, workload) == 2 * (2 * T * forward + 2 * layer + again)
+    unread = T * (F + H) + H * F + again
+    assert product_bytes(model, 0, Phase.RECOMPUTE, workload, output=False) == 2 * (T * forward + layer - unread)
+    between = 10 * H + 2 * (Q + KV) + 3 * F
+    assert pointwise_bytes(model, 0, Phase.RECOMPUTE, workload) == 2 * T * between
+    assert pointwise_bytes(model, 0, Phase.RECOMPUTE, workload, output=False) == 2 * T * (between - 3 * H - 3 * F)
+    back = 8 * H + 2 * (Q + KV) + 5 * F + 4 * H + 3 * F
+    assert pointwise_bytes(model, 0, Phase.BACKWARD, workload) == 2 * T * back
+
+
 def test_what_products_move_by_hand() -> None:
     h, q, kv, f, layer = 32, 32, 16, 48, spec().params(0)
     qkv, attention, o, gate_up, down = 3 * h + q + 2 * kv, 2 * q + 2 * kv, q + h, 2 * h + 2 * f, f + h
