@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -283,17 +284,68 @@ def test_slab_is_exact_zeroed_aligned_and_pinned_while_any_view_lives(nbytes: in
     assert not runtime.pinned
 
 
-def test_a_process_that_is_forked_does_not_get_the_slab() -> None:
-    slab = pinned(3 * HUGE_PAGE, FakeRuntime())
-    flags: list[str] = []
-    inside = False
+def test_of_no_bytes_none_are_pinned() -> None:
+    runtime = FakeRuntime()
+    assert len(pinned(0, runtime)) == 0 and not runtime.pinned
+
+
+@pytest.mark.parametrize("cpus", [(), (0,), (0, 1, 2)])
+def test_all_of_a_slab_is_touched_on_the_cores_named_before_it_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...]
+) -> None:
+    touched: list[tuple[int, int]] = []
+    bound: list[tuple[str, tuple[int, ...]]] = []
+    memset, whole = ctypes.memset, 5 * HUGE_PAGE + 12345
+
+    def touching(address: int, value: int, nbytes: int) -> None:
+        touched.append((address, nbytes))
+        memset(address, value, nbytes)
+
+    class Runtime(FakeRuntime):
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            assert sum(nbytes for _, nbytes in touched) == nbytes
+            return super().cudaHostRegister(address, nbytes, flags)
+
+    monkeypatch.setattr(ctypes, "memset", touching)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda pid, cores: bound.append((threading.current_thread().name, tuple(cores)))
+    )
+    slab = pinned(whole, Runtime(), cpus=cpus)
+    parts = sorted(touched)
+    ends = [address + nbytes for address, nbytes in parts]
+    assert [address for address, _ in parts] == [slab.data_ptr(), *ends[:-1]] and ends[-1] == slab.data_ptr() + whole
+    assert all(nbytes % HUGE_PAGE == 0 for _, nbytes in parts[:-1])  # no page is of two threads
+    if cpus:
+        assert len(parts) == len(cpus) == len(bound)
+    assert {cores for _, cores in bound} == ({cpus} if cpus else set())
+    assert threading.current_thread().name not in {name for name, _ in bound}
+
+
+def flags_of(slab: Tensor) -> list[tuple[int, str]]:
+    """The kernel's flags of each part of a slab's memory, and how many of the slab's bytes are in it."""
+    found: list[tuple[int, str]] = []
+    begin, inside = slab.data_ptr(), 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             first, last = (int(address, 16) for address in place.groups())
-            inside = first < slab.data_ptr() + slab.numel() and slab.data_ptr() < last
-        elif inside and line.startswith("VmFlags:"):
-            flags.append(line)
-    assert flags and all(" dc" in line for line in flags)  # "do not copy", the kernel's name for it
+            inside = min(last, begin + slab.numel()) - max(first, begin)
+        elif inside > 0 and line.startswith("VmFlags:"):
+            found.append((inside, f"{line} "))
+    return found
+
+
+def test_a_process_that_is_forked_does_not_get_the_slab() -> None:
+    slab = pinned(3 * HUGE_PAGE, FakeRuntime())
+    flags = flags_of(slab)
+    assert flags and all(" dc " in told for _, told in flags)  # "do not copy", the kernel's name for it
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_huge_pages_are_asked_for_where_whole_ones_fit() -> None:
+    slab = pinned(3 * HUGE_PAGE + 12345, FakeRuntime())
+    assert sum(nbytes for nbytes, told in flags_of(slab) if " hg " in told) == 3 * HUGE_PAGE
+    slab = pinned(HUGE_PAGE - 1, FakeRuntime())
+    assert not [told for _, told in flags_of(slab) if " hg " in told]
 
 
 def test_refusal_to_pin_is_told() -> None:
