@@ -41,7 +41,7 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
                 break
             there = [found.room.rebalanced(_changed(found.room, at, name, values[here + way])) for way in ways]
             for way, candidate, tried in zip(ways, there, found.evaluate(*there), strict=True):
-                if tried.over and (name != "offload" or way > 0):
+                if tried.over:
                     candidate, tried = _thriftier(found, candidate)
                 if tried.over:
                     too_far.add((name, way))

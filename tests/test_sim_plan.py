@@ -316,6 +316,14 @@ def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
         assert not any(re.match(r"host\.o\.\d", name) for name in found.schedule.buffer)
 
 
+def test_what_has_no_room_is_tried_with_fewer_buffers() -> None:
+    """More layers on the device only fit beside smaller buffers, which alone gain nothing: the search stood at 9.49."""
+    roomy = hardware.override(hardware.load("rtx5090"), ["host.memory=192GB"])
+    found = plan(presets.load("llama-3.1-8b"), roomy, seq_len=4096, micro_batch_size=8)
+    assert found.prediction.period_ns < 9.15e9
+    assert found.schedule.knobs["resident"] and found.schedule.knobs["offload"]
+
+
 def test_a_drive_holds_no_more_than_must_be() -> None:
     """One part less of a block's state, and the host is too small; on the device nothing more has room."""
     model, workload = shallow(6), step(2)
