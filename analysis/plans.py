@@ -135,7 +135,7 @@ def row(
             planning_s=found.seconds,
             candidates=len(found.tried),
             digest=found.schedule.short_digest,
-            planned_on=_today(),
+            planned_on=today(),
             reason="",
         ),
         named,
@@ -183,11 +183,12 @@ def fitting_rates(
 def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int, reason: str) -> Row:
     values = {field.name: math.nan if field.type == "float" else "" for field in fields(Row)}
     values |= {"model": model.name, "machine": machine, "seq_len": seq_len, "tokens_per_step": tokens_per_step}
-    values |= {"planned_on": _today()}
+    values |= {"planned_on": today()}
     return Row(**{**values, "micro_batch_size": 0, "accumulation": 0, "candidates": 0, "reason": reason})  # type: ignore[arg-type]
 
 
-def _today() -> str:
+def today() -> str:
+    """The date, as results have it."""
     return str(datetime.date.today())
 
 

@@ -157,7 +157,9 @@ def against_brute_force(instances: int, out: Path) -> None:
         f"{sum(gap < 0 for gap in gaps)}."
     )
     command = f"`python benchmarks/plans.py --brute-force {instances}`"
-    write_text(out / "brute_force.md", f"# Plans against brute force\n\n{told} Made by {command}.\n")
+    write_text(
+        out / "brute_force.md", f"# Plans against brute force\n\n{told} Predicted, by {command}, {plans.today()}.\n"
+    )
     print(told)
 
 
@@ -200,7 +202,8 @@ def with_more_memory(out: Path) -> None:
         f"slower in {len(slower)} of them, at most by {max(slower, default=0.0):.1%}. Each begun with the plan before "
         f"(`megatrain plan --start FILE`, and what `sweep` and `--what-if` do of themselves), in {never}."
     )
-    write_text(out / "more_memory.md", f"# More memory\n\n{told} Made by `python benchmarks/plans.py --more-memory`.\n")
+    made = f"Predicted from datasheets, by `python benchmarks/plans.py --more-memory`, {plans.today()}."
+    write_text(out / "more_memory.md", f"# More memory\n\n{told} {made}\n")
     print(told)
 
 

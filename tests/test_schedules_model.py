@@ -199,10 +199,8 @@ def test_a_blocks_workspace_by_hand(phase: Phase, recompute: str, output: bool, 
 
 
 def test_workspaces_where_attention_is_wider_and_of_the_ends_by_hand() -> None:
-    model, workload = (
-        dataclasses.replace(presets.load("llama-3.1-8b"), intermediate_size=1024),
-        Workload(micro_batch_size=1, seq_len=T),
-    )
+    model = dataclasses.replace(presets.load("llama-3.1-8b"), intermediate_size=1024)
+    workload = Workload(micro_batch_size=1, seq_len=T)
     attention = 2 * (4 * Q + 2 * KV + 2 * H) + 4 * Q
     assert workspace_bytes(model, 0, Phase.BACKWARD, workload) == 2 * H * Q + T * attention
     assert workspace_bytes(model, 0, Phase.FORWARD, workload) == 2 * T * (H + 3 * Q + 3 * KV)
@@ -222,12 +220,10 @@ def test_what_the_ends_move_by_hand() -> None:
     model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=T)
     table, logits, hidden = 128_256 * H, T * 128_256, T * H
     loss, evaluate = model.head, dataclasses.replace(workload, task="evaluate")
+    frozen = dataclasses.replace(workload, lora_rank=4)
     # 16 chunks, each with the table twice and its gradient there and back; logits written, and read twice
     assert product_bytes(model, loss, Phase.LOSS, workload) == 16 * table * (2 * 2 + 2 * 2) + 3 * 2 * logits
-    assert (
-        product_bytes(model, loss, Phase.LOSS, dataclasses.replace(workload, lora_rank=4))
-        == 16 * table * 4 + 6 * logits
-    )
+    assert product_bytes(model, loss, Phase.LOSS, frozen) == 16 * table * 4 + 6 * logits
     assert product_bytes(model, loss, Phase.LOSS, evaluate) == 16 * table * 2 + 2 * logits
     assert pointwise_bytes(model, loss, Phase.LOSS, workload) == 2 * 2 * logits + 8 * 2 * hidden
     assert pointwise_bytes(model, loss, Phase.LOSS, workload, fused=False) == 2 * 4 * logits + 8 * 2 * hidden
