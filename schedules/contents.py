@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.coverage import Coverage, parts_are
-from schedules.op import Access, Op, Phase, Tier
+from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
 from schedules.tensor import Part, describe, parse
@@ -147,7 +147,7 @@ class Contents:
                 on=held.ended_by,
                 buffer=buffer,
                 message=f"{op.name} reads {describe(held.tensor)} where they ended with {held.ended_by}: "
-                "one backward uses them up, and a copy to the device moves them",
+                "one backward uses them up, and a copy moves them",
                 fix="run one backward of them, and read them where they were last copied to",
             )
         if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._coverage.miscounted:
@@ -183,19 +183,16 @@ class Contents:
     def _copy(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (source,) = op.reads
         for target in op.writes:
-            if parse(target.tensor).cls == tensors.SAVED and self._tier(target.buffer) == Tier.DEVICE:
-                self._end(op, target.tensor, Tier.DEVICE)
+            if parse(target.tensor).cls == tensors.SAVED:
+                self._end(op, target.tensor)
             self._write(op, target, found[source])
         yield from ()
 
-    def _tier(self, buffer: str) -> Tier:
-        return self._schedule.buffer[buffer].tier
-
-    def _end(self, op: Op, saved: str, *tiers: Tier) -> None:
-        """Activations saved in a layer are one thing, in however many buffers: what binds them anew ends the others."""
+    def _end(self, op: Op, saved: str) -> None:
+        """Activations saved in a layer are one thing: two ops on them in two buffers would be in no order."""
         for buffer in self._may_hold.get(saved, ()):
             content = self._held.get(buffer)
-            if content is not None and content.tensor == saved and self._tier(buffer) in tiers:
+            if content is not None and content.tensor == saved:
                 self._held[buffer] = replace(content, ended_by=op.name)
 
     def _compute(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
@@ -211,7 +208,7 @@ class Contents:
             self._write(op, access, Content(access.tensor, self._step, passes))
         for access in found if op.phase == Phase.BACKWARD else ():
             if parse(access.tensor).cls == tensors.SAVED:
-                self._end(op, access.tensor, *Tier)
+                self._end(op, access.tensor)
 
     def _complete_op(self, op: Op) -> Iterator[Violation]:
         """A compute op must name all that its phase needs."""

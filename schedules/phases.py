@@ -53,8 +53,10 @@ def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
 
 def misused(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     """What is wrong with the accesses of one op of a known layer, whatever the others do: in words, and what to do."""
-    if op.phase != Phase.SYNC:  # what is waited for twice is waited for once
-        yield from _in_one_place(op)
+    if op.phase == Phase.SYNC:
+        yield from _sync(op)
+        return
+    yield from _in_one_place(op)
     if op.phase in COMPUTE:
         yield from _compute(schedule, op)
     elif op.phase == Phase.ACCUMULATE:
@@ -67,6 +69,12 @@ def misused(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
         yield from _in_place(op)
     elif op.phase == Phase.ADAM:
         yield from _adam(schedule, op)
+
+
+def _sync(op: Op) -> Iterator[tuple[str, str]]:
+    # what is waited for twice is waited for once; a write would end what the buffer holds, and put nothing in its place
+    if op.writes:
+        yield f"{op.name} (sync) writes {_names(op.writes)}", "let it read what it waits for"
 
 
 def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
@@ -167,6 +175,9 @@ def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     if op.layer is None or len(layers) > 1:
         whose = ", ".join(sorted(layers))
         yield f"{op.name} updates with tensors of layers {whose}", "name gradient, weights and state of its own layer"
+    made = {trained.cls(schedule.workload), tensors.STATE}
+    if others := tuple(access for access in op.writes if parse(access.tensor).cls not in made):
+        yield f"{op.name} (adam) writes {_names(others)}", "it makes what is trained and its optimizer state"
     for accesses in (op.reads, op.writes):
         for classes in (tensors.GRADIENTS, {tensors.STATE}):
             found = [access for access in accesses if parse(access.tensor).cls in classes]

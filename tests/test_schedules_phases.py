@@ -227,6 +227,21 @@ def read_where_they_were_before_they_moved(s: Schedule) -> Schedule:
     return after(s, "F.1.0", away, copy_to(host, other, s, Stream.H2D, "back"))
 
 
+def read_where_they_were_before_they_left(s: Schedule) -> Schedule:
+    saved = access_of(s, "F.1.0", "s.1.0")
+    s, host = spare(s, saved, "host.s", Tier.HOST)
+    return after(s, "F.1.0", copy_to(saved, host, s, Stream.D2H, "away"))
+
+
+def left_for_two_places(s: Schedule) -> Schedule:
+    """What comes back from the first place would not wait for the copy to the second."""
+    saved = access_of(s, "F.1.0", "s.1.0")
+    s, first = spare(s, saved, "host.s", Tier.HOST)
+    s, second = spare(s, first, "host.t")
+    away, again = (copy_to(saved, to, s, Stream.D2H, name) for to, name in ((first, "away"), (second, "again")))
+    return after(s, "F.1.0", away, again, copy_to(first, saved, s, Stream.H2D, "back"))
+
+
 def saved_within_the_device(s: Schedule) -> Schedule:
     saved = access_of(s, "F.1.0", "s.1.0")
     s, other = spare(s, saved)
@@ -274,6 +289,17 @@ def saved_and_others_in_turn(s: Schedule) -> Schedule:
     return with_ops(s, [replace(op, reads=moved(op.reads), writes=moved(op.writes)) for op in s.ops])
 
 
+def a_wait_that_writes(s: Schedule) -> Schedule:
+    """The weights that stand there are read again by backward, and would be void by then."""
+    wait = Op(name="H", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.HOST, writes=(on("w.1"),))
+    return after(s, "F.1.0", wait)
+
+
+def an_update_that_writes_more(s: Schedule) -> Schedule:
+    update = op_of(s, "U.1")
+    return edited(s, "U.1", writes=(*update.writes, Access("device.g.2", "g.1")))
+
+
 def replaced(s: Schedule, name: str, old: Access, new: Access) -> tuple[Access, ...]:
     return tuple(new if access == old else access for access in op_of(s, name).reads)
 
@@ -311,6 +337,10 @@ def nothing_added(s: Schedule) -> Schedule:
         (cleared_weights, r"Z \(zero\) writes w\.1"),
         (backward_twice, r"B2 reads the saved activations of layer 1, micro-batch 0 where they ended with B\.1\.0"),
         (read_where_they_were_before_they_moved, r"B\.1\.0 reads the saved activations .* ended with back"),
+        (read_where_they_were_before_they_left, r"B\.1\.0 reads the saved activations .* ended with away"),
+        (left_for_two_places, r"again reads the saved activations .* ended with away"),
+        (a_wait_that_writes, r"H \(sync\) writes w\.1"),
+        (an_update_that_writes_more, r"U\.1 \(adam\) writes g\.1\n"),
         (saved_within_the_device, "copy .* moves the saved activations of .* from device to device"),
         (saved_within_the_host, "copy .* moves the saved activations of .* from host to host"),
         (saved_by_a_cast, "copy .* moves the saved activations of .* from device to device"),
