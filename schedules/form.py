@@ -10,6 +10,7 @@ from schedules import trained
 from schedules.amounts import Amounts
 from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
+from schedules.program import MOST_OPS
 from schedules.schedule import Schedule
 from schedules.tensor import NORM, SAVED, TensorError, describe, parse
 from schedules.violation import Violation
@@ -17,6 +18,9 @@ from schedules.violation import Violation
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
     """What is wrong with the schedule as a text: unknown or doubled names, impossible sizes, ops out of form."""
+    if too_many := list(_too_many(schedule)):  # each of them would be looked at
+        yield from too_many
+        return
     names: set[str] = set()
     for op in schedule.ops:
         if op.name in names:
@@ -75,6 +79,14 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
         yield from found or [*_op_form(schedule, op), *_op_reach(schedule, op)]
     if not ill:
         yield from _saved_apart(schedule)
+
+
+def _too_many(schedule: Schedule) -> Iterator[Violation]:
+    counts = {"micro-batches": schedule.workload.accumulation, "blocks": schedule.model.num_hidden_layers}
+    for what, count in counts.items():
+        if count > MOST_OPS:
+            message = f"the step has {count:,} {what}, and may have {MOST_OPS:,} ops"
+            yield Violation(rule="structure", op="", subject=what, message=message, fix=f"give fewer {what}")
 
 
 def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:
@@ -221,7 +233,8 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
     """Whoever runs an op must be able to wait for the memory that it works on.
 
     The GPU runs its streams' ops long after the host has queued them, so host memory is in their reach as one end of a
-    copy only, and device memory is in no reach of a thread of the host. The global norm, one number, is in both.
+    copy only, and device memory is in no reach of a thread of the host. The global norm, one number, is in both where
+    it is on the host.
     """
     if op.kind == Kind.COMPUTE or op.phase == Phase.SYNC:
         return
@@ -229,7 +242,7 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
     tiers = {
         access.buffer: tier
         for access in op.accesses
-        if (tier := schedule.buffer[access.buffer].tier) == Tier.NVME or access.tensor != NORM
+        if (tier := schedule.buffer[access.buffer].tier) != Tier.HOST or access.tensor != NORM
     }
     if on_gpu and copies and Tier.DEVICE not in tiers.values():
         fix = "name a buffer on the device, or queue it on cpu"

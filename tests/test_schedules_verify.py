@@ -407,6 +407,21 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (
+            lambda s: replace(s, workload=replace(s.workload, accumulation=10**9)),
+            "structure on micro-batches: the step has 1,000,000,000 micro-batches, and may have 200,000 ops",
+        ),
+        (lambda s: replace(s, model=replace(s.model, num_hidden_layers=10**9)), "the step has 1,000,000,000 blocks"),
+    ],
+)
+def test_a_file_cannot_make_the_verifier_count_for_ever(change: Callable[[Schedule], Schedule], told: str) -> None:
+    (found,) = problems(change(streaming().build(policy="streaming")))
+    assert told in str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
         (lambda op: replace(op, nbytes=-1), "has nbytes -1"),
         (lambda op: replace(op, nbytes=op.nbytes - 4), "bytes; this model and step need"),
         (lambda op: replace(op, phase=Phase.ADAM), "is a prefetch of phase adam"),
@@ -565,6 +580,17 @@ def test_an_op_works_on_memory_that_its_stream_can_wait_for(name: str, change: d
     schedule = streaming(CLIPPED).build(policy="streaming")
     found = problems(edit(schedule, name, lambda op: replace(op, **change)))
     assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
+
+
+def test_a_norm_on_the_device_is_out_of_a_host_threads_reach() -> None:
+    """Its copy to the host would not have arrived when the thread divides by it."""
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    moved = tuple(replace(b, tier=Tier.DEVICE) if b.name == "norm" else b for b in schedule.buffers)
+    found = problems(replace(schedule, buffers=moved))
+    assert {v.op for v in found} == {"N", *(f"U.{MODEL.layer_name(i)}" for i in MODEL.layers)}
+    assert "N (norm) runs on cpu, a thread of the host, and touches norm, on device\ncopy norm to the host" in str(
+        found[0]
+    )
 
 
 def test_an_error_of_another_process_says_the_same() -> None:
