@@ -17,6 +17,8 @@ from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Knob, Schedule
 from schedules.workload import Workload
 
+_SHOWN = 60  # characters of an object that says something twice
+
 
 class CodecError(InputError):
     """A file that is not a schedule; the message says where in the file and what is wrong."""
@@ -100,7 +102,7 @@ def read(path: Path) -> Schedule:
 def loads(text: str) -> Schedule:
     """Parse the text of a schedule file. Raises CodecError with the place of the first fault."""
     try:
-        data = json.loads(text, parse_constant=_no_constant)
+        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise CodecError(
             f"not JSON at line {error.lineno}, column {error.colno}: {error.msg} (is the file cut off?)"
@@ -129,6 +131,15 @@ def loads(text: str) -> Schedule:
 
 def _no_constant(text: str) -> float:
     raise CodecError(f"{text} is not a number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # the last would count, whatever was meant
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CodecError(f"the field {twice!r} stands twice in one object, {json.dumps(found)[:_SHOWN]}")
+    return found
 
 
 def _knob(value: Any, where: str) -> Knob:

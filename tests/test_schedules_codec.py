@@ -126,6 +126,23 @@ def test_other_files_are_refused(text: str) -> None:
         loads(text)
 
 
+@pytest.mark.parametrize(
+    ("once", "twice", "told"),
+    [
+        ('"staleness": 0', '"staleness": 1, "staleness": 0', "the field 'staleness' stands twice in one object"),
+        (
+            '"stream": "h2d"',
+            '"stream": "d2h", "stream": "h2d"',
+            r"'stream' stands twice in one object, {\"name\": \"P\.w\.embed\"",
+        ),
+    ],
+)
+def test_a_field_that_stands_twice_is_told(schedule: Schedule, once: str, twice: str, told: str) -> None:
+    """JSON takes the last of them, whatever was meant."""
+    with pytest.raises(CodecError, match=told):
+        loads(dumps(schedule).replace(once, twice, 1))
+
+
 def test_a_knob_beyond_all_numbers_is_refused(schedule: Schedule) -> None:
     text = dumps(schedule).replace('"slots": 2', '"slots": 1e999')
     with pytest.raises(CodecError, match=r"knobs\.slots must be finite, not inf"):
