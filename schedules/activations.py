@@ -75,6 +75,8 @@ def _missing(tensor: str, *, gone: bool) -> str:
     """That an activation is in no buffer, and which call makes or keeps it."""
     name = parse(tensor)
     what, at = describe(tensor), f"({name.layer}, {name.microbatch})"
+    if name.cls not in tensors.MICROBATCH_CLASSES:
+        return f"only activations are evicted, restored and freed: load(), prefetch() and offload() copy {what}"
     if name.cls == tensors.OUTPUT_GRAD and gone:
         return f"{what}, is used up: backward{at} has run, once for every micro-batch is enough"
     if name.cls == tensors.OUTPUT_GRAD:

@@ -79,6 +79,8 @@ class Buffers:
 
     def reserve(self, name: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Memory that a system holds beside the tensors of the language, such as logits kept for a backward."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:  # no file takes a share of a byte
+            raise ProgramError(f"reserve({name!r}): bytes are a whole number of at least 0, not {nbytes!r}")
         self._sizes[self.buffer(name, tier)] = nbytes
 
     def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
@@ -91,6 +93,12 @@ class Buffers:
                 f"slots({name!r}, {count}): there is a buffer {taken} already; give the ring another name"
             )
         return Ring(self, [self.buffer(slot, tier) for slot in names])
+
+    def _of_activations(self, name: str, tier: Tier) -> str:
+        """A buffer for activations, which are put there without a word."""
+        if name in self._tiers:
+            raise ProgramError(f"activations need a buffer {name}, and there is one already; give yours another name")
+        return self.buffer(name, tier)
 
     def keep_on_device(self, *kept: str) -> None:
         """Make the device the home of these tensors."""

@@ -46,7 +46,7 @@ class Program(Buffers):
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
         self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
-        self._activations = Activations(self.buffer, self.nbytes)
+        self._activations = Activations(self._of_activations, self.nbytes)
 
     # ---- copies
 

@@ -53,6 +53,13 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.synchronize(kind="wait"), "H: a kind is prefetch, compute, offload or update, not 'wait'"),
         (lambda p: p.slots("slot", 2), r"slots\('slot', 2\): there is a buffer slot0 already; give the ring another"),
         (lambda p: p.forward(1, keep="inputs"), "keep is all, input or nothing, not 'inputs'"),
+        (lambda p: p.evict(p.weight(1)), r"only activations are evicted.*offload\(\) copy the weights of layer 1"),
+        (lambda p: p.free(p.state(1)), "only activations are evicted, restored and freed"),
+        (
+            lambda p: p.reserve("logits", 1e6),
+            r"reserve\('logits'\): bytes are a whole number of at least 0, not 1000000.0",
+        ),
+        (lambda p: p.reserve("logits", -1), "a whole number of at least 0, not -1"),
         (lambda p: p.recompute(1, keep="out"), "keep is all, input or nothing, not 'out'"),
         (
             lambda p: p.recompute(1),
@@ -73,6 +80,14 @@ def test_what_makes_no_sense_is_refused_at_once(wrong: Callable[[Program], objec
     p.slots("slot", 2)
     with pytest.raises(InputError, match=told):
         wrong(p)
+
+
+def test_a_ring_does_not_share_its_slots_with_activations() -> None:
+    """These would overwrite what was loaded there, and only `verify` would tell, of a stale read."""
+    p = Program(MODEL, STEP)
+    slots = p.slots("hidden", 1)
+    with pytest.raises(InputError, match="activations need a buffer hidden0, and there is one already"):
+        p.forward(EMBED, weights=p.load(p.weight(EMBED), slots))
 
 
 def test_streams_and_tiers_may_be_given_as_words() -> None:
