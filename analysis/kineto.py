@@ -129,9 +129,11 @@ def queues(recording: Recording) -> pd.DataFrame:
     for (queue, stream), rows in found.items():
         start, end = recording.trace.start_ns[rows], recording.trace.end_ns[rows]
         order = np.argsort(start, kind="stable")
-        gaps = start[order][1:] - end[order][:-1]  # one after another: they share a queue
+        # one after another, since they share a queue; kernels of a CUDA graph may run beside each other in it
+        reach = np.maximum.accumulate(end[order])
+        gaps = np.clip(start[order][1:] - reach[:-1], 0, None)
         moved = sum(recording.schedule.ops[row].nbytes for row in rows)
-        busy = int((end - start).sum())
+        busy = int(reach[-1] - start[order][0] - gaps.sum())
         records.append(
             {
                 "queue": queue,
@@ -230,7 +232,7 @@ class _Contexts:
                 if span.name.startswith(word) and span.category in ("cpu_op", "user_annotation"):
                     starts, ends = self._found.setdefault((span.thread, word), ([], []))
                     starts.append(span.start)
-                    ends.append(max(span.end, ends[-1] if ends else 0))
+                    ends.append(max([span.end, *ends[-1:]]))
 
     def of(self, span: _Span) -> tuple[Kind, Phase]:
         for word, what in (
@@ -265,7 +267,7 @@ def _outermost(spans: Sequence[_Span], begin: int, end: int) -> Iterable[_Span]:
     """Of each thread's ops within a step, those that no other op encloses."""
     reach: dict[Any, int] = {}
     for span in spans:
-        if begin <= span.start < end and span.start >= reach.get(span.thread, 0):
+        if begin <= span.start < end and span.start >= reach.get(span.thread, begin):
             reach[span.thread] = span.end
             yield span
 

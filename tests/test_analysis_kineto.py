@@ -96,6 +96,22 @@ def rows(recording: Recording) -> list[tuple[str, str, str, int, int, int]]:
     ]
 
 
+def test_times_before_zero_are_times_like_others(recording: Recording, tmp_path: Path) -> None:
+    early = kineto.read(write(tmp_path / "early.json", gpu_step(-5000, 0)), TINY, STEP)
+    assert rows(early) == rows(recording)
+
+
+def test_kernels_beside_each_other_on_a_stream_leave_no_gap(tmp_path: Path) -> None:
+    """Those of a CUDA graph."""
+    spans = ((0, 100), (10, 10), (120, 5))
+    kernels = [
+        one for c, (ts, dur) in enumerate(spans) for one in launched(c, 1000, "kernel", "k", 1010 + ts, dur, stream=7)
+    ]
+    found = kineto.read(write(tmp_path / "graph.json", kernels), TINY, STEP)
+    (row,) = kineto.queues(found).to_dict("records")
+    assert (row["busy_s"], row["idle_s"], row["longest_gap_s"]) == (105e-6, 20e-6, 20e-6)
+
+
 def test_copies_kernels_and_the_cpus_adam_stand_on_their_streams(recording: Recording) -> None:
     assert rows(recording) == [
         ("h2d", "prefetch", "copy", 5_000, 45_000, 2_000_000),
