@@ -89,9 +89,9 @@ def diff(schedule: Schedule, first: Trace, second: Trace, profile: HardwareProfi
     """
     for trace in (first, second):
         trace.check(schedule)
-        rows = set(zip(trace.step.tolist(), trace.op.tolist(), strict=True))
-        if not rows or not len(rows) == len(trace) == trace.steps * len(schedule.ops):
-            raise TraceError("a trace to be compared must hold whole steps, each of all ops")
+        rows = trace.step * len(schedule.ops) + trace.op
+        if not len(rows) or not np.array_equal(rows, np.arange(trace.steps * len(schedule.ops))):
+            raise TraceError("a trace to be compared must hold whole steps, each of all ops in program order")
     steps = (typical_step(first), typical_step(second))
     runs = [_occurrences(schedule, trace, step) for trace, step in zip((first, second), steps, strict=True)]
     using = _resources(schedule, profile)

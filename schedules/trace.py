@@ -189,16 +189,17 @@ class Trace:
             raise TraceError(f"format {body['format']!r}")
         if body["source"] not in ("predicted", "measured"):
             raise TraceError(f"source {body['source']!r}")
-        columns = {name: np.array(body["columns"][name], dtype=np.int64) for name in COLUMNS}
-        if any(column.ndim != 1 for column in columns.values()):
+        found = {name: np.array(body["columns"][name]) for name in COLUMNS}
+        if any(column.ndim != 1 or (len(column) and column.dtype != np.int64) for column in found.values()):
             raise TraceError("a column is a list of whole numbers")
+        columns = {name: column.astype(np.int64) for name, column in found.items()}
         if len({len(column) for column in columns.values()}) != 1:
             raise TraceError("columns of different lengths")
         count = len(columns["op"])
         for name, least in (("op", 0), ("step", 0), ("waited_on", ISSUE)):
-            found = columns[name]
+            column = columns[name]
             # a step has a row at least; whether there is such an op, `check` tells
-            if (found < least).any() or (name != "op" and (found >= count).any()):
+            if (column < least).any() or (name != "op" and (column >= count).any()):
                 raise TraceError(f"column {name} holds what is no {'row' if name == 'waited_on' else name}")
         if (columns["end_ns"] < columns["start_ns"]).any():
             raise TraceError("an op ends before it starts")

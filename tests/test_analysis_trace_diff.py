@@ -170,7 +170,8 @@ def test_traces_of_another_schedule_or_cut_short_are_refused(schedule: Schedule,
         trace_diff.diff(schedule, trace, replace(trace, digest="0" * 64), profile)
     cut = replace(trace, **{name: getattr(trace, name)[:-1] for name in COLUMNS})
     twice = replace(trace, op=np.where(trace.op == 1, 0, trace.op))
-    for other in (cut, twice):
+    turned = replace(trace, **{name: getattr(trace, name)[::-1] for name in ("op", "issue_ns", "start_ns", "end_ns")})
+    for other in (cut, twice, turned):
         with pytest.raises(TraceError, match="whole steps"):
             trace_diff.diff(schedule, trace, other, profile)
 

@@ -122,6 +122,10 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         ("waited_on", [-2, -1, -1, -1, -1, -1], "column waited_on holds what is no row"),
         ("end_ns", [0] * 6, "an op ends before it starts"),
         ("op", [[0], [1], [0], [1], [0], [1]], "a column is a list"),
+        ("op", [0.5, 1, 0, 1, 0, 1], "a column is a list of whole numbers"),
+        ("end_ns", [10.0**9] * 6, "a column is a list of whole numbers"),
+        ("op", [False, True, False, True, False, True], "a column is a list of whole numbers"),
+        ("end_ns", [2**63] * 6, "a column is a list of whole numbers"),
     ],
 )
 def test_a_file_that_was_changed_is_refused(field: str, value: object, told: str, trace: Trace, tmp_path: Path) -> None:
