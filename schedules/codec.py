@@ -17,6 +17,7 @@ from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Knob, Schedule
 from schedules.workload import Workload
 
+_BEYOND = 2**63  # no byte, operation or step is counted so far
 _SHOWN = 60  # characters of an object that says something twice
 
 
@@ -252,5 +253,9 @@ def _count(row: Mapping[str, Any], key: str, where: str, default: int | None = N
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise CodecError(
             f"{where}{'.' if where else ''}{key} must be a whole number of at least {least}, not {value!r}"
+        )
+    if value >= _BEYOND:
+        raise CodecError(
+            f"{where}{'.' if where else ''}{key} must be a number of 64 bits, not one of {len(str(value))} digits"
         )
     return value

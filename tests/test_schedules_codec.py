@@ -67,6 +67,7 @@ def test_a_truncated_file_is_refused(schedule: Schedule, cut: int) -> None:
         (("ops", 0, "kind"), "prefech", "ops[0].kind is 'prefech'; it must be one of prefetch"),
         (("ops", 1, "stream"), "gpu", "ops[1].stream is 'gpu'"),
         (("ops", 0, "nbytes"), -4, "ops[0].nbytes must be a whole number of at least 0, not -4"),
+        (("buffers", 0, "nbytes"), 10**400, "buffers[0].nbytes must be a number of 64 bits, not one of 401 digits"),
         (("ops", 0, "nbytes"), 1.5, "ops[0].nbytes must be a whole number"),
         (("ops", 0, "reads"), [["a"]], "ops[0].reads[0] must be a pair [buffer, tensor]"),
         (("ops", 0, "colour"), 1, "ops[0]: unknown field 'colour'"),
