@@ -3,6 +3,9 @@
 torch's own pinned allocator rounds every block up to a power of two. Here a slab is a private mapping of its own,
 in huge pages where the kernel gives them, touched by several threads that run on the cores beside the GPU, so
 that its pages lie in the memory of that side, and only then registered with CUDA, which finds them in place.
+
+The memory of some virtual machines grows as it is used, but not as fast as several threads use it up, and Linux ends a
+process that finds none. So where little is left, touching waits for more to come.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +23,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.here import available_memory
 from schedules.errors import Refused
 
 HUGE_PAGE = 1 << 21
 TOUCHING_THREADS = 16  # more gain nothing: they wait for the kernel's lock of the address space
+PIECE = 1 << 26  # bytes that a thread touches before it looks again whether there is memory
+LITTLE = 1 << 31  # bytes: where no more memory is left, threads wait before they touch more than that
+PATIENCE_S, LOOK_S = 5.0, 0.02  # how long at most since there was more, and how often they look
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 NORESERVE = 0x4000  # Linux' MAP_NORESERVE, which `mmap` has from Python 3.13 on
 
@@ -86,17 +94,38 @@ def _touch(address: int, nbytes: int, cpus: Sequence[int]) -> None:
     """Write every page, several threads a part each, on the cores named."""
     count = max(1, min(TOUCHING_THREADS, len(cpus) or os.cpu_count() or 1, nbytes // HUGE_PAGE))
     part = -(-nbytes // count // HUGE_PAGE) * HUGE_PAGE if count > 1 else nbytes
+    growing = _Growing(min(LITTLE, nbytes))
 
     def write(start: int) -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)  # of this thread alone
-        ctypes.memset(address + start, 0, min(part, nbytes - start))  # without Python's lock
+        stop = min(start + part, nbytes)
+        for at in range(start, stop, PIECE):
+            growing.wait()
+            ctypes.memset(address + at, 0, min(PIECE, stop - at))  # without Python's lock
 
     threads = [threading.Thread(target=write, args=(start,)) for start in range(0, nbytes, part)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+class _Growing:
+    """Memory that may grow while several threads use it up; `little` bytes are what should be left."""
+
+    def __init__(self, little: int) -> None:
+        self._little, self._patience_s, self._turn = little, PATIENCE_S, threading.Lock()
+
+    def wait(self) -> None:
+        """Return where more is left, or none has come for PATIENCE_S; then nobody waits before there was more."""
+        with self._turn:
+            while available_memory() <= self._little:
+                if self._patience_s <= 0:
+                    return
+                time.sleep(LOOK_S)
+                self._patience_s -= LOOK_S
+            self._patience_s = PATIENCE_S
 
 
 # ---- which side of the machine a GPU is on

@@ -23,6 +23,7 @@ from hand_written import WRITERS, small
 from torch import Tensor
 
 from megatrain import adam, cuda
+from megatrain import pinned as pinning
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
@@ -319,6 +320,49 @@ def test_all_of_a_slab_is_touched_on_the_cores_named_before_it_is_pinned(
         assert len(parts) == len(cpus) == len(bound)
     assert {cores for _, cores in bound} == ({cpus} if cpus else set())
     assert threading.current_thread().name not in {name for name, _ in bound}
+
+
+class FakeMemory:
+    """What is left of a machine's memory, which grows by so much each time somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, left: int, grows: int) -> None:
+        self.left, self.grows, self.slept_s, self._lock = left, grows, 0.0, threading.Lock()
+        self.least = left
+        memset = ctypes.memset
+
+        def touching(address: int, value: int, nbytes: int) -> None:
+            with self._lock:
+                self.left -= nbytes
+                self.least = min(self.least, self.left)
+            memset(address, value, nbytes)
+
+        monkeypatch.setattr(ctypes, "memset", touching)
+        monkeypatch.setattr(pinning, "time", SimpleNamespace(sleep=self.sleep))
+        monkeypatch.setattr(pinning, "available_memory", lambda: self.left)
+        monkeypatch.setattr(pinning, "PIECE", HUGE_PAGE)
+        monkeypatch.setattr(pinning, "LITTLE", 8 * HUGE_PAGE)
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self.left += self.grows
+            self.slept_s += seconds
+
+
+def test_memory_that_grows_as_it_is_used_is_not_used_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(monkeypatch, left=16 * HUGE_PAGE, grows=HUGE_PAGE // 2)
+    cpus = tuple(sorted(os.sched_getaffinity(0)))[:2] * 2
+    slab = pinned(60 * HUGE_PAGE + 12345, FakeRuntime(), cpus=cpus)
+    assert not slab.any() and memory.least > 0 and memory.slept_s > pinning.PATIENCE_S / 4
+
+
+def test_memory_that_does_not_grow_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(monkeypatch, left=16 * HUGE_PAGE, grows=0)
+    pinned(15 * HUGE_PAGE, FakeRuntime())
+    assert memory.slept_s == pytest.approx(pinning.PATIENCE_S, abs=2 * pinning.LOOK_S)
+    memory.slept_s = 0.0
+    memory.left = HUGE_PAGE + 1
+    pinned(HUGE_PAGE, FakeRuntime())  # there is enough for a small one
+    assert memory.slept_s == 0.0
 
 
 def flags_of(slab: Tensor) -> list[tuple[int, str]]:
