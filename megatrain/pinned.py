@@ -29,7 +29,7 @@ from schedules.errors import Refused
 HUGE_PAGE = 1 << 21
 TOUCHING_THREADS = 16  # more gain nothing: they wait for the kernel's lock of the address space
 PIECE = 1 << 26  # bytes that a thread touches before it looks again whether there is memory
-LITTLE = 1 << 31  # bytes: where no more memory is left, threads wait before they touch more than that
+LITTLE = 1 << 31  # bytes of memory: where no more are left, threads wait
 PATIENCE_S, LOOK_S = 5.0, 0.02  # how long at most since there was more, and how often they look
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 NORESERVE = 0x4000  # Linux' MAP_NORESERVE, which `mmap` has from Python 3.13 on
@@ -94,14 +94,13 @@ def _touch(address: int, nbytes: int, cpus: Sequence[int]) -> None:
     """Write every page, several threads a part each, on the cores named."""
     count = max(1, min(TOUCHING_THREADS, len(cpus) or os.cpu_count() or 1, nbytes // HUGE_PAGE))
     part = -(-nbytes // count // HUGE_PAGE) * HUGE_PAGE if count > 1 else nbytes
-    growing = _Growing(min(LITTLE, nbytes))
 
     def write(start: int) -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)  # of this thread alone
         stop = min(start + part, nbytes)
         for at in range(start, stop, PIECE):
-            growing.wait()
+            _MEMORY.wait()
             ctypes.memset(address + at, 0, min(PIECE, stop - at))  # without Python's lock
 
     threads = [threading.Thread(target=write, args=(start,)) for start in range(0, nbytes, part)]
@@ -112,20 +111,23 @@ def _touch(address: int, nbytes: int, cpus: Sequence[int]) -> None:
 
 
 class _Growing:
-    """Memory that may grow while several threads use it up; `little` bytes are what should be left."""
+    """Memory that may grow while several threads use it up."""
 
-    def __init__(self, little: int) -> None:
-        self._little, self._patience_s, self._turn = little, PATIENCE_S, threading.Lock()
+    def __init__(self) -> None:
+        self._patience_s, self._turn = PATIENCE_S, threading.Lock()
 
     def wait(self) -> None:
-        """Return where more is left, or none has come for PATIENCE_S; then nobody waits before there was more."""
+        """Return where more than LITTLE is left, or none has come for PATIENCE_S; then not again before there was."""
         with self._turn:
-            while available_memory() <= self._little:
+            while available_memory() <= LITTLE:
                 if self._patience_s <= 0:
                     return
                 time.sleep(LOOK_S)
                 self._patience_s -= LOOK_S
             self._patience_s = PATIENCE_S
+
+
+_MEMORY = _Growing()  # of this machine
 
 
 # ---- which side of the machine a GPU is on

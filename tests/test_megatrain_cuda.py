@@ -341,6 +341,7 @@ class FakeMemory:
         monkeypatch.setattr(pinning, "available_memory", lambda: self.left)
         monkeypatch.setattr(pinning, "PIECE", HUGE_PAGE)
         monkeypatch.setattr(pinning, "LITTLE", 8 * HUGE_PAGE)
+        monkeypatch.setattr(pinning, "_MEMORY", pinning._Growing())
 
     def sleep(self, seconds: float) -> None:
         with self._lock:
@@ -359,10 +360,11 @@ def test_memory_that_does_not_grow_is_waited_for_once(monkeypatch: pytest.Monkey
     memory = FakeMemory(monkeypatch, left=16 * HUGE_PAGE, grows=0)
     pinned(15 * HUGE_PAGE, FakeRuntime())
     assert memory.slept_s == pytest.approx(pinning.PATIENCE_S, abs=2 * pinning.LOOK_S)
-    memory.slept_s = 0.0
-    memory.left = HUGE_PAGE + 1
-    pinned(HUGE_PAGE, FakeRuntime())  # there is enough for a small one
-    assert memory.slept_s == 0.0
+    pinned(HUGE_PAGE, FakeRuntime())
+    assert memory.slept_s == pytest.approx(pinning.PATIENCE_S, abs=2 * pinning.LOOK_S)
+    memory.left = 16 * HUGE_PAGE
+    pinned(15 * HUGE_PAGE, FakeRuntime())
+    assert memory.slept_s == pytest.approx(2 * pinning.PATIENCE_S, abs=4 * pinning.LOOK_S)
 
 
 def flags_of(slab: Tensor) -> list[tuple[int, str]]:
