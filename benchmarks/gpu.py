@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # on a machine where nothing of ours is installed
@@ -40,7 +40,7 @@ import rehearsal
 import torch
 from gpu_arena import ArenaBackend
 from gpu_case import PLANNED, Case
-from gpu_results import AGAIN, SMOKE, STOP, Results, Row, table
+from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row, table
 from torch.utils import cpp_extension
 
 from megatrain.cuda import let_segments_grow
@@ -122,33 +122,32 @@ def chosen(results: Results, case: Case, name: str) -> bool:
 
 def alone(work: Callable[[], Row | list[Row]]) -> Row | list[Row]:
     """What it finds on a machine where nothing of the rows before is left."""
-    gpu_rivals.Zero3.end()
     ArenaBackend.release()
     gpu_machine.clear()
     return work()
 
 
-def rival(case: Case, host_bytes: int) -> Row:
+def rival(case: Case, host_bytes: int, known: Mapping[str, Row]) -> Row:
+    """`known` are the rivals' rows by key: an engine that did not begin, or ended its process, would do so again."""
     if case.policy != gpu_rows.ZERO3:
-        gpu_rivals.Zero3.end()
         return gpu_rivals.plain(case)
+    for batch in gpu_rows.BATCHES:
+        error = known.get(gpu_rows.of_batch(case, batch).key, {}).get("error", "")
+        if error == DID_NOT_END or error.startswith(gpu_rivals.NotBegun.__name__):
+            raise gpu_rivals.LeftOut(f"left out: with another batch, {error}")
     ArenaBackend.release()
     return gpu_rivals.zero3(case, host_bytes)
 
 
-def ours(case: Case, step: Callable[[Case], Row]) -> Row:
-    gpu_rivals.Zero3.end()
-    return step(case)
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows to measure: part, name, what measures them, about how long it takes in seconds."""
+    """Rows to measure: part, name, what measures them, about how long it takes in seconds, of which engine, if any."""
 
     part: str
     name: str
     work: Callable[[], Row | list[Row]]
     takes_s: float
+    engine: tuple[str, str] | None = None
 
 
 def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
@@ -167,7 +166,8 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     def by_itself(part: str, name: str, work: Callable[[], Row | list[Row]], takes_s: float) -> Part:
         return Part(part, name, functools.partial(alone, work), takes_s)
 
-    yield by_itself(SMOKE, SMOKE, lambda: gpu_checks.checked(gpu_checks.smoke()), 30.0)
+    smoke = gpu_checks.smoke()
+    yield by_itself(SMOKE, SMOKE, lambda: gpu_checks.checked(smoke), smoke.takes_s)
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
     yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
@@ -181,19 +181,21 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     for name, of in WAYS_OF.items():
         for on in (False, True):
             case = dataclasses.replace(of, **way, **{name: on})
-            yield Part("ways", case.key_in_way, functools.partial(ours, case, step), 30.0)
+            yield Part("ways", case.key_in_way, functools.partial(step, case), 30.0)
         way[name] = chosen(results, dataclasses.replace(of, **way), name)
     gpu = gpu_machine.datasheet()
 
     def measured(case: Case) -> Part:
         takes_s = gpu_rows.seconds(case, gpu, pinned_GB=ArenaBackend.pinned() / 1e9, engine=gpu_rivals.Zero3.kept())
         if gpu_rows.is_rival(case):
-            return Part("rivals", case.key, lambda: rival(case, host_bytes), takes_s)
+            known = results.body["rows"].get("rivals", {})
+            engine = gpu_rows.engine(case)
+            return Part("rivals", case.key, lambda: rival(case, host_bytes, known), takes_s, engine)
         case = in_way(case, way)
         known = results.body["rows"].get("ways", {}).get(case.key_in_way, {})
         if "step_s" in known:
             return Part("steps", case.key, lambda: known, 0.0)
-        return Part("steps", case.key, lambda: ours(case, step), takes_s)
+        return Part("steps", case.key, lambda: step(case), takes_s)
 
     cases = [
         case
@@ -248,13 +250,16 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(STOP)
     for part in parts(options, results):
-        begun = part.part in options.parts and results.measure(part.part, part.name, part.work, takes_s=part.takes_s)
+        if part.part not in options.parts or not results.begins(part.part, part.name, takes_s=part.takes_s):
+            continue
+        if not gpu_rivals.Zero3.leaves_alone(part.engine):
+            leave(AGAIN)
+        results.measure(part.part, part.name, part.work, takes_s=part.takes_s)
         if results.failed(SMOKE):
             print("the smoke test failed: nothing else is measured, its row says why", file=sys.stderr)
             sys.exit(STOP)
-        if begun and part.part == "kernels":  # a profiler stays in the way of what is launched after it
+        if part.part == "kernels":  # a profiler stays in the way of what is launched after it
             leave(AGAIN)
-    gpu_rivals.Zero3.end()
     print(table(results), flush=True)
     leave(0)
 

@@ -37,7 +37,7 @@ def tests(name: str, *chosen: str, takes_s: float) -> Check:
 
 def smoke() -> Check:
     """The least that must work before anything is worth measuring."""
-    return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=30.0)
+    return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=50.0)
 
 
 def checks() -> Iterator[Check]:

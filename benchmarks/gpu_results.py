@@ -83,17 +83,20 @@ class Results:
         """The rows of a part that tell of a check that failed."""
         return [row for row in self.rows(part) if not row.get("passed", True)]
 
+    def begins(self, part: str, key: str, *, takes_s: float = 0.0) -> bool:
+        """Whether rows are still to be measured, and there is the time."""
+        there = any(name == key or name.startswith(f"{key}: ") for name in self.body["rows"].get(part, {}))
+        return not there and time.monotonic() + takes_s <= self._end
+
     def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]], *, takes_s: float = 0.0) -> bool:
-        """Add the rows of `work` unless they are there, or too little time is left: whether it was done.
+        """Add the rows of `work` if it `begins`: whether it did.
 
         Its error becomes the row. After one that nobody expected, other than too little memory, what CUDA and torch are
         left with is unknown: the process ends, with status AGAIN.
         """
+        if not self.begins(part, key, takes_s=takes_s):
+            return False
         known = self.body["rows"].setdefault(part, {})
-        if any(name == key or name.startswith(f"{key}: ") for name in known):
-            return False
-        if time.monotonic() + takes_s > self._end:
-            return False
         print(f"{part}: {key} ...", file=sys.stderr, flush=True)
         if self._run not in self.body["runs"]:
             self.body["runs"].append(self._run)

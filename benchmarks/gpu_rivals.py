@@ -37,6 +37,10 @@ class LeftOut(Exception):
     """Why a rival cannot run here."""
 
 
+class NotBegun(Exception):
+    """Why DeepSpeed's engine of a model and a precision did not begin, whatever the batch."""
+
+
 def builder(spec: ModelSpec) -> Callable[[], nn.Module]:
     """Makes the model as transformers has it, bf16, where the default device is.
 
@@ -118,8 +122,13 @@ def plain(case: Case) -> Row:
 
 
 class Zero3:
-    """DeepSpeed's engine for a model and a precision: kept for the batches after the first, as it begins slowly."""
+    """DeepSpeed's engine for a model and a precision: kept for all batches, as it begins slowly, and one to a process.
 
+    What it replaces in torch, such as `nn.functional.linear`, stays replaced, and a list and a cache of its modules
+    hold an engine's memory, of host and GPU, after its end: that goes with the process alone (version 0.19.8).
+    """
+
+    _begun: ClassVar[bool] = False
     _kept: ClassVar[tuple[tuple[str, str], Any] | None] = None
 
     @classmethod
@@ -128,27 +137,31 @@ class Zero3:
         return None if cls._kept is None else cls._kept[0]
 
     @classmethod
-    def engine(cls, case: Case) -> Any:
-        """The engine of the case's model and precision, set to its batch."""
+    def leaves_alone(cls, engine: tuple[str, str] | None) -> bool:
+        """Whether this process may measure a row of that engine, of none if None."""
+        return not cls._begun or (engine is not None and engine == cls.kept())
+
+    @classmethod
+    def engine(cls, case: Case, build: Callable[[], nn.Module]) -> Any:
+        """The engine of the case's model and precision, set to its batch. Raises NotBegun."""
         of = (case.model, case.precision)
-        if cls._kept is None or cls._kept[0] != of:
-            cls.end()
-            cls._kept = of, _begun(case)
+        assert cls.leaves_alone(of), "another process begins another engine"
+        if not cls._begun:
+            cls._begun = True
+            try:
+                cls._kept = of, _begun(case, build)
+            except Exception as error:  # of any package that DeepSpeed is made of
+                raise NotBegun(f"{type(error).__name__}: {error}") from error
+        assert cls._kept is not None
         _, engine = cls._kept
         engine.set_train_micro_batch_size(case.micro_batch_size)
         engine.set_train_batch_size(case.micro_batch_size * case.accumulation)
         return engine
 
     @classmethod
-    def end(cls) -> None:
-        """Let go of the engine, if there is one. Its process group stays: DeepSpeed takes it for the next one, too."""
-        if cls._kept is not None:
-            _, engine = cls._kept
-            cls._kept = None
-            engine.destroy()
-            del engine
-            gpu_machine.clear()
-            torch._C._host_emptyCache()  # torch keeps pinned memory that is freed, in powers of two
+    def failed(cls) -> None:
+        """What is left of a step would be in the way of the next."""
+        cls._kept = None
 
 
 def exactly_pinned(tensor: Tensor) -> Tensor:
@@ -162,7 +175,7 @@ def exactly_pinned(tensor: Tensor) -> Tensor:
     return slab.view(tensor.dtype).view(tensor.shape).copy_(tensor).data
 
 
-def _begun(case: Case) -> Any:
+def _begun(case: Case, build: Callable[[], nn.Module]) -> Any:
     """A new engine. The package is installed."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -174,8 +187,7 @@ def _begun(case: Case) -> Any:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     adam_benchmark.load_deepspeed_kernel()
     gpu_machine.clear()  # its optimizer uses torch's number of threads
-    spec = presets.load(case.model)
-    config, build = settings(case, spec), builder(spec)
+    config = settings(case, presets.load(case.model))
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = build()
     model.gradient_checkpointing_enable()
@@ -196,6 +208,7 @@ def zero3(case: Case, host_bytes: int) -> Row:
     needed = spec.total_params * ZERO3_HOST_BYTES[case.precision]
     if needed > host_bytes:  # the system would end this process
         raise LeftOut(f"does not fit: {needed / 2**30:.1f} GiB of host memory, {host_bytes / 2**30:.1f} GiB available")
+    build = builder(spec)
     phases: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
 
     def at_once(name: str, work: Callable[[], Any]) -> Any:
@@ -210,7 +223,7 @@ def zero3(case: Case, host_bytes: int) -> Row:
         return value
 
     try:
-        engine = Zero3.engine(case)
+        engine = Zero3.engine(case, build)
         torch.cuda.reset_peak_memory_stats()
 
         def step(do: Callable[[str, Callable[[], Any]], Any] = at_once) -> None:
@@ -224,7 +237,7 @@ def zero3(case: Case, host_bytes: int) -> Row:
         for _ in range(PHASED_STEPS):
             step(timed)
     except Exception:
-        Zero3.end()  # what is left of a step would be in the way of the next
+        Zero3.failed()
         raise
     return {
         **row,

@@ -65,6 +65,11 @@ def is_rival(case: Case) -> bool:
     return case.policy in (ZERO3, TORCH)
 
 
+def engine(case: Case) -> tuple[str, str] | None:
+    """Of which model and precision a DeepSpeed engine measures the case, if one does."""
+    return (case.model, case.precision) if case.policy == ZERO3 else None
+
+
 def spun(case: Case) -> bool:
     """Whether the case is run with spinning kernels as well."""
     return case.policy in SPUN and case.workload.tokens_per_step <= SPUN_UP_TO
@@ -111,6 +116,12 @@ def _ours(models: tuple[str, ...]) -> Iterator[Case]:
 def _case(model: str, policy: str, batch: tuple[int, int, int], **more: Any) -> Case:
     seq, micro, accumulation = batch
     return Case(model=model, policy=policy, seq_len=seq, micro_batch_size=micro, accumulation=accumulation, **more)
+
+
+def of_batch(case: Case, batch: tuple[int, int, int]) -> Case:
+    """The same with another batch."""
+    seq, micro, accumulation = batch
+    return dataclasses.replace(case, seq_len=seq, micro_batch_size=micro, accumulation=accumulation)
 
 
 def _of_model(model: str) -> Iterator[Case]:

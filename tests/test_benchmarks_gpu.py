@@ -295,8 +295,7 @@ rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
 options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False)
 for part in gpu.parts(options, rows):
     assert (getattr(part.work, "func", None) is gpu.alone) == (part.part not in gpu_results.STEPS), part
-ended, whole = [], []
-gpu.gpu_rivals.Zero3._kept = ("tiny", "bf16"), SimpleNamespace(destroy=lambda: ended.append("engine"))
+whole = []
 torch.cuda.set_per_process_memory_fraction = whole.append
 large = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 20)])
 small = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 14)])
@@ -307,7 +306,7 @@ for schedule in (large, small):
 assert gpu_arena.ArenaBackend.pinned() == 1 << 20 and backend.unused == (1 << 20) - (1 << 14)
 torch.set_num_threads(7)
 assert gpu.alone(lambda: {"case": "a"}) == {"case": "a"}
-assert ended == ["engine"] and gpu.gpu_rivals.Zero3.kept() is None and gpu_arena.ArenaBackend.pinned() == 0
+assert gpu_arena.ArenaBackend.pinned() == 0
 assert whole and set(whole) == {1.0} and torch.get_num_threads() != 7
 counts = []
 median = gpu_machine.statistics.median
@@ -315,6 +314,64 @@ gpu_machine.statistics = SimpleNamespace(median=lambda found: counts.append(len(
 gpu_machine.rates([(torch.cuda.Stream(), lambda: torch.ones(1000).sum(), 1.0)] * 2, 0.001)
 assert counts == [gpu_machine.WINDOWS] * 2, counts"""
     done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_deepspeed_leaves_behind_goes_with_its_process(tmp_path: Path) -> None:
+    """It replaces functions of torch for good, and holds the memory of engines that were ended."""
+    code = """import sys
+import gpu
+of, others, then = ("tiny", "bf16"), ("tiny", "bf16_fp32"), sys.argv[2]
+def begun():
+    gpu.gpu_rivals.Zero3._begun, gpu.gpu_rivals.Zero3._kept = True, (of, None)
+    return {"case": "first", "error": "none"}
+def fails():
+    gpu.gpu_rivals.Zero3.failed()
+    return {"case": "fails", "error": "none"}
+def row(name):
+    return lambda: {"case": name, "error": "none"}
+gpu.parts = lambda options, results: [
+    gpu.Part("rivals", "first", begun, 0.0, of),
+    gpu.Part("steps", "too long", row("too long"), 1e9),
+    gpu.Part("rivals", "second", row("second"), 0.0, of),
+    *([gpu.Part("rivals", "fails", fails, 0.0, of)] if then == "fails" else []),
+    gpu.Part("rivals", "of others", row("of others"), 0.0, {"fails": of, "others": others, "none": None}[then]),
+]
+sys.argv = ["gpu.py", "--once", "--rehearse", "--out", sys.argv[1]]
+gpu.main()"""
+    for then in ("others", "none", "fails"):
+        first = python(code, str(tmp_path / then), then)
+        rows = json.loads((tmp_path / then / "gpu.json").read_text())["rows"]["rivals"]
+        assert first.returncode == 3 and list(rows) == ["first", "second", *(["fails"] if then == "fails" else [])]
+        assert python(code, str(tmp_path / then), then).returncode == 0
+        rows = json.loads((tmp_path / then / "gpu.json").read_text())["rows"]["rivals"]
+        assert rows["of others"]["error"] == "none"
+
+
+def test_an_engine_that_does_not_begin_is_tried_with_one_batch() -> None:
+    code = """import gpu, gpu_results, gpu_rivals, gpu_rows
+first, second, third = (
+    gpu.Case(model="tiny", policy=gpu_rows.ZERO3, seq_len=seq, micro_batch_size=micro, accumulation=count)
+    for seq, micro, count in gpu_rows.BATCHES
+)
+gpu_rivals.zero3 = lambda case, host_bytes: {"case": case.key}
+gpu_rivals._begun = lambda case, build: 1 / 0
+try:
+    gpu_rivals.Zero3.engine(first, None)
+except gpu_rivals.NotBegun as error:
+    failed = f"{type(error).__name__}: {error}"
+assert failed == "NotBegun: ZeroDivisionError: division by zero" and gpu_rivals.Zero3.kept() is None
+for error in (failed, gpu_results.DID_NOT_END):
+    try:
+        gpu.rival(third, 0, {first.key: {"error": error}, third.key: {"error": gpu_results.CUT_OFF}})
+        raise AssertionError
+    except gpu_rivals.LeftOut as left_out:
+        assert str(left_out) == f"left out: with another batch, {error}"
+for error in ("RuntimeError: out of luck", gpu_results.CUT_OFF):
+    assert gpu.rival(third, 0, {first.key: {"error": error}, second.key: {"step_s": {}}}) == {"case": third.key}
+other = gpu_rows.of_batch(first, gpu_rows.BATCHES[-1])
+assert other == third and gpu_rows.engine(third) == gpu_rows.engine(first) == ("tiny", "bf16")"""
+    done = python(code)
     assert done.returncode == 0, done.stderr
 
 
