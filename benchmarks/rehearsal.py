@@ -104,6 +104,7 @@ def install(gpu: Any) -> None:
         "cudart": Runtime,
         "_sleep": lambda cycles: time.sleep(cycles * 1e-11),
         "is_available": lambda: True,
+        "is_current_stream_capturing": _always(False),
         "get_device_name": lambda index=0: "no GPU but a rehearsal of an H200",
         "get_device_properties": lambda index: properties,
         "max_memory_allocated": _always(0),
