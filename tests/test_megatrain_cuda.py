@@ -615,6 +615,7 @@ def _one_task(gpu: FakeGpu) -> None:
 # of whole 16-row tiles, so that what attention keeps is not padded
 REAL = dataclasses.replace(WORKLOAD, seq_len=32)
 RACE = 1e-2  # trainings that are further apart have met one
+torch.set_float32_matmul_precision("highest")  # whatever the environment says: TF32's rounding looks like a race
 
 
 def apart(found: list[Tensor], expected: list[Tensor]) -> float:
