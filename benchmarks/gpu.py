@@ -252,7 +252,7 @@ def main() -> None:
     for part in parts(options, results):
         if part.part not in options.parts or not results.begins(part.part, part.name, takes_s=part.takes_s):
             continue
-        if not gpu_rivals.Zero3.leaves_alone(part.engine):
+        if not gpu_rivals.Zero3.leaves_alone(part.engine):  # what DeepSpeed leaves goes with the process
             leave(AGAIN)
         results.measure(part.part, part.name, part.work, takes_s=part.takes_s)
         if results.failed(SMOKE):
