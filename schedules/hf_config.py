@@ -57,6 +57,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 ORIGINAL = "original_max_position_embeddings"
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
 
+MOST_BLOCKS = 1000  # eight times as many as the deepest models have
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -97,7 +98,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "hidden_act": settings.get("hidden_act", "silu"),
         **_biases_and_norms(architecture, settings),
         **_experts(architecture, settings, need),
-        **_windows(architecture, settings, _count("num_hidden_layers", need("num_hidden_layers"), name), name),
+        **_windows(architecture, settings, require_few_blocks(need("num_hidden_layers"), name), name),
     }
 
 
@@ -181,6 +182,14 @@ def _divide(hidden: Any, heads: Any, name: str) -> int:
     if width % count:
         raise ModelError(f"{name}: hidden_size {width} is not divisible by {count} attention heads")
     return width // count
+
+
+def require_few_blocks(value: Any, name: str) -> int:
+    """The blocks of a model. Raises ModelError if they are too many, for a step has an op or more of each."""
+    blocks = _count("num_hidden_layers", value, name)
+    if blocks > MOST_BLOCKS:
+        raise ModelError(f"{name}: num_hidden_layers must be at most {MOST_BLOCKS:,}, not {blocks:,}")
+    return blocks
 
 
 def _count(key: str, value: Any, name: str, *, least: int = 1) -> int:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config
+from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config, require_few_blocks
 from schedules.workload import RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
@@ -69,6 +69,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for field in fields(self):
             self._check_type(field.name, str(field.type), getattr(self, field.name))
+        require_few_blocks(self.num_hidden_layers, self.name)
         if self.architecture not in ARCHITECTURES:
             raise ModelError(f"{self.name}: architecture {self.architecture!r} is not supported")
         if self.num_attention_heads % self.num_key_value_heads:

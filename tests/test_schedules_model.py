@@ -292,6 +292,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"intermediate_size": NAN}, "intermediate_size must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1,000, not 1,000,000,000"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a whole number"),
         ({"rms_norm_eps": NAN}, "rms_norm_eps must be a positive finite number, not nan"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive finite number, not inf"),
