@@ -33,6 +33,7 @@ from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
 from sim.candidate import cost
+from sim.cost import TooLong
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import plan, splits
@@ -208,11 +209,15 @@ def _named(point: Point) -> Found:
     """A policy with the knobs it was given, and the fewest micro-batches that fit."""
     name, knobs = policies.with_knobs(point.policy)
     steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, None))
-    refused: Refused | None = None
+    refused: Refused | TooLong | None = None
     for workload in steps:
         schedule = policies.build(name, point.model, workload, memory_of(point.profile), **knobs)
         verify(schedule)
-        prediction = predict(schedule, point.profile)
+        try:
+            prediction = predict(schedule, point.profile)
+        except TooLong as error:  # smaller micro-batches have shorter ops
+            refused = error
+            continue
         if prediction.does_not_fit is None:
             return prediction, knobs, _bound_ns(schedule, point.profile)
         refused = prediction.does_not_fit
@@ -273,7 +278,10 @@ def hand_on(handed: Handed) -> Row:
         )
         knobs = policies.parse_knobs(other["schedule"], other["knobs"].split())
         schedule = policies.build(other["schedule"], point.model, workload, memory_of(point.profile), **knobs)
-        prediction = predict(schedule, point.profile)
+        try:
+            prediction = predict(schedule, point.profile)
+        except TooLong:  # its ops are short enough only on the machine that it is from
+            continue
         handed_on = {**row, **_of(prediction, knobs, row["bound_s"] * 1e9)}
         if prediction.fits and _cost(handed_on) < _cost(row):
             verify(schedule)

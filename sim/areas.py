@@ -16,7 +16,7 @@ from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import SAVED, STATE, parse
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import MissingCost, Terms, demands
+from sim.cost import MissingCost, Terms, TooLong, demands
 from sim.machine import HardwareProfile
 
 OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
@@ -37,7 +37,8 @@ def together(*parts: Areas) -> Areas:
 class LayerAreas:
     """Areas of what may be done to a layer of a model, `times` over; ns by resource, as if each op ran alone.
 
-    Raises MissingCost where a measured profile has no times for any way to run the step.
+    Raises MissingCost where a measured profile has no times for any way to run the step, TooLong where all have ops
+    that take too long.
     """
 
     def __init__(self, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> None:
@@ -52,12 +53,12 @@ class LayerAreas:
         blocks = len(first)
         probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
         probes += [{"resident": blocks + 2}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
-        missing: MissingCost | None = None
+        missing: MissingCost | TooLong | None = None
         for knobs in probes:
             schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)
             try:
                 self._learn(schedule, profile)
-            except MissingCost as error:  # what this profile cannot time, no schedule predicted with it can use
+            except (MissingCost, TooLong) as error:  # what has no time here, no schedule predicted with it can use
                 missing = error
         if not self._found and missing is not None:
             raise missing

@@ -21,7 +21,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim.bound import bound
-from sim.cost import MissingCost, Unmeasured
+from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 from sim.units import seconds
@@ -102,7 +102,8 @@ class Case:
 class Verdict:
     """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
 
-    `lacking` is where it had no room, `unmeasured` an op that the profile has no time for.
+    `lacking` is where it had no room, `unmeasured` an op that the profile has no time for, `too_long` one that takes
+    too long.
     """
 
     tried: Tried
@@ -110,6 +111,7 @@ class Verdict:
     effort: int
     lacking: Tier | None = None
     unmeasured: Unmeasured | None = None
+    too_long: TooLong | None = None
 
 
 Judge = Callable[[list[Candidate], float], Iterable[Verdict]]  # candidates, and the least cost so far in ns
@@ -120,6 +122,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
     period, reason, over, effort, on_drive = None, "", 0, 0, False
     lacking: Tier | None = None
     unmeasured: Unmeasured | None = None
+    too_long: TooLong | None = None
     prediction: Prediction | None = None
     try:
         built = schedule or policies.build_without_waits(
@@ -141,6 +144,8 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         reason, over, lacking = f"does not fit: {error.short}", error.lacks[0].over, error.lacks[0].tier
     except MissingCost as error:  # others of the step may not need that op
         reason, unmeasured = f"no measured time for {error.what.signature}", error.what
+    except TooLong as error:  # others of the step may have shorter ops
+        reason, too_long = str(error), error
     except policies.PolicyError as error:
         reason = str(error)
     tried = Tried(
@@ -154,7 +159,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         measured=unmeasured is None,
     )
     better = prediction if tried.cost_ns < best_ns else None
-    return Verdict(tried, better, effort, lacking, unmeasured)
+    return Verdict(tried, better, effort, lacking, unmeasured, too_long)
 
 
 @contextmanager

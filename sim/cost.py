@@ -65,6 +65,10 @@ class MissingCost(InputError):
         return type(self), (self.what, self.measure_with)  # it may come from another process
 
 
+class TooLong(InputError):
+    """An op would take longer than LONGEST_NS."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What the simulation counts. With all off, ops run as if alone, issued for free, at full bandwidth.
@@ -106,7 +110,7 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
         Refused: the schedule uses NVMe and the profile has none.
-        InputError: an op would take longer than LONGEST_NS.
+        TooLong: an op would take longer than LONGEST_NS.
     """
     waits = {wait.op for wait in schedule.waits}
     found = []
@@ -365,7 +369,7 @@ def _whole(duration_ns: float, op: Op, profile: HardwareProfile) -> int:
 
 def _bounded(ns: float, op: Op, profile: HardwareProfile) -> float:
     if ns > LONGEST_NS:
-        raise InputError(
+        raise TooLong(
             f"{op.name} alone would take {ns / HOUR_NS:,.1f} hours on {profile.name}, and no op may take more than "
             f"{LONGEST_NS / HOUR_NS:.1f} hours: give a smaller batch or shorter sequences, or a faster machine"
         )

@@ -10,7 +10,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, ROUND, Candidate, Judge, Tried, Verdict
-from sim.cost import Unmeasured
+from sim.cost import TooLong, Unmeasured
 from sim.machine import HardwareProfile
 from sim.prediction import Prediction
 from sim.room import Room
@@ -38,6 +38,7 @@ class Findings:
     tried: dict[Candidate, Tried] = field(default_factory=dict)
     shortest: tuple[int, Tier] | None = None  # bytes that the closest candidate lacked, and where
     unmeasured: Unmeasured | None = None  # the first op that a candidate needs and the profile has no time for
+    too_long: TooLong | None = None  # the first op that takes too long, of a candidate that has room
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,7 @@ class Findings:
             self.best, self.chosen = verdict.prediction, tried
             self.at = candidate if candidate.policy == OURS else self.at
         self.unmeasured = self.unmeasured or verdict.unmeasured
+        self.too_long = self.too_long or verdict.too_long
         if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
             self.shortest = tried.over, verdict.lacking
         if self.progress is not None:

@@ -30,9 +30,10 @@ class Plan:
     """The best schedule found, and how much better any could be.
 
     `chosen` is the candidate that the prediction is of, one of all `tried`. `lower_bound_ns` holds for every exact
-    schedule of any split of the step that was asked for, but for those that are `left_out`: a measured profile has no
-    times for them. `measure_with` is the command that would make a profile with all that this search lacked; None if
-    that is nothing. `finished` is False where the search was interrupted.
+    schedule of any split of the step that was asked for, but for those that are `left_out`, since a measured profile
+    has no times for them, and those with ops too long to predict. `measure_with` is the command that would make a
+    profile with all that this search lacked; None if that is nothing. `finished` is False where the search was
+    interrupted.
     """
 
     prediction: Prediction
@@ -115,6 +116,7 @@ def plan(
         ScheduleError: it is not safe.
         NothingFits: no schedule fits the machine.
         MissingCost: a measured profile has times for no way to run it.
+        TooLong: all ways to run it have ops that take too long to be predicted.
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
@@ -147,6 +149,8 @@ def plan(
             raise KeyboardInterrupt
         if lacking is not None and (search.found.best is not None or search.found.shortest is None):
             raise MissingCost(lacking, measure_with)
+        if search.found.best is None and search.found.too_long is not None:
+            raise search.found.too_long
         told = search.found.room.nothing_fits(steps[-1], search.found.shortest)
         others = f"; others were not measured, as they would be by: {measure_with}"
         raise NothingFits(told + others if measure_with else told)

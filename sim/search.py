@@ -20,7 +20,7 @@ from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim.candidate import OURS, Candidate, Case, Judge, judge
-from sim.cost import MissingCost, Unmeasured
+from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.findings import Findings, Progress
 from sim.knob_space import knob_space
 from sim.machine import HardwareProfile
@@ -76,9 +76,10 @@ def by_bound(
 ) -> tuple[list[tuple[PlacementBound, Workload]], list[Unmeasured]]:
     """The splits that could fit, the fewest micro-batches first, each with its bound.
 
-    And of those that a measured profile has no times for, what it lacks.
+    And of those that a measured profile has no times for, what it lacks. Raises TooLong where all splits have ops that
+    take too long.
     """
-    found, unmeasured = [], list[Unmeasured]()
+    found, unmeasured, too_long = [], list[Unmeasured](), list[TooLong]()
     for workload in steps:
         try:
             found.append((placement_bound(model, workload, profile, budget), workload))
@@ -87,9 +88,14 @@ def by_bound(
         except MissingCost as error:
             unmeasured.append(replace(error.what, workload=workload))  # the bound asks about fewer micro-batches
             continue
+        except TooLong as error:  # smaller micro-batches have shorter ops
+            too_long.append(error)
+            continue
         if len({other.accumulation for _, other in found}) > SPLITS:
             found.pop()
             break  # smaller micro-batches move more for what they do, and take longer to look at
+    if len(too_long) == len(steps) > 0:
+        raise too_long[-1]
     return found, unmeasured
 
 

@@ -208,6 +208,12 @@ def test_a_policy_has_the_knobs_it_is_given() -> None:
     assert buying._as_file("tiny-my/mine.json-streamed slots=1") == "tiny-my-mine-streamed-slots-1"
 
 
+def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
+    (point,) = some(["h200"], names=["resident"], vary=["gpu.matmul_flops=200FLOP/s"])
+    row = sweep.evaluate(point)
+    assert row["fits"] and row["micro_batch_size"] < 4
+
+
 def test_rows_are_the_same_in_one_process_and_in_two(tmp_path: Path) -> None:
     points = some(["h200", "rtx4090"])
     alone = sweep.run(points, tmp_path / "one.jsonl", workers=1, progress=quiet)

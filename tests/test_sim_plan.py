@@ -26,7 +26,7 @@ from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.candidate import DRIVE_GAIN
-from sim.cost import MissingCost
+from sim.cost import LONGEST_NS, MissingCost, TooLong
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.plan import Plan, plan, splits
@@ -452,6 +452,23 @@ def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
         plan(shallow(8), profile, seq_len=512, micro_batch_size=1)
     assert "all its memory together is 4.0 GB" in str(told.value)
     assert "GB of device memory and" in str(told.value)
+
+
+def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
+    """On this machine the backward of a block on 8,192 tokens takes three hours, on fewer of them less."""
+    model, slow = shallow(2), hardware.override(hardware.load("h200"), ["gpu.matmul_flops=1GFLOP/s"])
+    found = plan(model, slow, seq_len=512, tokens_per_step=8192, effort=2)
+    assert found.schedule.workload.micro_batch_size < 16 and found.prediction.period_ns > LONGEST_NS
+    for clip in (None, 1.0):
+        with pytest.raises(TooLong, match="alone would take"):
+            plan(model, slow, seq_len=512, micro_batch_size=16, grad_clip=clip, effort=2)
+
+
+def test_what_no_split_of_the_step_makes_short_enough_is_told() -> None:
+    """All fits, and the optimizer takes hours wherever it runs."""
+    slow = ["gpu.memory_bandwidth=1000B/s", "host.adam_efficiency=1e-9"]
+    with pytest.raises(TooLong, match="alone would take"):
+        plan(shallow(1), hardware.override(hardware.load("h200"), slow), seq_len=64, tokens_per_step=128, effort=2)
 
 
 def test_where_the_thriftiest_schedule_lacks_something_it_is_named() -> None:
