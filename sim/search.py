@@ -248,9 +248,9 @@ class Search:
         self.found.evaluate(same, same.with_knobs({"stay": self.found.room.stays(same)}))
 
     def few(self, workload: Workload) -> bool:
-        """Whether all placements of a step are tried."""
+        """Whether all placements of a step are tried. Of many micro-batches each would take as many times as long."""
         placements = math.prod(map(len, self._placements(workload).values()))
-        return self.thorough and placements * self.ways <= EXHAUSTIVE
+        return self.thorough and workload.accumulation < LONG and placements * self.ways <= EXHAUSTIVE
 
     def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
         space = knob_space(self.found.model, workload, begun=self.start)

@@ -32,7 +32,7 @@ from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, peak_bytes, predict
 from sim.room import Room
-from sim.search import EFFORT, PART, NothingFits
+from sim.search import EFFORT, LONG, PART, NothingFits, Search
 
 ROOMY = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40)
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
@@ -452,6 +452,13 @@ def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
         plan(shallow(8), profile, seq_len=512, micro_batch_size=1)
     assert "all its memory together is 4.0 GB" in str(told.value)
     assert "GB of device memory and" in str(told.value)
+
+
+def test_placements_are_all_tried_where_they_are_few_and_quickly_judged() -> None:
+    """With a thousand micro-batches each of a four-block model's 875 takes as long as a thousand of one."""
+    profile = hardware.load("h200")
+    search = Search(shallow(4), profile, memory_of(profile), lambda candidates, best: [])
+    assert search.few(step(1, accumulation=LONG - 1)) and not search.few(step(1, accumulation=LONG))
 
 
 def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
