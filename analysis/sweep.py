@@ -98,17 +98,19 @@ def points(
 
     Raises:
         HardwareError: no such machine or number, or a value that no machine can have.
-        InputError: nothing is varied, or the step is no whole number of sequences.
+        InputError: nothing is varied, or a number twice, or the step is no whole number of sequences.
     """
     list(splits(seq_len, tokens_per_step, None, None, precision, None))  # tells what is wrong with the step
-    axes = []
+    axes: dict[str, list[str]] = {}
     for setting in vary:
-        path, equals, values = setting.partition("=")
-        if not equals or not values.strip():
+        path, equals, values = (part.strip() for part in setting.partition("="))
+        if not equals or not values:
             raise InputError(f"{setting!r} varies nothing; write number=VALUE,VALUE, as in host.memory=128GiB,256GiB")
-        axes.append([f"{path.strip()}={value.strip()}" for value in values.split(",")])
+        if path in axes:  # the later one of two would hide the other
+            raise InputError(f"{path} is varied twice; write all its values at once, as in {path}=VALUE,VALUE")
+        axes[path] = [f"{path}={value.strip()}" for value in values.split(",")]
     found = []
-    for model, machine, changes, name in itertools.product(models, machines, itertools.product(*axes), names):
+    for model, machine, changes, name in itertools.product(models, machines, itertools.product(*axes.values()), names):
         profile = hardware.override(hardware.load(machine), list(changes))
         found.append(
             Point(

@@ -366,6 +366,7 @@ def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
     ("changes", "error", "told"),
     [
         ({"vary": ["host.memory"]}, InputError, "varies nothing"),
+        ({"vary": ["host.memory=1GB", "host.memory =2GB"]}, InputError, "host.memory is varied twice; write all"),
         ({"vary": ["host.memry=1GB"]}, HardwareError, "host.memory"),
         ({"vary": ["links.h2d.bandwidth=0GB/s"]}, HardwareError, "above zero"),
         ({"vary": ["host.memory=0GB"]}, HardwareError, "above zero"),
