@@ -180,7 +180,10 @@ def _model(hidden: int, blocks: int) -> ModelSpec:
 
 
 def _changes(machine: HardwareProfile, point: Point) -> list[str]:
-    """The machine's numbers times their factors, to three digits, none above what limits it; the duplex as the sum."""
+    """The machine's numbers times their factors, to three digits, the duplex as the sum.
+
+    What cannot exceed the host's memory bandwidth, such as a drive's rates, is no more than that.
+    """
     values: dict[str, float] = {}
     for path in MACHINE:
         value = lookup(machine, path)
@@ -188,8 +191,10 @@ def _changes(machine: HardwareProfile, point: Point) -> list[str]:
         values[path] = float(f"{value.value * point[path]:.3g}")
     memory = values["host.memory_bandwidth"]
     for path, limit in CEILINGS:
-        if path in values and limit == "host.memory_bandwidth":
-            values[path] = min(values[path], memory)
+        if limit == "host.memory_bandwidth":
+            own = lookup(machine, path)
+            if values.get(path, 0.0 if own is None else own.value) > memory:
+                values[path] = memory
     both = values["links.h2d.bandwidth"] + values["links.d2h.bandwidth"]
     values["links.duplex"] = both
     return [f"{path}={_told(value, NUMBERS[path].unit)}" for path, value in values.items()]

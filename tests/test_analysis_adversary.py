@@ -57,6 +57,16 @@ def test_every_point_lies_in_the_box() -> None:
             assert before.value / factor * 0.99 <= now.value <= before.value * factor * 1.01
 
 
+def test_a_drive_is_no_faster_than_a_host_memory_that_is_made_slower() -> None:
+    memory = machine.lookup(H200, "host.memory_bandwidth")
+    assert memory is not None
+    fast = hardware.override(H200, [f"nvme.read={memory.value / 1.5!r}B/s"])
+    point = {**dict.fromkeys(adversary.MACHINE, 1.0), "host.memory_bandwidth": 0.5}
+    slower = hardware.override(fast, adversary._changes(fast, point))
+    assert slower.nvme is not None and slower.nvme.read.value == slower.host.memory_bandwidth.value
+    assert slower.nvme.write == fast.nvme.write  # which was below it
+
+
 def test_bad_input_is_told() -> None:
     with pytest.raises(InputError, match="streamed"):
         found("streamd", "zero3_offload")
