@@ -30,6 +30,7 @@ FOR_NOTHING = (
     "A rented machine's hour costs the same here with any host memory: give rent_host_memory_per_gb_hour in the price "
     "file."
 )
+DRIVES_FOR_NOTHING = "A drive that is worn out is bought again for nothing here: give drive in the prices of: {}."
 NAMED = 30  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
 _LINE = 0.19  # inches that a line of the legend takes
@@ -190,7 +191,10 @@ def step(table: pd.DataFrame, train_tokens: float) -> str:
 
 def note(table: pd.DataFrame) -> str:
     """What the columns of a sweep's table mean, and what its prices leave out."""
-    return f"{FRONT} {FOR_NOTHING}" if table["memory_for_nothing"].any() else FRONT
+    told = [FRONT, *([FOR_NOTHING] if table["memory_for_nothing"].any() else [])]
+    if worn := list(table["machine"][table["drives_for_nothing"]].unique()):
+        told.append(DRIVES_FOR_NOTHING.format(", ".join(worn)))
+    return " ".join(told)
 
 
 def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:

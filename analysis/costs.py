@@ -19,8 +19,9 @@ def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataF
     """Rows with price, time, cost and energy of training that many tokens, and months to break even.
 
     Columns added: buy, cost_per_hour, hour ("owned" or "rented", whichever is cheaper), memory_for_nothing (a rented
-    machine's, which was changed), days, drives (worn out meanwhile), cost, energy_kwh, pareto (no point of the model
-    is done sooner for as little), and a column of months for every rental. Raises PriceError.
+    machine's, which was changed), drives_for_nothing (an owned machine's, which wear out and have no price), days,
+    drives (worn out meanwhile), cost, energy_kwh, pareto (no point of the model is done sooner for as little), and a
+    column of months for every rental. Raises PriceError.
     """
     import pandas as pd
 
@@ -42,6 +43,7 @@ def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
     nothing: Row = dict.fromkeys(("days", "drives", "cost", "energy_kwh"))
     nothing |= {"buy": price.buy, "cost_per_hour": hourly, "hour": hour}
     nothing["memory_for_nothing"] = hour == "rented" and more_bytes != 0 and prices.rent_host_memory_per_gb_hour is None
+    nothing["drives_for_nothing"] = hour == "owned" and worn > 0 and not price.drive
     months: Row = {months_column(rental.name): None for rental in prices.rentals}
     if not row["fits"]:
         return nothing | months

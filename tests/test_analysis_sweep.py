@@ -97,6 +97,14 @@ def test_the_memory_of_a_rented_machine_is_told_to_cost_nothing() -> None:
         assert "| rented |" in tables.markdown(table, buying.columns(paid, table))
 
 
+def test_drives_that_wear_out_are_told_to_cost_nothing_where_they_have_no_price() -> None:
+    (row,) = (sweep.evaluate(point) for point in some(["rtx4090"], names=["streamed"]))
+    for drive, days, told in ((0.0, 10.0, True), (120.0, 10.0, False), (0.0, None, False)):
+        own = MachinePrice(source="made up", watts=1000, buy=3652.5, drive=drive)
+        table = costs.priced([{**row, "drive_days": days}], some_prices(machines={"rtx4090": own}), 1e9)
+        assert ("for nothing here: give drive in the prices of: rtx4090." in buying.note(table)) == told
+
+
 def test_a_machine_from_a_file_has_the_price_of_its_files_or_its_profiles_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(hardware.to_json(hardware.load("rtx4090"))))
