@@ -60,7 +60,8 @@ from sim.prediction import memory_of
 
 FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy in that window
 MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
-SOLVED_TO = 1e-9  # relative: what the solver may be off by
+SOLVED_TO = 1e-7  # relative: what the solver may be off by, as its tolerances are; so much is taken off the bound
+AS_SHORT = 1e-9  # relative: placements of periods that differ by no more are equally good
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     period = float(solved.x[columns])
     # of all placements with that period, the one that does least: what it is busy with is what it must do
     work = [sum(ns for name, ns in areas.items() if name != MIDDLE) / scale for areas in lp.areas]
-    least = solve([*work, 0.0, 0.0, 0.0], period * (1 + SOLVED_TO))
+    least = solve([*work, 0.0, 0.0, 0.0], period * (1 + AS_SHORT))
     shares = [float(share) for share in (least if least.success else solved).x[:columns]]
     found = Counter[str](fixed)
     for of_column, share in zip(lp.areas, shares, strict=True):
