@@ -123,7 +123,7 @@ def test_a_plan_that_nothing_fits_is_json_too() -> None:
         (["--out", "/nonexist/dir/p.json"], "cannot write /nonexist/dir/p.json: no such folder"),
         (["--batch", "3"], "4 sequences a step do not divide into micro-batches of 3"),
         (["--accumulation", "5"], "4 sequences a step do not divide into 5 micro-batches"),
-        (["--set", "links.h2d.bandwidth=1B/s", "--set", "links.d2h.bandwidth=1B/s"], "no op may take more than"),
+        (["--set", "gpu.matmul_flops=1FLOP/s"], "no op may take more than"),
     ],
 )
 def test_what_cannot_be_planned_is_told_before_the_search(options: list[str], told: str) -> None:
@@ -131,6 +131,14 @@ def test_what_cannot_be_planned_is_told_before_the_search(options: list[str], to
     done = megatrain("plan", "tiny", *STEP, *options)
     assert done.returncode == 2 and told in done.stderr and not done.stdout
     assert "tokens/s" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_plan_does_without_links_over_which_copies_take_hours() -> None:
+    """What fits the device needs none."""
+    slow = ("--set", "links.h2d.bandwidth=1B/s", "--set", "links.d2h.bandwidth=1B/s")
+    done = megatrain("plan", "tiny", *STEP, *slow, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["peak_bytes"]["host"] == 0
 
 
 def test_a_proof_without_a_solver_is_told_before_the_search() -> None:
