@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatrain.cli import training_progress
+from megatrain.cli.interrupt import TOGETHER_S
 
 ROOT = Path(__file__).parent.parent
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
@@ -238,7 +239,7 @@ def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"] and not list(export.iterdir())
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: Path) -> None:
     with _endless(tmp_path, "--every", "5") as run:
         _wait(lambda: list(tmp_path.glob("run/*/training.json")))
@@ -264,11 +265,43 @@ def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
         run.send_signal(signal.SIGINT)
         while "steps under way" not in run.stderr.readline():
             pass
+        time.sleep(TOGETHER_S)
         run.send_signal(signal.SIGINT)
         _, told = run.communicate(timeout=60)
     assert run.returncode == 130
     assert re.search(r"megatrain: interrupted after step \d+; no checkpoint was saved\n$", told)
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as `timeout` sends it
+    with _endless(tmp_path, "--accumulation", "100") as run:
+        _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
+        run.send_signal(signal.SIGTERM)
+        while "steps under way" not in run.stderr.readline():
+            pass
+        run.send_signal(signal.SIGTERM)
+        _, told = run.communicate(timeout=60)
+    assert run.returncode == 130 and told.endswith(" is kept\n") and list((tmp_path / "run").iterdir())
+
+
+def test_a_training_goes_on_and_saves_where_nobody_hears_it(tmp_path: Path) -> None:
+    with _endless(tmp_path) as run:  # piped to `tee`, say, which Ctrl-C ends at once
+        _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
+        run.stderr.close()
+        run.send_signal(signal.SIGINT)
+        run.stderr = None
+        out, _ = run.communicate(timeout=60)
+    last = json.loads((tmp_path / "log").read_text().splitlines()[-1])["step"]
+    assert run.returncode == 130 and "loss" in out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last:08d}"]
+
+
+def test_a_full_drive_under_stderr_stops_no_training(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatrain", "run", "tiny", "-b", "1", "-s", "16", "--steps", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, "--save", str(tmp_path)], stdout=subprocess.PIPE, stderr=full, cwd=ROOT)
+    assert done.returncode == 0 and b"loss" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def _endless(folder: Path, *options: str) -> subprocess.Popen[str]:

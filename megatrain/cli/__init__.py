@@ -31,6 +31,7 @@ from megatrain.cli import (
     sweep,
     validate,
 )
+from megatrain.cli.asides import Asides
 from schedules.errors import InputError, Refused
 
 app = typer.Typer(
@@ -100,6 +101,8 @@ def main() -> NoReturn:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = Asides(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     warnings.showwarning = _noted
     try:
         code = _code()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+TOGETHER_S = 0.5  # `timeout` signals a process and then its group, a shell that ends does as much: that is one wish
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM during a training, while open.
+    """Ctrl-C, SIGTERM and a terminal that closes during a training, while open.
 
     The first asks it to stop after the steps under way and to save, where that is of use; any other ends it at once.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, useful: Callable[[], bool]) -> None:
         self.asked = False
         self._useful = useful
         self._before: dict[int, Any] = {}
+        self._at = -math.inf  # when the last one came
 
     def __enter__(self) -> Interrupt:
         for number in self.SIGNALS:
@@ -34,8 +40,13 @@ class Interrupt:
             signal.signal(number, before)
 
     def _heard(self, number: int, frame: object) -> None:
+        before, now = self._at, time.monotonic()
+        if now - before < TOGETHER_S:
+            return
+        self._at = now
         if self.asked or not self._useful():
             raise KeyboardInterrupt
         self.asked = True
         # not print: what the signal has interrupted may be a print itself
-        os.write(2, b"\nmegatrain: the steps under way are finished and saved; interrupt again to end at once\n")
+        with suppress(OSError):  # Ctrl-C has ended a `tee` behind us, too
+            os.write(2, b"\nmegatrain: the steps under way are finished and saved; interrupt again to end at once\n")
