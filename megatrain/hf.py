@@ -256,10 +256,10 @@ def write(
             _write_adapters(folder, model, workload.lora_rank, finite, base)
         else:
             _write_model(folder, model, config, finite)
-    except (OSError, safetensors.SafetensorError, Diverged) as error:
+    except BaseException as error:  # an interrupt too: what it left would have the next export refused
         for path in set(folder.iterdir()) - before:
             path.unlink()
-        if isinstance(error, Diverged):
+        if not isinstance(error, (OSError, safetensors.SafetensorError)):
             raise
         raise NotExported(f"the weights could not be exported to {folder}: {error}") from None
 

@@ -281,6 +281,17 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_export_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted(i: int) -> Tensor:
+        if i == 2:
+            raise KeyboardInterrupt
+        return parameters(TINY)(i)
+
+    with pytest.raises(KeyboardInterrupt):
+        hf.write(tmp_path, TINY, WORKLOAD, interrupted)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_export_takes_what_it_says(tmp_path: Path) -> None:
     for name, workload, source in (
         ("whole", WORKLOAD, parameters(TINY)),
