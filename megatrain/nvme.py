@@ -1,9 +1,10 @@
 """Buffers on a drive: a file each, of its exact size, read and written in large pieces by a small pool of threads.
 
-Files lie in a fresh folder inside the one that is given, and go away with it; nothing else there is touched. Their
-blocks are allocated before the first step, so that a drive without room is told then and not in the middle of a
-run. Where the file system has direct access (O_DIRECT), pages do not pass through the kernel's cache, which
-would take the memory that training needs and hide the drive's speed; elsewhere access is through the cache.
+Files lose their names as soon as they are open, so that the system frees them with the process, however that ends: what
+a killed run left could fill the drive. `df` counts them, `du` does not. Their blocks are allocated before the first
+step, so that a drive without room is told then and not in the middle of a run. Where the file system has direct access
+(O_DIRECT), pages do not pass through the kernel's cache, which would take the memory that training needs and hide the
+drive's speed; elsewhere access is through the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import ctypes
 import errno
 import mmap
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class DriveError(Refused):
 
 
 class Drive:
-    """A folder of slabs on a drive, and the threads that move them. Close it, or use it as a context manager.
+    """Slabs on the drive of a folder, and the threads that move them. Close it, or use it as a context manager.
 
     What is read or written goes in pieces of `piece` bytes, `depth` of them under way at once.
 
@@ -47,11 +47,11 @@ class Drive:
 
     def __init__(self, folder: Path, *, piece: int | None = None, depth: int = DEPTH) -> None:
         self.piece = PIECE if piece is None else piece
+        self.folder = folder
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="megatrain-", dir=folder))
+            self.direct = _has_direct_access(folder)
         except OSError as error:
             raise DriveError(f"cannot keep buffers in {folder}: {error.strerror}") from None
-        self.direct = _has_direct_access(self.folder)
         self._workers = ThreadPoolExecutor(depth, thread_name_prefix="drive")
         self._bounce = threading.local()
         self._files: list[int] = []
@@ -64,30 +64,28 @@ class Drive:
 
     def allocate(self, buffer: Buffer) -> DriveSlab:
         """A file of the buffer's size, its blocks allocated, full of zeros. Raises DriveError."""
-        path = self.folder / buffer.name
         length = -(-buffer.nbytes // BLOCK) * BLOCK
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
+            file = _open_nameless(self.folder, os.O_DIRECT if self.direct else 0)
             self._files.append(file)
             if length:
                 os.posix_fallocate(file, 0, length)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise DriveError(
-                    f"no room for {buffer.name}, {buffer.nbytes / 1e9:.3g} GB, in {self.folder.parent}: "
+                    f"no room for {buffer.name}, {buffer.nbytes / 1e9:.3g} GB, in {self.folder}: "
                     f"{error.strerror}; make room there or choose another folder"
                 ) from None
-            raise DriveError(f"cannot make {path}: {error.strerror}") from None
-        return DriveSlab(self, file, path, buffer.nbytes)
+            raise DriveError(f"cannot make {buffer.name} in {self.folder}: {error.strerror}") from None
+        return DriveSlab(self, file, buffer)
 
     def close(self) -> None:
-        """Wait for what is under way, close the files and remove them. May be called twice."""
+        """Wait for what is under way and close the files, which are gone then. May be called twice."""
         self._workers.shutdown()
         for file in self._files:
             with suppress(OSError):
                 os.close(file)
         self._files = []
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def each(self, work: Callable[[int, int], None], nbytes: int) -> None:
         """Call work(start, stop) for pieces that cover [0, nbytes), several at once; raises what any raised."""
@@ -109,8 +107,9 @@ class Drive:
 class DriveSlab:
     """One buffer on a drive."""
 
-    def __init__(self, drive: Drive, file: int, path: Path, nbytes: int) -> None:
-        self._drive, self._file, self._path, self.nbytes = drive, file, path, nbytes
+    def __init__(self, drive: Drive, file: int, buffer: Buffer) -> None:
+        self._drive, self._file, self.nbytes = drive, file, buffer.nbytes
+        self._name = f"{buffer.name} in {drive.folder}"
 
     def read(self, target: Tensor) -> None:
         """Fill contiguous CPU memory from the slab's first byte on. Raises DriveError."""
@@ -155,10 +154,10 @@ class DriveSlab:
         try:
             done = call(self._file, views, at)
         except OSError as error:
-            raise DriveError(f"cannot {verb} {self._path} at byte {at}: {error.strerror}") from error
+            raise DriveError(f"cannot {verb} {self._name} at byte {at}: {error.strerror}") from error
         if done != count:
             raise DriveError(
-                f"cannot {verb} {self._path} at byte {at}: {done} of {count} bytes done; the file is cut off"
+                f"cannot {verb} {self._name} at byte {at}: {done} of {count} bytes done; the file is cut off"
             )
 
 
@@ -174,11 +173,16 @@ def _view(memory: Tensor, start: int, stop: int) -> memoryview:
 
 
 def _has_direct_access(folder: Path) -> bool:
-    probe = folder / "probe"
-    try:
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
-    except OSError:
-        return False
-    finally:
-        probe.unlink(missing_ok=True)
-    return True
+    """Raises OSError where no file can be made."""
+    os.close(_open_nameless(folder))
+    with suppress(OSError):
+        os.close(_open_nameless(folder, os.O_DIRECT))
+        return True
+    return False
+
+
+def _open_nameless(folder: Path, flags: int = 0) -> int:
+    """A new file on the folder's drive, open to read and write."""
+    # over a network a file keeps a name until it is closed, and its folder with it
+    with tempfile.TemporaryDirectory(prefix="megatrain-", dir=folder, ignore_cleanup_errors=True) as own:
+        return os.open(Path(own) / "buffer", os.O_RDWR | os.O_CREAT | flags, 0o600)
