@@ -14,9 +14,9 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import MissingCost
+from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
-from sim.prediction import Prediction, memory_of, peak_bytes, predict, shortage
+from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, shortage
 from sim.units import scaled
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class Row:
 
     Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41.0 GB") and
     `reason` whole; both are empty where it fits. So too where a measured profile lacks the time of an op ("not
-    measured: ..."): `fits` is None there. `gap` is by what fraction the step exceeds its bound. The ratio is to the
-    baseline of the same `precision`, or, where there is none, to another (`same_state` is False then).
+    measured: ...") or an op takes too long ("not predicted: ..."): `fits` is None there. `gap` is by what fraction the
+    step exceeds its bound. The ratio is to the baseline of the same `precision`, or, where there is none, to another
+    (`same_state` is False then).
     """
 
     model: str
@@ -119,8 +120,12 @@ def _row_of(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) 
     try:
         return row_of(predict(schedule, profile, budget))
     except MissingCost as error:
-        peaks, short = peak_bytes(schedule, profile), f"not measured: {error.what.signature}"
-        return _row(schedule, profile, peaks, fits=None, shortage=short, reason=str(error))
+        short, reason = f"not measured: {error.what.signature}", str(error)
+    except TooLong as error:
+        if lacking := shortage(schedule, profile, budget):
+            return _lacking(schedule, profile, lacking, str(lacking))
+        short, reason = "not predicted: an op takes hours", str(error)
+    return _row(schedule, profile, peak_bytes(schedule, profile), fits=None, shortage=short, reason=reason)
 
 
 def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
@@ -141,14 +146,7 @@ def row_of(prediction: Prediction) -> Row:
     """What a prediction says, as a row; the ratio to the baseline is left open."""
     lacking = prediction.does_not_fit
     if lacking is not None:
-        return _row(
-            prediction.schedule,
-            prediction.profile,
-            prediction.peak_bytes,
-            fits=False,
-            shortage=f"does not fit: {lacking.short}",
-            reason=str(lacking),
-        )
+        return _lacking(prediction.schedule, prediction.profile, lacking, str(lacking))
     return _row(
         prediction.schedule,
         prediction.profile,
@@ -185,8 +183,12 @@ def _without_nvme(schedule: Schedule, profile: HardwareProfile, budget: MemoryBu
     assert lacking is not None, "there is no room on what is not there"
     needed = scaled(schedule.allocated_bytes(Tier.NVME), "GB")
     reason = f"the schedule keeps {needed} on NVMe, and {profile.name} has none"
-    peaks = peak_bytes(schedule, profile)
-    return _row(schedule, profile, peaks, fits=False, shortage=f"does not fit: {lacking.short}", reason=reason)
+    return _lacking(schedule, profile, lacking, reason)
+
+
+def _lacking(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit, reason: str) -> Row:
+    short, peaks = f"does not fit: {lacking.short}", peak_bytes(schedule, profile)
+    return _row(schedule, profile, peaks, fits=False, shortage=short, reason=reason)
 
 
 def _row(

@@ -17,7 +17,7 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.flops import model_flops_per_step
 from schedules.workload import MemoryBudget, Workload
-from sim.hardware import load
+from sim.hardware import load, override
 from sim.prediction import memory_of, predict
 
 H200 = load("h200")
@@ -93,6 +93,17 @@ def test_what_a_measured_profile_lacks_is_a_row_beside_the_others() -> None:
     lacking = by_policy.loc["zero3_offload"]
     assert lacking["shortage"].startswith("not measured: tiny/") and "megatrain profile tiny" in lacking["reason"]
     assert by_policy.loc["streamed", "tokens_per_s"] > 0
+
+
+def test_a_step_with_ops_of_hours_is_a_row_beside_the_others() -> None:
+    """Links on which copies take hours leave out what streams; where it has no room either, that is what it lacks."""
+    slow = override(load("h200"), ["links.h2d.bandwidth=1B/s"])
+    names = ["streamed resident=6", "streamed"]
+    found = compare([TINY], names, slow, [STEP])
+    assert found["fits"].tolist() == [True, None]
+    assert found["shortage"][1] == "not predicted: an op takes hours" and "alone would take" in found["reason"][1]
+    budget = MemoryBudget(device_bytes=1 << 30, host_bytes=1000, nvme_bytes=0)
+    assert compare([TINY], names, slow, [STEP], budget)["shortage"][1].startswith("does not fit: host")
 
 
 def test_the_fastest_row_stands_first_and_nvme_only_where_it_is_used(comparison: pd.DataFrame) -> None:

@@ -86,7 +86,7 @@ def compare(
         else:
             tables.show_comparison(frame)
             for lacking in frame["reason"][frame["fits"].isna()].head(1):
-                print(f"The first that is not measured: {lacking}")
+                print(f"The first that is not predicted: {lacking}")
             if policy is None:
                 others = [name for name in policies.names() if name not in chosen]
                 print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")
