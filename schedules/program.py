@@ -279,14 +279,21 @@ class Program(Buffers):
     # ---- the optimizer and its passes
 
     def accumulate(
-        self, i: int, *, out_of: str, into: str | None = None, stream: Stream = Stream.CPU, fresh: bool = False
+        self,
+        i: int,
+        *,
+        out_of: str,
+        into: str | None = None,
+        wide: bool = False,
+        stream: Stream = Stream.CPU,
+        fresh: bool = False,
     ) -> None:
-        """Add layer i's gradient in `out_of` to its home; a plain store where the home holds none yet.
+        """Add layer i's gradient in `out_of` to its sum, at home if left out; a plain store where there is none yet.
 
-        `fresh`: such a store goes into memory allocated for it, whose pages the system has yet to give.
+        `wide`: the sum is the one in fp32. `fresh`: a store goes into memory allocated for it, whose pages the system
+        has yet to give.
         """
-        grad = self.grad(i)
-        reads = [(out_of, grad)]
+        reads, grad = [(out_of, self.grad(i))], self.grad(i, wide=wide)
         writes: list[Held] = []
         self._add_to(grad, into, reads, writes)
         stored = self.nbytes(grad) if fresh and len(reads) == 1 else 0

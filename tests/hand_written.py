@@ -173,4 +173,36 @@ def moved_out(model: ModelSpec, workload: Workload) -> Schedule:
     return p.build(policy="moved_out")
 
 
-WRITERS: dict[str, Writer] = {w.__name__: w for w in (on_device, two_slots, stop_and_go, moved_out)}
+def summed_wide(model: ModelSpec, workload: Workload) -> Schedule:
+    """Gradients of all micro-batches are added up in fp32, on the device, where the optimizer runs."""
+    p, grads = Program(model, workload), {}
+    buffers = p.slots("grad", 2)
+    for i in model.layers:
+        grads[i] = p.grad(i, wide=True)
+        p.keep_on_device(p.weight(i), p.state(i), grads[i])
+
+    def add(i: int, grad: str) -> None:
+        p.accumulate(i, out_of=grad, wide=True, stream=Stream.COMPUTE)
+
+    for m in workload.microbatches:
+        for i in model.layers[:-1]:
+            p.forward(i, m)
+        if model.tie_word_embeddings:
+            p.loss(m, grad=buffers.next(), embed_grad=(table := p.buffer("table.grad")))
+            add(model.embed, table)
+            p.discard(table)
+        else:
+            p.loss(m, grad=buffers.next())
+        add(model.head, buffers.current)
+        for i in reversed(model.layers[:-1]):
+            p.backward(i, m, grad=buffers.next())
+            add(i, buffers.current)
+    sums = {i: (p.home(grad), grad) for i, grad in grads.items()}
+    if workload.grad_clip is not None:
+        p.norm(sums.values(), stream=Stream.COMPUTE)
+    for i in model.layers:
+        p.update(i, grad=sums[i], stream=Stream.COMPUTE)
+    return p.build(policy="summed_wide")
+
+
+WRITERS: dict[str, Writer] = {w.__name__: w for w in (on_device, two_slots, stop_and_go, moved_out, summed_wide)}

@@ -214,6 +214,22 @@ def test_training_by_schedule_is_plain_training(name: str, case: Case) -> None:
         assert error(found.parameters[i], right.parameters[i]) < 5e-6, i
 
 
+def test_a_wide_sum_of_micro_batches_is_theirs_in_fp32() -> None:
+    """Where the sum is bf16, as each micro-batch's gradient, it is rounded as often as something is added."""
+    workload = Workload(micro_batch_size=1, accumulation=8, seq_len=32, precision="bf16")
+    wide, narrow = (run(WRITERS[name](FOUR_BLOCKS, workload), 1) for name in ("summed_wide", "on_device"))
+    exact = replace(workload, precision="fp32")
+    right = run(WRITERS["on_device"](FOUR_BLOCKS, exact), 1)
+    for i in FOUR_BLOCKS.layers:
+        assert wide.gradients[0][i].dtype == torch.float32 and narrow.gradients[0][i].dtype == torch.bfloat16
+        assert distance(wide, right, i) < 0.9 * distance(narrow, right, i)
+
+
+def distance(found: Reference, right: Reference, i: int) -> float:
+    """Of the gradients of layer i, relative to their length."""
+    return float((found.gradients[0][i].float() - right.gradients[0][i]).norm() / right.gradients[0][i].norm())
+
+
 def test_reference_learns_and_clips() -> None:
     free, clipped = expected(CASES[0]), expected(CASES[2])
     assert free.losses[-1] < free.losses[0] - 0.3
