@@ -11,9 +11,9 @@ Why this is exact: a deferred update stands late in the step's program, and noth
 block in the next step waits for it.
 
 Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
-drive, from which they come through host buffers; 2 more on the host for gradients of deferred blocks. On the
-device: two blocks' weights and gradients, embedding and head, 4, and the hidden states and their gradients of all
-micro-batches between two layers.
+drive, from which they come through host buffers; 2 more on the host for gradients of deferred blocks, embedding and
+head. On the device: two blocks' weights and gradients, embedding and head, 4, and the hidden states and their gradients
+of all micro-batches between two layers.
 
 Exact in its training. Approximated: alpha counts blocks where GreedySnake defers a part of every layer; between two
 layers the hidden states stay on the device where GreedySnake moves all but the last micro-batch's; checkpoints

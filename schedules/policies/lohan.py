@@ -9,7 +9,8 @@ be searched by simulation. The step ends when all updates are done.
 
 Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
 drive, from which they come through host buffers (weights for forward and backward; both for Adam, which writes
-both back). On the device: the window, two gradients, and embedding and head, 4.
+both back); 2 more on the host for gradients of embedding and head. On the device: the window, two gradients, and
+embedding and head, 4.
 
 Exact in its training. Approximated: all is decided by layer, where LoHan chooses single activations; embedding and
 head stay on the device for the step. Under accumulation, which LoHan does without, blocks' gradients add up on the

@@ -3,17 +3,19 @@
 What it does. Weights live on the device. A step is a window, of as many micro-batches as ZenFlow has steps between
 two updates on the CPU (update_interval). After each backward the gradients of the less important part go to the host
 and are added up there; those of the important part stay on the device, add up there, and are applied there at the end
-of the window. A CPU optimizer in a process of its own applies the sums of the window before while this window runs:
-two gradient buffers take turns. At the end of a window the host waits for that update, and its new weights go up.
-So the less important weights miss the update of one window: they are stale by one, the important ones are not.
+of the window. A CPU optimizer in a process of its own applies the sums of the window before while this window runs.
+At the end of a window the host waits for that update, and its new weights go up. So the less important weights miss
+the update of one window: they are stale by one, the important ones are not.
 
 Where states live, in bytes per parameter at bf16. Device: weights 2 and, of the important part, gradient 2, fp32 master
-4 and moments 8. Host, of the rest: two gradients of 4, fp32 master 4 and moments 8, and the weights that go up, 2.
+4 and moments 8. Host, of the rest: the window's sum of gradients 2, fp32 gradients 4, fp32 master 4, moments 8, weights
+2, and a copy of them that goes up, 2.
 
 Stale, not exact, and declared so. Approximated: importance is by column, chosen again every few steps by the norm of
 its gradient; here it is by block, evenly spread and fixed, embedding and head being less important. The important
 part is updated once a window, where ZenFlow updates it in every step of it: an optimizer on the device takes little
-time. Warm-up rounds of ordinary offload are left out.
+time. A window's sum is cast to fp32 when it ends, where ZenFlow's two buffers take turns. Warm-up rounds of ordinary
+offload are left out.
 Source: DeepSpeed runtime/zenflow; arXiv:2505.12242.
 """
 
