@@ -40,7 +40,7 @@ MACHINES = ("a100-pcie", "h100", "gh200", "h200", "b200", "rtx4090", "rtx5090")
 SEQ, TOKENS = 2048, 16384
 # (model, machine, changes, name, sequence, tokens per step)
 SPECIAL = (
-    ("qwen2.5-14b", "h200", ("host.memory=128GiB",), "h200, 128 GiB host", 4096, 65536),
+    ("qwen2.5-14b", "h200", ("host.memory=128GiB",), "h200, 128 GiB host, 64k tokens", 4096, 65536),
     ("llama-3.1-8b", "h200", (), "h200, 64k tokens", 4096, 65536),
     ("qwen2.5-7b", "gh200", (), "gh200, one sequence of 128k", 131072, 131072),
     ("qwen2.5-7b", "gh200", (), "gh200, one sequence of 512k", 524288, 524288),

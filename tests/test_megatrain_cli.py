@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from io import StringIO
@@ -412,3 +413,13 @@ def test_the_readme_shows_the_example_policy_as_it_is() -> None:
     assert f"```python\n{policy}```" in (ROOT / "README.md").read_text()
     assert len(policy.splitlines()) < 30
     assert megatrain("simulate", "tiny", "--policy", "docs/my_policy.py").returncode == 0
+
+
+def test_the_readme_shows_what_verify_says_of_that_policy_without_a_wait(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    assert megatrain("build", "tiny", "-p", "docs/my_policy.py", "-s", "128", "-o", str(file)).returncode == 0
+    step = json.loads(file.read_text())
+    step["waits"].remove({"op": "P.w.2", "on": "F.0.0", "distance": 0})
+    file.write_text(json.dumps(step))
+    told = megatrain("verify", str(file)).stderr.partition("\n\n")[2]
+    assert f"```\n{textwrap.dedent(told)}```" in (ROOT / "README.md").read_text()
