@@ -203,12 +203,15 @@ def _labelled(boxes: Sequence[Box], letter: float) -> list[Box]:
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
-    """Boxes of a class, in the order of time, with those of one label in turn as one in their middle."""
-    found = []
-    for label, alike in itertools.groupby(boxes, key=lambda box: box[1]):
-        first, *_ = several = list(alike)
-        found.append((first[0], label, (first[2] + several[-1][2]) / 2, first[3]))
-    return found
+    """Boxes of a class, in the order of time, with those of one label in turn, and close, as one in their middle."""
+    runs: list[list[Box]] = []
+    for box in boxes:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last[1] == box[1] and box[2] - (last[2] + last[3]) <= max(last[3], box[3]):
+            runs[-1].append(box)
+        else:
+            runs.append([box])
+    return [(run[0][0], run[0][1], (run[0][2] + run[-1][2]) / 2, run[0][3]) for run in runs]
 
 
 def _middle(box: Box) -> float:

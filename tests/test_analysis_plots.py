@@ -154,6 +154,22 @@ def test_labels_of_layers_are_regular_and_never_on_one_another() -> None:
     assert max(layers) >= 10 and all(layer % 2 == 0 or layer % 5 == 0 for layer in layers)
 
 
+def test_no_label_stands_where_a_stream_is_idle_for_long() -> None:
+    """A layer's gradient comes at one time and its weights at another: one label in the middle would be of neither."""
+    model = replace(presets.load("llama-2-7b"), num_hidden_layers=6)
+    schedule = policies.build(
+        "superoffload", model, Workload(micro_batch_size=16, seq_len=1024), memory_of(load("h200"))
+    )
+    runs = [(schedule, simulate(schedule, load("h200"), steps=3))]
+    ax, data = gantt(runs), gantt_data(runs)
+    for place, name in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True):
+        boxes = data[data["stream"] == name.get_text()]
+        for text in (text for text in ax.texts if text.get_text().isdecimal() and text.get_position()[1] == place):
+            x, own = text.get_position()[0], boxes[boxes["label"] == text.get_text()]
+            width = own["end_ms"] - own["start_ms"]
+            assert ((own["start_ms"] - width <= x) & (x <= own["end_ms"] + width)).any(), (name, text)
+
+
 # ---- memory
 
 
