@@ -40,7 +40,8 @@ import rehearsal
 import torch
 from gpu_arena import ArenaBackend
 from gpu_case import PLANNED, Case
-from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row, table
+from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row
+from gpu_table import table
 from torch.utils import cpp_extension
 
 from megatrain.cuda import let_segments_grow
@@ -260,7 +261,7 @@ def main() -> None:
             sys.exit(STOP)
         if part.part == "kernels":  # a profiler stays in the way of what is launched after it
             leave(AGAIN)
-    print(table(results), flush=True)
+    print(table(results.body), flush=True)
     leave(0)
 
 

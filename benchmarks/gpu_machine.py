@@ -64,9 +64,9 @@ def clear() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def datasheet() -> str:
-    """The profile whose GPU this is, by CUDA's name for it ("NVIDIA H100 80GB HBM3"). Raises Refused without one."""
-    gpu = torch.cuda.get_device_name()
+def datasheet(gpu: str | None = None) -> str:
+    """The profile of a GPU, this one if None, by CUDA's name for it ("NVIDIA H100 80GB HBM3"). Raises Refused."""
+    gpu = gpu or torch.cuda.get_device_name()
     known = [name for name in hardware.names() if name.split("-")[0] in gpu.lower().replace(" ", "")]
     if not known:
         raise Refused(f"there is no datasheet of {gpu} among {', '.join(hardware.names())}")

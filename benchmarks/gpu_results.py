@@ -22,6 +22,7 @@ from typing import Any
 import gpu_rivals
 import torch
 from gpu_machine import Row
+from gpu_table import table
 
 from megatrain.backend import OpFailed
 from megatrain.here import machine_name
@@ -29,7 +30,6 @@ from schedules.errors import Refused
 from schedules.files import write_text
 
 SMOKE = "smoke"  # the part without which nothing is worth measuring
-STEPS = ("ways", "steps", "rivals")  # parts whose rows are steps
 AGAIN = 3  # exit status: measured what could be, the rest wants a new process
 STOP = 2  # exit status: another process would come no further
 HANGS_AFTER_S = 150.0  # a row of which nothing is expected; else three times what is
@@ -130,7 +130,7 @@ class Results:
     def save(self) -> None:
         """Write the file, whole or not at all, and the table of what is in it."""
         write_text(self._file, json.dumps(self.body, indent=1, default=str))
-        write_text(self._file.with_suffix(".md"), table(self))
+        write_text(self._file.with_suffix(".md"), table(self.body))
 
 
 def _wanted_again(part: str, row: Row, again: bool) -> bool:
@@ -143,46 +143,3 @@ def _sound(error: Exception) -> bool:
     """Whether CUDA and torch are as they were before it. Of an op that failed its cause tells: CUDA may be that."""
     cause = error.__cause__ if isinstance(error, OpFailed) else error
     return isinstance(cause, (Refused, gpu_rivals.LeftOut, torch.cuda.OutOfMemoryError))
-
-
-def table(results: Results) -> str:
-    """What a reader wants to see, as Markdown: who measured, steps, then the rows of all other parts as they are."""
-    peak = max((row["TFLOP_s"]["median"] for row in results.rows("gemm") if "TFLOP_s" in row), default=None)
-    lines = ["# One GPU, measured", ""]
-    for number, run in enumerate(results.body["runs"]):
-        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        lines.append(f"- run {number}: {run['gpu']}; {run['host']}; {run['date']}; {versions}; `{run['command']}`")
-    lines += [
-        "",
-        "| case | step (s) | spread | tokens/s | MFU | HFU | predicted | above bound "
-        "| GPU peak (GB) | host (GB) | run |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for part in STEPS:
-        for row in results.body["rows"].get(part, {}).values():
-            if "error" in row:
-                said = row["error"].partition("\n")[0][:120]
-                lines.append(f"| {row['case']} | {said} | | | | | | | | | {row['run']} |")
-                continue
-            step, way = row["step_s"], "".join(f", {name}" for name in ("fused", "graphs") if row.get(name))
-
-            def share(name: str, row: Row = row) -> str:
-                return f"{row[name] / peak:.1%}" if peak and name in row else ""
-
-            def signed(name: str, row: Row = row) -> str:
-                return f"{row[name]:+.1%}" if name in row else ""
-
-            lines.append(
-                f"| {row['case']}{way} | {step['median']:.4f} | {step['least']:.4f}-{step['most']:.4f} "
-                f"| {row['tokens_per_s']:,.0f} | {share('model_TFLOP_s')} | {share('executed_TFLOP_s')} "
-                f"| {signed('prediction_error')} | {signed('above_bound')} "
-                f"| {row['gpu_peak_GB']:.1f} | {row.get('host_buffers_GB', 0):.1f} | {row['run']} |"
-            )
-    told = [
-        f"{part}: {json.dumps({k: v for k, v in row.items() if k not in ('said', 'settings')}, default=str)}"
-        for part, rows in results.body["rows"].items()
-        if part not in STEPS
-        for row in rows.values()
-    ]
-    note = f"MFU and HFU are of {peak:,.0f} TFLOP/s, the fastest product measured here." if peak else ""
-    return "\n".join([*lines, "", note, "", *told, ""])

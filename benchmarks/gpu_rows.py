@@ -80,7 +80,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
 
     `pinned_GB` of host memory are kept from rows before it, or DeepSpeed's engine of a model and a precision.
     """
-    known, steps, startup, like = _expected(gpu), float(WARM_UP + STEPS), STARTUP_S, case
+    known, steps, startup, like = expected(gpu), float(WARM_UP + STEPS), STARTUP_S, case
     if case.policy == ZERO3:
         like = dataclasses.replace(case, policy="zero3_offload", precision="bf16", knobs=KNOBS["zero3_offload"])
         steps += 2.0  # by phases
@@ -100,7 +100,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
 
 
 @functools.cache
-def _expected(gpu: str) -> dict[str, dict[str, float]]:
+def expected(gpu: str) -> dict[str, dict[str, float]]:
     file = EXPECTED / f"{gpu}.json"
     found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
     return found

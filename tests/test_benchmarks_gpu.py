@@ -103,7 +103,7 @@ for gpu in ("h100", "h200"):
     for case in cases[: len(g.FIRST)]:
         times.append(g.seconds(case, gpu, pinned_GB=pinned_GB, engine=engine))
         engine = (case.model, case.precision) if case.policy == g.ZERO3 else None
-        pinned_GB = 0.0 if engine else max(pinned_GB, g._expected(gpu).get(case.key, {"host_GB": 0.0})["host_GB"])
+        pinned_GB = 0.0 if engine else max(pinned_GB, g.expected(gpu).get(case.key, {"host_GB": 0.0})["host_GB"])
     assert all(time > g.STARTUP_S for time in times), times
     assert 18 * 60 < sum(times) < 24 * 60, (gpu, sum(times))  # a lease of half an hour, less what else is measured
     seven = [case for case in cases if case.key.startswith(f"qwen2.5-7b {g.ZERO3}") and case.precision == "bf16"]
@@ -118,6 +118,54 @@ for gpu in ("h100", "h200"):
 
 def rows_of(page: Path) -> list[str]:
     return [line.strip("| ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_table_says_what_is_true_of_every_row(tmp_path: Path) -> None:
+    code = """import gpu_rows, gpu_table
+def step(case, seconds, **more):
+    times = {"median": seconds, "least": seconds, "most": seconds}
+    return {"case": case, "step_s": times, "tokens_per_s": 2048 / seconds, "model_TFLOP_s": 100.0, "gpu_peak_GB": 1.0,
+            "run": 0, **more}
+def ours(case, seconds, error, losses=(1.0,)):
+    return step(case, seconds, prediction_error=error, above_bound=0.5, losses=list(losses), host_buffers_GB=2.0)
+def rows(*found):
+    return {row["case"]: row for row in found}
+three, one = "llama-3.2-3b {} 1x2x1024 bf16", "llama-3.2-1b {} 1x2x1024 bf16_16bit"
+body = {
+    "runs": [{"gpu": "NVIDIA H100 80GB HBM3", "host": "", "date": "", "versions": {}, "command": ""}],
+    "rows": {
+        "gemm": {"a": {"TFLOP_s": {"median": 400.0}}, "b": {"TFLOP_s": {"median": 500.0}}},
+        "steps": rows(
+            ours(three.format("planned"), 0.1, 0.02), ours(three.format("streamed"), 0.5, -0.2, [1.0, float("nan")]),
+            ours(three.format("megatrain_released"), 2.0, 0.05), ours(one.format("resident"), 0.033, 0.0),
+            ours("llama-3.1-8b planned 2x1x4096 bf16 in 12 GiB", 1.0, 0.0),
+            {"case": "torn", "error": "E: a | b\\n c", "run": 0},
+        ),
+        "rivals": rows(
+            step(three.format(gpu_rows.ZERO3), 1.0), step(one.format(gpu_rows.TORCH), 0.066),
+            step("llama-3.1-8b deepspeed zero3 2x1x4096 bf16", 3.0),
+        ),
+    },
+}
+page = gpu_table.table(body)
+for empty in ({}, {"steps": {}}):
+    assert gpu_table.table({"runs": [], "rows": empty}).startswith("# One GPU")
+print(page)"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    steps = {line[0].strip("| "): line[1:] for line in lines if len(line) == 11}
+    assert steps["llama-3.2-3b planned 1x2x1024 bf16"][3:9] == ["20.0%", "", "+2.0%", "+50.0%", "1.0", "2.0"]
+    assert steps["llama-3.2-3b deepspeed zero3 1x2x1024 bf16"][3:9] == ["20.0%", "", "", "", "1.0", ""]
+    assert "llama-3.2-3b streamed 1x2x1024 bf16, **losses not finite**" in steps
+    assert "| torn | E: a \\| b c | | | | | | | | | 0 |" in done.stdout
+    beside = {line[0].strip("| "): [cell.strip(" |") for cell in line[2:]] for line in lines if len(line) == 6}
+    assert beside["llama-3.2-3b planned 1x2x1024 bf16"] == ["10.00x", "20.00x", "", "0.93x"]
+    assert beside["llama-3.2-3b megatrain_released 1x2x1024 bf16"] == ["0.50x", "", "", "1.52x"]
+    assert beside["llama-3.2-1b resident 1x2x1024 bf16_16bit"] == ["", "", "2.00x", "1.00x"]
+    assert beside["llama-3.1-8b planned 2x1x4096 bf16 in 12 GiB"][:3] == ["", "", ""]  # the rivals had the whole GPU
+    assert "Of 5 steps predicted, 3 within 4%, 4 within 10%; median error +0.0%" in done.stdout
+    assert "worst -20.0% (llama-3.2-3b streamed" in done.stdout
 
 
 FAULTS = """import os, sys, time
@@ -288,13 +336,13 @@ def test_a_part_begins_on_a_machine_where_nothing_is_left(tmp_path: Path) -> Non
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-import gpu, gpu_arena, gpu_machine, gpu_results, gpu_rows, gpu_steps, rehearsal
+import gpu, gpu_arena, gpu_machine, gpu_results, gpu_rows, gpu_steps, gpu_table, rehearsal
 from schedules.op import Buffer, Tier
 rehearsal.install(gpu)
 rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
 options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False)
 for part in gpu.parts(options, rows):
-    assert (getattr(part.work, "func", None) is gpu.alone) == (part.part not in gpu_results.STEPS), part
+    assert (getattr(part.work, "func", None) is gpu.alone) == (part.part not in gpu_table.STEPS), part
 whole = []
 torch.cuda.set_per_process_memory_fraction = whole.append
 large = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 20)])
