@@ -46,9 +46,9 @@ FIRST = (
     *_of("llama-3.2-3b planned"),
     *_of(f"llama-3.2-3b {ZERO3}"),
     "qwen2.5-14b planned 4x4x4096 bf16",
-    *_of("llama-3.2-3b streamed"),
     "llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB",
     "llama-3.2-3b megatrain_released 1x8x1024 bf16",
+    *_of("llama-3.2-3b streamed"),
     *_of("llama-3.2-1b resident", "bf16_16bit"),
     *_of(f"llama-3.2-1b {TORCH}", "bf16_16bit"),
 )

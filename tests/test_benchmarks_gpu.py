@@ -331,6 +331,43 @@ assert gpu.in_way(short, both).key_in_way.removeprefix(short.key) == " fused gra
     assert done.returncode == 0, done.stderr
 
 
+def test_no_step_is_measured_in_a_way_that_nobody_chose(tmp_path: Path) -> None:
+    code = """import argparse, sys
+from pathlib import Path
+import gpu, gpu_machine, gpu_results, rehearsal
+rehearsal.install(gpu)
+rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
+options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False, parts=gpu.PARTS)
+ways = rows.body["rows"].setdefault("ways", {})
+def told():
+    return [part.name for part in gpu.parts(options, rows) if part.part not in gpu.PARTS[:4]]
+for count in (2, 2, 4, 4):  # of the first way, then of both: one row is not enough
+    assert told() == [*ways, *told()][-count:] and len(told()) == count, told()
+    ways[told()[len(ways)]] = {"case": "a", "error": "none"}
+assert len(told()) > 4
+options.parts = ["steps"]  # who leaves them out has steps in the plain way
+ways.clear()
+assert len(told()) > 4"""
+    done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_counts_as_time_of_the_budget(tmp_path: Path) -> None:
+    code = """import sys, time
+import gpu, gpu_results
+found = []
+gpu.Results = lambda folder, budget_s, **more: found.append(budget_s) or gpu_results.Results(folder, budget_s, **more)
+gpu.parts = lambda options, results: []
+gpu.leave = lambda status: None
+gpu.__begun__ = time.monotonic() - 20.0
+sys.argv = ["gpu.py", "--once", "--rehearse", "--budget-s", "100", "--out", sys.argv[1]]
+gpu.main()
+assert 0 < found[0] < 80.0, found
+assert gpu.supervise(["no such option"], gpu.Path(sys.argv[-1]) / "gpu.json", 15.0) == 0  # the time is over"""
+    done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_part_begins_on_a_machine_where_nothing_is_left(tmp_path: Path) -> None:
     code = """import argparse, sys
 from pathlib import Path
@@ -340,7 +377,7 @@ import gpu, gpu_arena, gpu_machine, gpu_results, gpu_rows, gpu_steps, gpu_table,
 from schedules.op import Buffer, Tier
 rehearsal.install(gpu)
 rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
-options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False)
+options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False, parts=["steps"])
 for part in gpu.parts(options, rows):
     assert (getattr(part.work, "func", None) is gpu.alone) == (part.part not in gpu_table.STEPS), part
 whole = []
