@@ -66,7 +66,7 @@ HOST_SHARE = 0.9  # of the host's memory, where nothing is said
 
 
 def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
-    """Run this file as `--once` until it has measured all that fits into the budget; its last exit status.
+    """Run this file as `--once` until it has measured all that fits into the budget; its last exit status, 0 for AGAIN.
 
     Whoever ends this process ends that one with it (`gpu_case.end_with_parent`), and what that has begun.
     """
@@ -89,7 +89,9 @@ def supervise(arguments: list[str], results: Path, budget_s: float) -> int:
             break
         print(f"the process ended with status {status}: another goes on", file=sys.stderr, flush=True)
         arguments = [*(argument for argument in arguments if argument not in ("--again", WENT_ON)), WENT_ON]
-    return status
+    else:
+        print("the time is over: the same command goes on", file=sys.stderr, flush=True)
+    return 0 if status == AGAIN else status
 
 
 def _content(file: Path) -> bytes:
@@ -224,8 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="the folder of the results")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    parser.add_argument("--models", nargs="+", default=list(gpu_rows.MODELS), help="for steps and rivals")
-    parser.add_argument("--policies", nargs="+", default=[*gpu_rows.POLICIES, PLANNED], help="for steps")
+    parser.add_argument(
+        "--models", nargs="+", choices=gpu_rows.MODELS, default=list(gpu_rows.MODELS), help="for steps and rivals"
+    )
+    names = [*gpu_rows.POLICIES, PLANNED]
+    parser.add_argument("--policies", nargs="+", choices=names, default=names, help="for steps")
     parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds in which to end")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
@@ -255,8 +260,12 @@ def main() -> None:
     except Refused as error:
         print(error, file=sys.stderr)
         sys.exit(STOP)
+    left = 0
     for part in parts(options, results):
-        if part.part not in options.parts or not results.begins(part.part, part.name, takes_s=part.takes_s):
+        if part.part not in options.parts or results.there(part.part, part.name):
+            continue
+        if not results.begins(part.part, part.name, takes_s=part.takes_s):
+            left += 1
             continue
         if not gpu_rivals.Zero3.leaves_alone(part.engine):  # what DeepSpeed leaves goes with the process
             leave(AGAIN)
@@ -267,6 +276,8 @@ def main() -> None:
         if part.part == "kernels":  # a profiler stays in the way of what is launched after it
             leave(AGAIN)
     print(table(results.body), flush=True)
+    if left:
+        print(f"no time for {left} rows or more: the same command goes on", file=sys.stderr, flush=True)
     leave(0)
 
 

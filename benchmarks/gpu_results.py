@@ -67,10 +67,12 @@ class Results:
         others = {run["gpu"] for run in self.body["runs"]} - {self._run["gpu"]}
         if others:
             raise Refused(f"{folder} holds rows of {', '.join(others)}, this is {self._run['gpu']}: give another --out")
+        ended = [row for rows in self.body["rows"].values() for row in rows.values() if row.get("error") == CUT_OFF]
+        if went_on and ended:
+            for row in ended:
+                row["error"] = DID_NOT_END
+            self.save()  # there may be no time for another row
         for part, rows in self.body["rows"].items():
-            for row in rows.values():
-                if went_on and row.get("error") == CUT_OFF:
-                    row["error"] = DID_NOT_END
             forgotten = [key for key, row in rows.items() if _wanted_again(part, row, again)]
             for key in forgotten:
                 del rows[key]
@@ -83,10 +85,13 @@ class Results:
         """The rows of a part that tell of a check that failed."""
         return [row for row in self.rows(part) if not row.get("passed", True)]
 
+    def there(self, part: str, key: str) -> bool:
+        """Whether its rows were measured, or failed."""
+        return any(name == key or name.startswith(f"{key}: ") for name in self.body["rows"].get(part, {}))
+
     def begins(self, part: str, key: str, *, takes_s: float = 0.0) -> bool:
         """Whether rows are still to be measured, and there is the time."""
-        there = any(name == key or name.startswith(f"{key}: ") for name in self.body["rows"].get(part, {}))
-        return not there and time.monotonic() + takes_s <= self._end
+        return not self.there(part, key) and time.monotonic() + takes_s <= self._end
 
     def measure(self, part: str, key: str, work: Callable[[], Row | list[Row]], *, takes_s: float = 0.0) -> bool:
         """Add the rows of `work` if it `begins`: whether it did.
@@ -97,7 +102,7 @@ class Results:
         if not self.begins(part, key, takes_s=takes_s):
             return False
         known = self.body["rows"].setdefault(part, {})
-        print(f"{part}: {key} ...", file=sys.stderr, flush=True)
+        print(f"{part}: {key}, about {takes_s:.0f} s ...", file=sys.stderr, flush=True)
         if self._run not in self.body["runs"]:
             self.body["runs"].append(self._run)
         begun, sound = time.monotonic(), True

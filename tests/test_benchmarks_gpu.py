@@ -45,6 +45,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     stopped = rehearse(tmp_path, "--budget-s", "0", "--parts", *PARTS)
     assert " ..." not in stopped.stderr  # nothing is begun after the budget
+    assert "the time is over: the same command goes on" in stopped.stderr
     first = rehearse(tmp_path, "--parts", *PARTS, "--traces")
     body = json.loads((tmp_path / "gpu.json").read_text())
     rows = {part: body["rows"][part].values() for part in PARTS}
@@ -69,6 +70,12 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     assert first.stdout.strip() == page.strip()
     run = body["runs"][0]
     assert all(run[what] in page for what in ("gpu", "host", "date", "command")) and run["versions"]["torch"] in page
+    command = [sys.executable, "benchmarks/gpu_page.py", str(tmp_path), "--out", str(tmp_path / "page")]
+    subprocess.run(command, cwd=ROOT, env=BESIDE, capture_output=True, timeout=100, check=True)
+    told = (tmp_path / "page" / "README.md").read_text()
+    assert page.splitlines()[2:30] == told.splitlines()[4:32] and "(predicted_measured.png)" in told
+    assert (tmp_path / "page" / "gpu.json").read_text() == (tmp_path / "gpu.json").read_text()
+    assert len((tmp_path / "page" / "predicted_measured.csv").read_text().splitlines()) == 1 + len(rows["steps"])
     again = rehearse(tmp_path, "--parts", *PARTS)
     assert " ..." not in again.stderr  # it goes on where it was, and here that is the end
     # those that measured something: one to the kernels' end, and one that went on
@@ -178,7 +185,8 @@ F = Op(name="F.1", kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE
 ONE = {"median": 1.0, "least": 1.0, "most": 1.0}
 torch.cuda.get_device_name = lambda: "none"
 gpu_results.HANGS_AFTER_S = 0.5
-rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again="again" in sys.argv, went_on="went on" in sys.argv)
+left_s = 0.0 if "no time" in sys.argv else 100.0
+rows = gpu_results.Results(Path(sys.argv[1]), left_s, again="again" in sys.argv, went_on="went on" in sys.argv)
 rows.measure("steps", "killed", lambda: os.kill(os.getpid(), 9))
 rows.measure("steps", "hangs", lambda: time.sleep(60))
 rows.measure("steps", "wrong", lambda: 1 / 0)
@@ -205,6 +213,7 @@ def test_no_row_ends_two_processes(tmp_path: Path) -> None:
     assert run() == (-9, {"killed": "cut off: wh"})
     assert "| killed | cut off" in (tmp_path / "gpu.md").read_text()
     assert run() == (-9, {"killed": "cut off: wh"})  # a new call, not told that the row has ended the process before
+    assert run("went on", "no time") == (0, {"killed": "did not end"})  # nothing is begun after it, and it is known
     assert run("went on") == (1, {"killed": "did not end", "hangs": "cut off: wh"})
     status, rows = run("went on")  # what an error has left is not trusted
     assert (rows["killed"], rows["hangs"]) == ("did not end", "did not end")
@@ -244,6 +253,12 @@ sys.exit(gpu.supervise([sys.argv[2]], Path(sys.argv[1]).with_name("gpu.json"), 6
         (tmp_path / "gpu.json").unlink(missing_ok=True)
         assert python(code, str(child), last).returncode == int(last)
         assert (tmp_path / "gpu.json").read_text() == "xxx"
+    child.write_text(
+        "import time\nfrom pathlib import Path\nrows = Path(__file__).with_name('gpu.json')\n"
+        "rows.write_text(rows.read_text() + 'x')\ntime.sleep(1)\nraise SystemExit(3)"
+    )
+    over = python(code.replace("60.0", "gpu.time.monotonic() - gpu.__begun__ + 0.5"), str(child), last)
+    assert over.returncode == 0 and over.stderr.endswith("the time is over: the same command goes on\n"), over.stderr
     child.write_text("raise SystemExit(1)")  # nothing is begun: it would go on for ever
     assert python(code, str(child), last).returncode == 1
     (tmp_path / "gpu.json").unlink()
@@ -428,7 +443,8 @@ gpu.main()"""
         first = python(code, str(tmp_path / then), then)
         rows = json.loads((tmp_path / then / "gpu.json").read_text())["rows"]["rivals"]
         assert first.returncode == 3 and list(rows) == ["first", "second", *(["fails"] if then == "fails" else [])]
-        assert python(code, str(tmp_path / then), then).returncode == 0
+        second = python(code, str(tmp_path / then), then)
+        assert second.returncode == 0 and "no time for 1 rows or more" in second.stderr
         rows = json.loads((tmp_path / then / "gpu.json").read_text())["rows"]["rivals"]
         assert rows["of others"]["error"] == "none"
 
