@@ -151,7 +151,8 @@ class Zero3:
             try:
                 cls._kept = of, _begun(case, build)
             except Exception as error:  # of any package that DeepSpeed is made of
-                raise NotBegun(f"{type(error).__name__}: {error}") from error
+                cause = f" (from {error.__cause__!r})" if error.__cause__ else ""
+                raise NotBegun(f"{type(error).__name__}: {error}{cause}") from error
         assert cls._kept is not None
         _, engine = cls._kept
         engine.set_train_micro_batch_size(case.micro_batch_size)

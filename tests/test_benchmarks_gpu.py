@@ -456,12 +456,18 @@ first, second, third = (
     for seq, micro, count in gpu_rows.BATCHES
 )
 gpu_rivals.zero3 = lambda case, host_bytes: {"case": case.key}
-gpu_rivals._begun = lambda case, build: 1 / 0
+def begun(case, build):
+    try:
+        raise OSError("no compiler")
+    except OSError as error:
+        raise RuntimeError("which failed to build") from error
+gpu_rivals._begun = begun
 try:
     gpu_rivals.Zero3.engine(first, None)
 except gpu_rivals.NotBegun as error:
     failed = f"{type(error).__name__}: {error}"
-assert failed == "NotBegun: ZeroDivisionError: division by zero" and gpu_rivals.Zero3.kept() is None
+assert failed == "NotBegun: RuntimeError: which failed to build (from OSError('no compiler'))", failed
+assert gpu_rivals.Zero3.kept() is None
 for error in (failed, gpu_results.DID_NOT_END):
     try:
         gpu.rival(third, 0, {first.key: {"error": error}, third.key: {"error": gpu_results.CUT_OFF}})
