@@ -49,8 +49,8 @@ def builder(spec: ModelSpec) -> Callable[[], nn.Module]:
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise LeftOut("left out: the package transformers is not installed") from None
+    except Exception as error:  # not installed, or of any package that it needs
+        raise LeftOut(f"left out: transformers cannot be imported: {error}") from error
     config = LlamaConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -203,8 +203,8 @@ def zero3(case: Case, host_bytes: int) -> Row:
     """
     try:
         import deepspeed
-    except ImportError:
-        raise LeftOut("left out: the package deepspeed is not installed") from None
+    except Exception as error:  # not installed, or of any package that it needs
+        raise LeftOut(f"left out: deepspeed cannot be imported: {error}") from error
     spec = presets.load(case.model)
     needed = spec.total_params * ZERO3_HOST_BYTES[case.precision]
     if needed > host_bytes:  # the system would end this process

@@ -482,6 +482,25 @@ assert other == third and gpu_rows.engine(third) == gpu_rows.engine(first) == ("
     assert done.returncode == 0, done.stderr
 
 
+def test_a_rival_that_cannot_be_imported_is_left_out() -> None:
+    code = """import sys
+import gpu, gpu_rivals, gpu_rows
+class Torn:
+    def find_spec(self, name, path, target=None):
+        if name in ("deepspeed", "transformers"):
+            raise RuntimeError("torn")
+sys.meta_path.insert(0, Torn())
+case = gpu.Case(model="tiny", policy=gpu_rows.ZERO3, seq_len=16, micro_batch_size=2)
+for work in (lambda: gpu_rivals.zero3(case, 0), lambda: gpu_rivals.builder(None)):
+    try:
+        work()
+        raise AssertionError
+    except gpu_rivals.LeftOut as error:
+        assert str(error).endswith(" cannot be imported: torn"), error"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_rival_pins_is_exact_and_goes_with_its_data() -> None:
     code = """import gc
 import torch
