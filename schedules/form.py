@@ -18,8 +18,9 @@ from schedules.violation import Violation
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
     """What is wrong with the schedule as a text: unknown or doubled names, impossible sizes, ops out of form."""
-    if too_many := list(_too_many(schedule)):  # each of them would be looked at
-        yield from too_many
+    if (count := schedule.workload.accumulation) > MOST_OPS:  # each of them would be looked at
+        message = f"the step has {count:,} micro-batches, and may have {MOST_OPS:,} ops"
+        yield Violation(rule="structure", op="", subject="micro-batches", message=message, fix="give fewer")
         return
     names: set[str] = set()
     for op in schedule.ops:
@@ -79,14 +80,6 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
         yield from found or [*_op_form(schedule, op), *_op_reach(schedule, op)]
     if not ill:
         yield from _saved_apart(schedule)
-
-
-def _too_many(schedule: Schedule) -> Iterator[Violation]:
-    counts = {"micro-batches": schedule.workload.accumulation, "blocks": schedule.model.num_hidden_layers}
-    for what, count in counts.items():
-        if count > MOST_OPS:
-            message = f"the step has {count:,} {what}, and may have {MOST_OPS:,} ops"
-            yield Violation(rule="structure", op="", subject=what, message=message, fix=f"give fewer {what}")
 
 
 def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:

@@ -404,19 +404,12 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            lambda s: replace(s, workload=replace(s.workload, accumulation=10**9)),
-            "structure on micro-batches: the step has 1,000,000,000 micro-batches, and may have 200,000 ops",
-        ),
-        (lambda s: replace(s, model=replace(s.model, num_hidden_layers=10**9)), "the step has 1,000,000,000 blocks"),
-    ],
-)
-def test_a_file_cannot_make_the_verifier_count_for_ever(change: Callable[[Schedule], Schedule], told: str) -> None:
-    (found,) = problems(change(streaming().build(policy="streaming")))
-    assert told in str(found)
+def test_a_file_cannot_make_the_verifier_count_for_ever() -> None:
+    schedule = streaming().build(policy="streaming")
+    (found,) = problems(replace(schedule, workload=replace(schedule.workload, accumulation=10**9)))
+    assert "structure on micro-batches: the step has 1,000,000,000 micro-batches, and may have 200,000 ops" in str(
+        found
+    )
 
 
 @pytest.mark.parametrize(
