@@ -148,7 +148,8 @@ class Fetch:
         p = self._program
         if not self._visits:
             self._begin()
-        assert self._visits.popleft() == i, "layers are visited in the order of the trace"
+        due = self._visits.popleft()  # not within the assertion, which `python -O` leaves out
+        assert due == i, "layers are visited in the order of the trace"
         if not self._coming:
             self._coming.append(self._fetch(i))
         p.synchronize(*self._coming, kind=Kind.PREFETCH, name=f"H.{p.model.layer_name(i)}")

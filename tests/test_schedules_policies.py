@@ -7,6 +7,8 @@ commit it: a refactor must not change them).
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -666,6 +668,27 @@ def test_a_fault_in_a_policy_file_is_told_with_its_place(tmp_path: Path, text: s
     with pytest.raises(PolicyError) as raised:
         policies.build(path, TINY, workload(), ROOM)
     assert str(raised.value).startswith(message.format(path=path))
+
+
+DIGESTS = """
+from schedules import policies, presets
+from schedules.workload import MemoryBudget, Workload
+
+room = MemoryBudget(device_bytes=10**9, host_bytes=10**10, nvme_bytes=10**10)
+step = Workload(micro_batch_size=2, seq_len=16)
+for name in policies.names():
+    print(name, policies.build(name, presets.load("tiny"), step, room).digest)
+"""
+
+
+def test_python_that_leaves_assertions_out_builds_the_same() -> None:
+    """What `python -O` does, or PYTHONOPTIMIZE in a container's environment."""
+    root = Path(__file__).parents[1]
+    with_them, without = (
+        subprocess.run([sys.executable, *how, "-c", DIGESTS], cwd=root, check=True, capture_output=True, text=True)
+        for how in ([], ["-O"])
+    )
+    assert without.stdout == with_them.stdout and len(with_them.stdout.splitlines()) == len(policies.names())
 
 
 if __name__ == "__main__":
