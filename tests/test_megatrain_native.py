@@ -163,6 +163,18 @@ def test_source_that_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch
     assert list(build.cache_folder().iterdir()) == []
 
 
+def test_user_without_a_home_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may be run by a mere number, of which the system knows no name and no home."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(build.NotBuilt, match="no home folder for it: set HOME or XDG_CACHE_HOME"):
+        build.load(native.SOURCE)
+
+
 def test_cache_that_cannot_be_written_is_no_error_of_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

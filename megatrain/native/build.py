@@ -46,8 +46,12 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: megatrain/native in $XDG_CACHE_HOME, or else in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain" / "native"
+    """Where libraries are kept: megatrain/native in $XDG_CACHE_HOME, or else in ~/.cache. Raises NotBuilt."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a container's user may be a mere number
+        raise NotBuilt("this user has no home folder for it: set HOME or XDG_CACHE_HOME") from None
+    return cache / "megatrain" / "native"
 
 
 def _key(source: Path, command: list[str]) -> str:
