@@ -13,13 +13,10 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +35,7 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import plan, splits
 from sim.prediction import Prediction, memory_of, predict
+from sim.worker import begin_to_work, lost_ones_told
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]
@@ -362,29 +360,17 @@ def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, da
         yield from map(do, left)
     else:
         others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(workers or os.cpu_count(), initializer=_begin_to_work) as pool:
+        with ProcessPoolExecutor(workers or os.cpu_count(), initializer=begin_to_work) as pool:
             pending = [pool.submit(do, point) for point in left]
             try:
-                for future in as_completed(pending):
-                    yield future.result()
+                with lost_ones_told("the same command goes on from here, and fewer --workers need less memory"):
+                    for future in as_completed(pending):
+                        yield future.result()
             except BaseException:  # what is half done is lost in any case: do not wait for it
                 pool.shutdown(wait=False, cancel_futures=True)
                 for worker in set(multiprocessing.active_children()) - others:
                     worker.terminate()
                 raise
-
-
-def _begin_to_work() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that sweeps
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A sweep that is killed tells its workers nothing."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterator[Row]:

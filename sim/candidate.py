@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 from sim.units import seconds
+from sim.worker import begin_to_work, lost_ones_told
 
 OURS = "streamed"
 ROUND = 4  # candidates judged at once: all are measured against the best of the rounds before
@@ -180,7 +180,8 @@ def judges(case: Case, workers: int) -> Iterator[Judge]:
         return
     pool = ProcessPoolExecutor(min(workers, ROUND), initializer=_begin_to_judge, initargs=(case,))
     try:
-        yield functools.partial(_judged_by, pool)
+        with lost_ones_told("make room and plan again"):
+            yield functools.partial(_judged_by, pool)
     finally:
         pool.shutdown(cancel_futures=True)  # not to wait would leave a thread that may fail as Python ends
 
@@ -193,7 +194,7 @@ _here: list[Case] = []  # in a process that judges: what for
 
 
 def _begin_to_judge(case: Case) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches
+    begin_to_work()
     gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
     _here.append(case)
 

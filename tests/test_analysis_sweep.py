@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from analysis import buying, costs, prices, sweep, tables
 from analysis.figure import figure_of
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
 from schedules import presets
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
 from sim import hardware
@@ -340,6 +341,16 @@ def test_workers_end_with_the_sweep(number: signal.Signals) -> None:
         while any(map(_runs, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(_runs, workers))
+
+
+def test_a_worker_that_is_ended_is_told() -> None:
+    with pytest.raises(Refused, match=r"a process that helped was ended.*; the same command goes on from here"):
+        list(sweep._computed(_ended, [1, 2], 2, None))
+
+
+def _ended(point: int) -> sweep.Row:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
 
 
 def _runs(pid: int) -> bool:
