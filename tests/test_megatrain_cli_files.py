@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from megatrain import cli, here
 from megatrain.cli.bars import goes_on, stages
+from megatrain.cli.options import command_line
 from megatrain.here import Here
 from schedules import codec, policies, presets
 from schedules.errors import InputError
@@ -348,3 +349,9 @@ def test_stages_are_shown_only_where_they_take_long(
             time.sleep(0.3)
             begin("proving")
         assert ("building" in capsys.readouterr().err) is shown
+
+
+def test_page_of_results_takes_a_folder_whose_name_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a name reaches a program as half characters, which no file in UTF-8 may hold."""
+    monkeypatch.setattr(sys, "argv", ["megatrain", "demo", "--out", os.fsdecode(b"caf\xe9 two"), "caf\u00e9"])
+    assert command_line() == "megatrain demo --out 'caf\\xe9 two' 'caf\u00e9'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -207,8 +208,8 @@ def models_of(models: list[str] | None, too: list[str] | None) -> list[str]:
 
 
 def command_line() -> str:
-    """What this process was called with, for a page of results."""
-    return shlex.join(["megatrain", *sys.argv[1:]])
+    """What this process was called with, for a page of results, in UTF-8 whatever the names of files are in."""
+    return os.fsencode(shlex.join(["megatrain", *sys.argv[1:]])).decode(errors="backslashreplace")
 
 
 def print_json(value: Any) -> None:
