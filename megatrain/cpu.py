@@ -130,8 +130,8 @@ class CpuBackend:
             self._queues[stream] = SimpleQueue()
             # a daemon, so that an interpreter that ends without close() does not wait for it
             thread = threading.Thread(target=self._serve, args=(stream,), name=f"stream {stream}", daemon=True)
+            thread.start()  # a container may allow no more of them
             self._running.append(thread)
-            thread.start()
         return self._queues[stream]
 
     def _serve(self, stream: Stream) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -268,6 +269,17 @@ def test_closed_backend_takes_no_more() -> None:
     backend.close()
     backend.close()
     with pytest.raises(RuntimeError, match="closed"):
+        backend.submit(Task(sync("op", Stream.CPU), 0, 0, lambda step: None), ())
+
+
+def test_where_no_more_threads_are_allowed_that_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a limit; to close the backend is no second error, which would hide the first."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with closing(CpuBackend()) as backend, pytest.raises(RuntimeError, match="can't start new thread"):
         backend.submit(Task(sync("op", Stream.CPU), 0, 0, lambda step: None), ())
 
 
