@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import platform
+import shutil
 import sys
 import threading
 import time
@@ -161,6 +163,34 @@ def test_source_that_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(build.NotBuilt, match=r"refused broken\.cpp"):
         build.load(broken)
     assert list(build.cache_folder().iterdir()) == []
+
+
+@needs_kernel
+def test_library_that_is_damaged_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", ("-shared", "-fPIC"))
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int three() { return 3; }')
+    build.cache_folder().mkdir(parents=True)
+    path = build.cache_folder() / f"small-{build._key(source, _command())}.so"
+    path.write_bytes(b"")
+    assert build.load(source).three() == 3
+    assert [found.name for found in build.cache_folder().iterdir()] == [path.name]
+
+
+def _command() -> list[str]:
+    compiler = next(found for name in build.COMPILERS if (found := shutil.which(name)))
+    return [compiler, *build.FLAGS, *build.FLAGS_OF.get(platform.machine(), ())]
+
+
+def test_compilers_message_may_be_in_any_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_bytes(b'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "syst\xe8me" >&2; exit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("shutil.which", lambda name: str(compiler))
+    with pytest.raises(build.NotBuilt, match=r"refused adam\.cpp: syst\\xe8me"):
+        build.load(native.SOURCE)
 
 
 def test_user_without_a_home_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 COMPILERS = ("g++", "c++", "clang++")
@@ -38,8 +39,10 @@ def load(source: Path) -> ctypes.CDLL:
     command = [compiler, *FLAGS, *FLAGS_OF.get(platform.machine(), ())]
     try:
         path = cache_folder() / f"{source.stem}-{_key(source, command)}.so"
-        if not path.exists():
-            _compile(source, command, path)
+        if path.exists():
+            with suppress(OSError):  # damaged, perhaps since the power went before all of it was written
+                return ctypes.CDLL(str(path))
+        _compile(source, command, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         raise NotBuilt(f"{source.name} could not be built with {compiler}: {error}") from None
@@ -73,9 +76,9 @@ def _compile(source: Path, command: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
-        done = subprocess.run(
-            [*command, str(source), "-o", str(partial)], capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+        command = [*command, str(source), "-o", str(partial)]
+        # a compiler may speak in any encoding
+        done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", timeout=TIMEOUT_S)
         if done.returncode:
             raise NotBuilt(f"{command[0]} refused {source.name}: {done.stderr.strip()[:500]}")
         partial.replace(path)
