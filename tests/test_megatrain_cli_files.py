@@ -355,3 +355,12 @@ def test_page_of_results_takes_a_folder_whose_name_is_not_utf8(monkeypatch: pyte
     """Such a name reaches a program as half characters, which no file in UTF-8 may hold."""
     monkeypatch.setattr(sys, "argv", ["megatrain", "demo", "--out", os.fsdecode(b"caf\xe9 two"), "caf\u00e9"])
     assert command_line() == "megatrain demo --out 'caf\\xe9 two' 'caf\u00e9'"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_no_reason_to_fail(closed: str, tmp_path: Path) -> None:
+    """Nor does a file that is opened get what is said on them."""
+    out = tmp_path / "step.json"
+    command = f"{sys.executable} -m megatrain build tiny --seq 512 --out {out} {closed}"  # with a note on stderr
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120).returncode == 0
+    assert codec.read(out).model.name == "tiny"

@@ -99,6 +99,7 @@ def main() -> NoReturn:
 
     Exit codes: 0 done, 1 the answer is no (does not fit, does not verify), 2 wrong input, 130 interrupted.
     """
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
     if isinstance(sys.stderr, io.TextIOWrapper):
@@ -111,6 +112,17 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+def _open_what_is_closed() -> None:
+    """A stream that a shell has closed (`>&-`) leads nowhere: a file of ours must not get its number, and what it is
+    told.
+    """
+    for name in ("stdin", "stdout", "stderr"):  # each gets the lowest number that is free: its own
+        if getattr(sys, name) is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w")
+            for kept in (name, f"__{name}__"):  # the latter as Python has it, where another takes the former's place
+                setattr(sys, kept, stream)
 
 
 def _code() -> str | int | None:
