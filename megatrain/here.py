@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 
 from megatrain.backend import Backend, Task
 from megatrain.cpu import CpuBackend
+from megatrain.ram import available_memory, total_memory
 from schedules.errors import InputError
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -34,15 +34,6 @@ def machine_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def available_memory() -> int:
-    """Bytes of RAM that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def backend_of(name: str | None) -> CpuBackend:
@@ -103,7 +94,7 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
     backend = machine()
     try:
         on_gpu, free = backend.device.type == "cuda", available_memory()
-        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        half = total_memory() // 2
         total = torch.cuda.get_device_properties(backend.device).total_memory if on_gpu else 0
         return Here(
             device=backend.machine,

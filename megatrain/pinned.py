@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.here import available_memory
+from megatrain.ram import available_memory
 from schedules.errors import Refused
 
 HUGE_PAGE = 1 << 21

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatrain.checkpoint import NotSaved
-from megatrain.here import available_memory
+from megatrain.ram import available_memory
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.verify import Verified
