@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
+from megatrain.alone import alone_in
 from megatrain.checkpoint import Diverged
 from megatrain.cpu import CpuEvent
 from megatrain.data import ByteText, DataError, TokenSource, from_file, read_bytes, standard_library
@@ -104,7 +105,8 @@ def train(
     is saved where `files` say where, and nothing is exported.
 
     Raises:
-        CheckpointError, DataError, WeightsError: a file is missing, or is not of this training.
+        CheckpointError, DataError, WeightsError: a file is missing, or is not of this training; or another training
+            is saving to the same folder.
         Diverged: a loss, or what was to be saved, is not finite.
         NotSaved, NotExported: there is no room, or no longer.
         OpFailed: an op failed.
@@ -136,6 +138,8 @@ def train(
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
         resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
         _require_room_for(files, schedule, resumed, steps)
+        if files.save is not None:
+            opened.enter_context(alone_in(files.save))
         if resumed is not None:
             for folder in resumed.skipped:
                 on_files("skipped", folder)

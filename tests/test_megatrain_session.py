@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatrain import initial, room, session
 from megatrain.adam import Adam
+from megatrain.checkpoint import CheckpointError
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import DataError, RandomTokens
 from megatrain.train import Trainer
@@ -54,6 +56,31 @@ def test_a_model_of_fewer_tokens_than_bytes_needs_data_of_its_own(tmp_path: Path
     np.save(tmp_path / "tokens.npy", np.arange(100))
     found = session.train(step, steps=1, hyper=Adam(lr=1e-3), files=session.Files(tokens=tmp_path / "tokens.npy"))
     assert len(found.losses) == 1
+
+
+def test_one_training_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
+    """Two would remove each other's checkpoints, or make one of parts of both."""
+    files, told = session.Files(save=tmp_path / "run", every=1), list[str]()
+
+    def second(step: int, loss: float) -> None:
+        with pytest.raises(CheckpointError, match=r"another training is saving to .*run: wait for its end") as error:
+            session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files)
+        told.append(str(error.value))
+
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files, on_loss=second)
+    assert len(told) == 1
+    files = replace(files, resume=tmp_path / "run")
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_drive_without_locks_is_saved_to_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def without(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without)
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=session.Files(save=tmp_path / "run"))
+    assert (tmp_path / "run/step-00000001/training.json").is_file()
 
 
 @pytest.mark.parametrize("forgotten", [0, 3])
