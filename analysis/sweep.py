@@ -316,7 +316,7 @@ def run(
 
     Args:
         file: a JSON line per row; a last line that was cut off is ignored.
-        workers: processes; one for every core if left out.
+        workers: processes; one for every core that this process may use if left out.
         dask: the address of a running Dask cluster, "tcp://host:port", to run on instead.
 
     Raises:
@@ -360,7 +360,7 @@ def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, da
         yield from map(do, left)
     else:
         others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(workers or os.cpu_count(), initializer=begin_to_work) as pool:
+        with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), initializer=begin_to_work) as pool:
             pending = [pool.submit(do, point) for point in left]
             try:
                 with lost_ones_told("the same command goes on from here, and fewer --workers need less memory"):

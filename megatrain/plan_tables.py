@@ -85,7 +85,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             memory=memory,
             first=[found.schedule],
             effort=SOME,
-            workers=os.cpu_count() or 1,
+            workers=len(os.sched_getaffinity(0)),
         )
         planned_gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
     note("the least memory")

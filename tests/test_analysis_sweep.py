@@ -343,6 +343,22 @@ def test_workers_end_with_the_sweep(number: signal.Signals) -> None:
         assert not any(map(_runs, workers))
 
 
+def test_there_are_no_more_workers_than_cores_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler may give a few cores of a hundred, and memory for as many processes."""
+    asked: list[int] = []
+
+    def pool(workers: int, **_: Any) -> Any:
+        asked.append(workers)
+        raise InputError("enough")
+
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    with pytest.raises(InputError, match="enough"):
+        list(sweep._computed(_ended, [1, 2], None, None))
+    assert asked == [3]
+
+
 def test_a_worker_that_is_ended_is_told() -> None:
     with pytest.raises(Refused, match=r"a process that helped was ended.*; the same command goes on from here"):
         list(sweep._computed(_ended, [1, 2], 2, None))

@@ -99,7 +99,7 @@ def plan(
                 grad_clip=clip,
                 progress=progress,
                 first=begun_with,
-                workers=os.cpu_count() or 1,
+                workers=len(os.sched_getaffinity(0)),
             )
         except NothingFits as error:
             if as_json:
