@@ -46,6 +46,7 @@ from gpu_table import table
 from torch.utils import cpp_extension
 
 from megatrain.cuda import let_segments_grow
+from megatrain.ram import total_memory
 from schedules.errors import Refused
 
 PARTS = (SMOKE, "links", "gemm", "dram", "ways", "steps", "rivals", "attention", "adam", "checks", "kernels")
@@ -161,7 +162,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     """
     cores = len(os.sched_getaffinity(0))
     threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = total_memory()
     host_bytes = int(options.host_gib * 2**30 if options.host_gib else memory * HOST_SHARE)
     traces = results.folder / "traces" if options.traces else None
     if traces is not None:
