@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -305,12 +306,17 @@ def test_a_full_drive_under_stderr_stops_no_training(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def _endless(folder: Path, *options: str) -> subprocess.Popen[str]:
+@contextmanager
+def _endless(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     step = ["run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16", "--nvme", str(folder), *options]
     files = ["--save", str(folder / "run"), "--log", str(folder / "log"), "--steps", "1000000"]
     command = [sys.executable, "-m", "megatrain", *step, *files]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, **pipes, text=True, cwd=ROOT, preexec_fn=_hears)
+    with subprocess.Popen(command, **pipes, text=True, cwd=ROOT, preexec_fn=_hears) as run:
+        try:
+            yield run
+        finally:
+            run.kill()  # one that did not hear would be waited for
 
 
 def _wait(until: Callable[[], object]) -> None:
@@ -321,6 +327,7 @@ def _wait(until: Callable[[], object]) -> None:
 
 def _hears() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup has this
 
 
 def shown(steps: int, moments: list[float], monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, StringIO]:
