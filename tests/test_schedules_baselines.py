@@ -175,6 +175,22 @@ def test_fsdp_waits_for_a_gradient_that_it_must_add() -> None:
     assert len(added) == 6 and {op.stream for op in added} == {Stream.HOST}
 
 
+def test_fsdp_on_one_gpu_brings_a_block_when_it_is_about_to_run() -> None:
+    schedule = policies.build("fsdp_offload", TINY, workload(accumulation=2, clip=1.0), ROOM, prefetch=False)
+    verify(schedule)
+    assert streams_of(schedule, "w") == {(Stream.COMPUTE, False)}
+    assert place(schedule, "F.0.0") < place(schedule, "P.w.1") < place(schedule, "F.1.0")
+    assert of_blocks(moved(schedule, HOST, DEVICE, "w"), "w") == [4] * 4
+
+
+def test_fsdp_adds_gradients_up_on_the_device_until_they_are_synchronized() -> None:
+    schedule = policies.build("fsdp_offload", TINY, workload(accumulation=3, clip=1.0), ROOM, gradient_sync=False)
+    verify(schedule)
+    assert set(moved(schedule, DEVICE, HOST, "g").values()) == {1}
+    assert streams_of(schedule, "g") == {(Stream.D2H, False)} and not phases(schedule)[Phase.ACCUMULATE]
+    assert place(schedule, "B.3.2") < place(schedule, "O.g.3") < place(schedule, "B.2.2")
+
+
 def test_fsdp_clips_and_updates_on_the_host_after_the_backward() -> None:
     schedule = policies.build("fsdp_offload", TINY, workload(clip=1.0), ROOM)
     tail = [op.phase for op in schedule.ops[place(schedule, "H.backward#2") + 1 :]]
