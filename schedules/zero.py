@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Literal
 
 from schedules.buffers import Held
 from schedules.ends import end_buffers
+from schedules.errors import ProgramError
 from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
@@ -20,10 +22,23 @@ from schedules.program import Program
 from schedules.sweep import Place, sweep
 from schedules.workload import Workload
 
+Master = Literal["fp32", "weights"]  # the optimizer's own weights and gradients: fp32, or of the weights' type
+
 
 def with_master(workload: Workload) -> Workload:
     """The workload with the fp32 master that these systems always keep: bf16 and bf16_split become bf16_fp32."""
     return replace(workload, precision="bf16_fp32") if workload.precision in ("bf16", "bf16_split") else workload
+
+
+def begin(model: ModelSpec, workload: Workload, master: Master) -> Program:
+    """The program to write the step in. Raises ProgramError where the precision asks for another master."""
+    if master == "fp32":
+        return Program(model, with_master(workload))
+    if workload.precision in ("bf16_split", "bf16_fp32"):
+        raise ProgramError(f"master=weights is for precisions without an fp32 master, not {workload.precision}")
+    p = Program(model, workload)
+    p.reserve("master", model.total_params * workload.bytes.weight, Tier.HOST)
+    return p
 
 
 def flat_grad(p: Program, i: int) -> Held:

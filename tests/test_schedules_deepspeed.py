@@ -149,6 +149,19 @@ def test_zero_offload_takes_the_sum_down_with_every_micro_batch() -> None:
     assert layers_on(schedule, Phase.ACCUMULATE, Stream.COMPUTE) == ALL
 
 
+def test_zero_offload_with_weights_for_a_master_adds_up_where_the_optimizer_takes_the_sum() -> None:
+    usual, own = (build("zero_offload", accumulation=2, master=master) for master in ("fp32", "weights"))
+    assert (usual.workload.precision, own.workload.precision) == ("bf16_fp32", "bf16")
+    params = TINY.total_params
+    assert usual.allocated_bytes(HOST) == 20 * params
+    assert own.allocated_bytes(HOST) == 14 * params  # weights, their master, gradients in bf16 and moments
+    assert once(own, DEVICE, HOST, "g") == {3} and once(own, HOST, DEVICE, "g") == {1}
+    assert not [op for op in own.ops if any(access.tensor.startswith("g32.") for access in op.accesses)]
+    assert tail(own, "H.backward")[:2] == ["S.g.embed", "S.g.0"]
+    with pytest.raises(PolicyError, match="not bf16_split"):
+        policies.build("zero_offload", TINY, workload(precision="bf16_split"), ROOM, master="weights")
+
+
 def test_zero_offload_ends_with_three_passes_over_the_model_and_then_the_upload() -> None:
     schedule = build("zero_offload", clip=1.0)
     names = tail(schedule, "H.backward")
@@ -336,7 +349,7 @@ def test_the_family_is_safe_with_any_knobs(
     family: str,
     data: st.DataObject,
 ) -> None:
-    size, part = st.integers(0, 60_000), st.floats(0, 1)
+    size, part, master = st.integers(0, 60_000), st.floats(0, 1), st.sampled_from(["fp32", "weights"])
     own = {
         "zero3_offload": {
             "max_live": size,
@@ -344,8 +357,9 @@ def test_the_family_is_safe_with_any_knobs(
             "sub_group_size": size,
             "pin_memory": st.booleans(),
             "version": st.sampled_from(["0.19.5", "0.19.4"]),
+            "master": master,
         },
-        "zero_offload": {"reduce_bucket_size": size},
+        "zero_offload": {"reduce_bucket_size": size, "master": master},
         "zero_offload_pp": {"ratio": st.none() | part, "sub_group_size": size, "reduce_bucket_size": size},
         "superoffload": {"ratio": part, "sub_group_size": size},
         "zero_infinity": {
@@ -360,5 +374,5 @@ def test_the_family_is_safe_with_any_knobs(
     model, step = blocks(layers, tied=tied), workload(accumulation=accumulation, clip=clip)
     schedule = policies.build(family, model, step, ROOM, **knobs)
     verify(schedule)
-    assert schedule.workload == replace(step, precision="bf16_fp32")
+    assert schedule.workload == (step if knobs.get("master") == "weights" else replace(step, precision="bf16_fp32"))
     assert phases(schedule)[Phase.SCALE] == phases(schedule)[Phase.ADAM] == len(model.layers)

@@ -30,13 +30,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schedules.errors import ProgramError
 from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
-from schedules.op import Stream, Tier
+from schedules.op import Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Fetch, Reduction, micro_batches, optimizer_step, sub_groups, with_master
+from schedules.zero import Fetch, Master, Reduction, begin, micro_batches, optimizer_step, sub_groups
 
 
 def policy(
@@ -52,7 +51,7 @@ def policy(
     sub_group_size: int = 1,
     pin_memory: bool = True,
     version: Literal["0.19.5", "0.19.4"] = "0.19.5",
-    master: Literal["fp32", "weights"] = "fp32",
+    master: Master = "fp32",
 ) -> Program:
     """Build the step.
 
@@ -66,12 +65,7 @@ def policy(
         master: the optimizer's own weights and gradients are fp32, or of the weights' type.
     """
     kept = kept_as(model, activations, every=every)
-    wide = master == "fp32"
-    if not wide and workload.precision in ("bf16_split", "bf16_fp32"):
-        raise ProgramError(f"master=weights is for precisions without an fp32 master, not {workload.precision}")
-    p = Program(model, with_master(workload) if wide else workload)
-    if not wide:
-        p.reserve("master", model.total_params * workload.bytes.weight, Tier.HOST)
+    p, wide = begin(model, workload, master), master == "fp32"
     fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
     fetch = Fetch(p, kept=kept, stream=fetching, max_live=max_live, ahead=prefetch, blocking=not pin_memory)

@@ -8,9 +8,10 @@ overlaps. After the backward the host alone makes three passes over the whole mo
 its gradients down as they are; from the second on the sum comes up first and is added to on the device.
 
 Where states live, in bytes per parameter. Host (18): fp32 master 4, fp32 gradients 4, moments 8, the 2-byte copy
-of the weights 2; under accumulation 2 more for the sum. There always is an fp32 master: precisions bf16 and
-bf16_split are built as bf16_fp32. Device: weights 2, one bucket (two with overlap_comm), the gradient that
-backward is writing, one sum and one fp32 gradient in transit.
+of the weights 2; under accumulation 2 more for the sum. Precisions bf16 and bf16_split are built as bf16_fp32,
+unless master=weights, which is DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16,
+gradients add up where the optimizer takes them, nothing is widened, and moments stay fp32 (14). Device: weights 2,
+one bucket (two with overlap_comm), the gradient that backward is writing, one sum and one fp32 gradient in transit.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
 gradient buffers beside the bucket; Adam writes the compute-type weights itself and the cast reads and writes
@@ -29,7 +30,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, micro_batches, optimizer_step, with_master
+from schedules.zero import Bucket, Master, begin, flat_grad, micro_batches, optimizer_step
 
 
 def policy(
@@ -39,6 +40,7 @@ def policy(
     *,
     overlap_comm: bool = False,
     reduce_bucket_size: int = 500_000_000,
+    master: Master = "fp32",
     activations: Activations = "recompute",
     every: int = 1,
 ) -> Program:
@@ -47,44 +49,53 @@ def policy(
     Args:
         overlap_comm: gradients have a stream of their own.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
+        master: the optimizer's own weights and gradients are fp32, or of the weights' type.
     """
     kept = kept_as(model, activations, every=every)
-    p = Program(model, with_master(workload))
+    p, wide = begin(model, workload, master), master == "fp32"
     stream = Stream.D2H if overlap_comm else Stream.COMPUTE
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
-    wide, total = p.buffer("wide"), p.buffer("sum")
+    widened, total = p.buffer("wide") if wide else None, p.buffer("sum")
     last = workload.microbatches[-1]
+
+    def sums(i: int) -> str:
+        """Where layer i's gradients add up on the host."""
+        return p.home(p.grad(i)) if wide else flat_grad(p, i)[0]
 
     def leave(grads: Sequence[tuple[int, str]], m: int) -> None:
         for i, buffer in grads:
             grad = p.grad(i)
             if m > 0:
-                p.prefetch(grad, into=total, stream=stream)
+                p.prefetch(grad, into=total, out_of=sums(i), stream=stream)
                 p.accumulate(i, out_of=total, into=buffer, stream=stream)
             if workload.accumulation > 1:
-                p.offload(grad, out_of=buffer, stream=stream)
+                p.offload(grad, out_of=buffer, into=sums(i), stream=stream)
             if m == last:
-                widen(i, buffer)
+                hand_over(i, buffer)
 
-    def widen(i: int, buffer: str) -> None:
-        """The whole gradient of layer i goes down in fp32."""
+    def hand_over(i: int, buffer: str) -> None:
+        """The whole gradient of layer i goes down, to the optimizer."""
         grad, wide_grad = p.grad(i), p.grad(i, wide=True)
         if workload.grad_clip is not None:
             p.norm([(buffer, grad)], stream=stream, name=f"N.{model.layer_name(i)}")
         p.synchronize((buffer, grad), kind=Kind.OFFLOAD, name=f"H.{model.layer_name(i)}")
-        p.cast((buffer, grad), (wide, wide_grad), stream=stream)
-        p.offload(wide_grad, out_of=wide, stream=stream)
+        if widened is None:
+            p.offload(grad, out_of=buffer, into=sums(i), stream=stream)
+        else:
+            p.cast((buffer, grad), (widened, wide_grad), stream=stream)
+            p.offload(wide_grad, out_of=widened, stream=stream)
 
     bucket = Bucket(p, size=reduce_bucket_size, count=2 if overlap_comm else 1, leave=leave)
 
     def end(m: int) -> None:
         bucket.flush(m)
         if overlap_comm or m == last:
-            landed = p.grad(model.embed, wide=m == last)
-            p.synchronize((p.home(landed), landed), kind=Kind.OFFLOAD, name="H.backward")
+            landed = p.grad(model.embed, wide=wide and m == last)
+            at = p.home(landed) if wide else sums(model.embed)
+            p.synchronize((at, landed), kind=Kind.OFFLOAD, name="H.backward")
 
     micro_batches(p, weights=weights.get, grad=bucket.grad, done=bucket.add, end=end, kept=kept)
-    optimizer_step(p, model.layers)
+    optimizer_step(p, model.layers, wide=wide)
     for i in model.layers:
         p.prefetch(p.weight(i), into=weights[i], stream=Stream.COMPUTE)
     return p
