@@ -84,6 +84,7 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "gemini, placement=auto": {"placement": "auto"},
     "paged_optimizer, pressure=1": {"pressure": 1.0},
     "lohan, swap=1, spill=2": {"swap": 1, "spill": 2},
+    "lohan, activations=inputs": {"swap": 1, "activations": "inputs"},
     "greedysnake, alpha=1": {"alpha": 1.0},
     "greedysnake, activations=host": {"activations": "host"},
     "roundpipe, is_async=False": {"is_async": False},

@@ -287,6 +287,16 @@ def test_lohan_swaps_some_blocks_and_recomputes_the_others(swap: int) -> None:
     assert phases(schedule)[Phase.RECOMPUTE] == 2 * (4 - swap)
 
 
+def test_lohan_keeps_inputs_on_the_host_on_request() -> None:
+    schedule = policies.build("lohan", blocks(4), workload(accumulation=2), ROOM, swap=1, activations="inputs")
+    verify(schedule)
+    (swapped,) = spread(range(4), 1)
+    assert moved(schedule, DEVICE, HOST, "x") == moved(schedule, HOST, DEVICE, "x")
+    assert set(moved(schedule, DEVICE, HOST, "x")) == {
+        f"x.{schedule.model.layer_name(i - 1)}.{m}" for i in range(3) if i != swapped for m in range(2)
+    }
+
+
 def test_lohan_holds_no_gradients_on_the_host_unless_they_must_add_up_or_wait() -> None:
     def held(accumulation: int, clip: float | None = None) -> set[str]:
         schedule = policies.build("lohan", TINY, workload(accumulation=accumulation, clip=clip), ROOM)

@@ -4,23 +4,28 @@ What it does. Blocks' weights come through a window of device slots ahead of the
 as it is whole and the CPU optimizer takes it from where it lands, beside the rest of the backward (active
 gradient offloading): the host never holds more than a few. Of `swap` blocks, evenly spread, the activations go
 to the host after forward and come back for the backward, those of `spill` more go on to a drive; the others keep
-their input and run forward again. LoHan chooses these numbers by the traffic it can hide; here they are knobs, to
-be searched by simulation. The step ends when all updates are done.
+their input, in LoHan on the host (activations=inputs), and run forward again. LoHan chooses these numbers by the
+traffic it can hide; here they are knobs, to be searched by simulation. The step ends when all updates are done.
 
 Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
 drive, from which they come through host buffers (weights for forward and backward; both for Adam, which writes
 both back); 2 more on the host for gradients of embedding and head. On the device: the window, two gradients, and
-embedding and head, 4.
+embedding and head, 4. LoHan keeps an fp32 master: that is precision bf16_fp32, 12 bytes of state, which takes a
+drive a third longer; precision bf16 compares it with systems that keep none.
 
-Exact in its training. Approximated: all is decided by layer, where LoHan chooses single activations; embedding and
-head stay on the device for the step. Under accumulation, which LoHan does without, blocks' gradients add up on the
-host, 2 bytes per parameter, and the last micro-batch's backward is the one that hides updates. Gradient clipping is
-at odds with the idea, as no update may begin before the last gradient: then all wait on the host, 2 bytes per
-parameter, and all updates follow the backward.
-Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou.
+Exact in its training. Approximated: all is decided by layer, where LoHan chooses single activations and a block is
+two parts with an input each; gradients go down in bf16, in LoHan in fp32; Adam reads the weights that it replaces;
+embedding and head stay on the device for the step. Under accumulation, which LoHan does without, blocks' gradients
+add up on the host, 2 bytes per parameter, and the last micro-batch's backward is the one that hides updates. Gradient
+clipping is at odds with the idea, as no update may begin before the last gradient: then all wait on the host, 2 bytes
+per parameter, and all updates follow the backward.
+Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou; RC4ML/LoHan feb88fe, gpt_model.py,
+ratel_optimizer.py.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from schedules.kept import Kept, at_most
 from schedules.model import ModelSpec
@@ -40,6 +45,7 @@ def policy(
     spill: int = 0,
     window: int = 2,
     ssd: bool = False,
+    activations: Literal["recompute", "inputs"] = "recompute",
 ) -> Program:
     """Build the step.
 
@@ -48,11 +54,13 @@ def policy(
         spill: how many of the other blocks' activations go on to a drive instead.
         window: device slots for blocks' weights.
         ssd: weights and optimizer state live on a drive.
+        activations: the input from which a block runs forward again is on the device (recompute) or the host (inputs).
     """
     at_most(len(model.blocks), "blocks", swap=swap, spill=spill)
     away = spread(model.blocks, swap)
     deep = spread([i for i in model.blocks if i not in away], spill)
-    kept = Kept(on_host=away, on_nvme=deep)
+    again = [i for i in model.blocks[:-1] if i not in away | deep]  # the last block's is needed again at once
+    kept = Kept(on_host=away, on_nvme=deep, inputs=again if activations == "inputs" else ())
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)
     device = Streamed(p, fetch=shelf.fetch, groups=workload.accumulation, slots=window)
