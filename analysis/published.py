@@ -1,7 +1,8 @@
 """What others have published, beside what we predict for it in datasheet mode. Nothing is tuned per point.
 
-Published TFLOP/s of these systems are 6 x parameters (embeddings included) x tokens / step time: padding
-counts and attention does not. Predictions are put in the same formula, so that step times are compared.
+Published TFLOP/s of these systems are 6 x parameters (embeddings included) x tokens / step time, unless a point names
+another formula: padding counts and attention does not. Predictions are put in the same formula, so that step times
+are compared.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from analysis.published_points import MI355X_PHASES, POINTS, Point, Unit
+from analysis.published_points import MI355X_PHASES, POINTS, RECOMPUTED, Point, Unit
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Stream
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 _LARGEST_BATCH = 4096
 
 
-def flops_by_formula(model: ModelSpec, workload: Workload) -> int:
-    """FLOPs of a step as these publications count them: 6 x parameters, embeddings included, x tokens."""
+def flops_by_formula(model: ModelSpec, workload: Workload, formula: str = "") -> int:
+    """FLOPs of a step as these publications count them: 6 x parameters, embeddings included, x tokens.
+
+    By the formula RECOMPUTED the forward counts twice, and every token as attending to the whole sequence.
+    """
+    if formula == RECOMPUTED:
+        attention = 16 * model.num_hidden_layers * model.hidden_size * workload.seq_len
+        return (8 * model.total_params + attention) * workload.tokens_per_step
     return 6 * model.total_params * workload.tokens_per_step
 
 
@@ -77,7 +84,11 @@ def workload_of(point: Point) -> Workload:
 
 def _workload(point: Point, batch: int) -> Workload:
     return Workload(
-        micro_batch_size=batch, accumulation=point.accumulation, seq_len=point.seq_len, grad_clip=point.grad_clip
+        micro_batch_size=batch,
+        accumulation=point.accumulation,
+        seq_len=point.seq_len,
+        precision=point.precision,
+        grad_clip=point.grad_clip,
     )
 
 
@@ -148,7 +159,7 @@ def _row(point: Point) -> dict[str, object]:
     if point.lacking:
         return row
     prediction = prediction_of(point)
-    predicted = in_unit(prediction, point.unit)
+    predicted = in_unit(prediction, point.unit, point.formula)
     speed = point.value / predicted if point.unit == "s" else predicted / point.value
     return row | {
         "micro_batch_size": prediction.schedule.workload.micro_batch_size,
@@ -198,15 +209,15 @@ def _of_fit(compared: pd.DataFrame) -> str:
     return f"By prediction {count} of them would not fit the machine that they ran on and count all the same{others}. "
 
 
-def in_unit(prediction: Prediction, unit: Unit) -> float:
-    """What a prediction says in the unit of a point; TFLOP/s by the formula above."""
+def in_unit(prediction: Prediction, unit: Unit, formula: str = "") -> float:
+    """What a prediction says in the unit of a point; TFLOP/s by its formula."""
     seconds = prediction.period_ns / 1e9
     if unit == "s":
         return seconds
     if unit == "tokens/s":
         return prediction.tokens_per_s
     schedule = prediction.schedule
-    return flops_by_formula(schedule.model, schedule.workload) / seconds / 1e12
+    return flops_by_formula(schedule.model, schedule.workload, formula) / seconds / 1e12
 
 
 def step_parts(prediction: Prediction) -> dict[str, float]:

@@ -14,13 +14,16 @@ from schedules.schedule import Knob
 
 Unit = Literal["TFLOP/s", "s", "tokens/s", "x"]
 SIX_N = "6 x parameters x tokens"
+RECOMPUTED = "8 x parameters x tokens + 16 x layers x hidden size x sequence x tokens"  # attention as if not causal
 
 _PAPER = "MegaTrain paper (arXiv 2604.05091, April 2026), from a digest; not re-read"
 _LLMQ = "IST-DASLab/llmq, benchmarks/4090x1.md and its configurations"
 _SUPER = "DeepSpeed blog on SuperOffload (blogs/deepspeed-superoffload), PyTorch blog of the same title"
 _ADAM_PAPER = "ZeRO-Offload paper (USENIX ATC 2021), recalled; not re-read"
 _UNKNOWN_BATCH = "batch unpublished: the largest that fits is assumed"
-_BF16_STATE = {"master": "weights"}  # the source: bf16 master and gradients
+# the source: bf16 master and gradients, clipping as transformers sets it; of December 2025, eight months before 0.19.5
+_LLMQ_ZERO3: Mapping[str, Knob] = {"master": "weights", "version": "0.19.4"}
+_LLMQ_ZERO2: Mapping[str, Knob] = {"master": "weights", "overlap_comm": True}
 _MULTI = "more than one GPU"
 _NO_POLICY = "no policy models this system"
 _NO_PROFILE = "no profile of that machine"
@@ -38,11 +41,16 @@ _SLOWER_KERNELS = (
     "longer is not known, slower products or gaps between eager kernels"
 )
 
-_DRIVE = ("nvme.read=7GB/s", "nvme.write=4.2GB/s")
-_FUYOU = (
-    "a 13B model of another shape; batch and sequence unpublished in the abstract, and drives: one of the data-centre "
-    "class is taken (P5510)"
+_LOHAN = "RC4ML/LoHan, evaluation_data.md"
+_LOHAN_HOST = ("host.memory=768GB", "host.memory_bandwidth=300GB/s", "host.cores=52")  # two Xeon Gold 5320, 16 channels
+_ONE_DRIVE = ("nvme.read=7GB/s", "nvme.write=4.2GB/s", "nvme.capacity=3.84TB")  # a P5510
+_LOHAN_KNOBS: Mapping[str, Knob] = {"ssd": True, "activations": "inputs"}
+_TWELVE_DRIVES = ("nvme.read=84GB/s", "nvme.write=50.4GB/s", "nvme.capacity=46TB")
+_LOHAN_MODEL = (
+    "a 13B model of another shape, without a head; drives and memory by their data sheets; which activations are "
+    "swapped and how TFLOP/s are counted are unpublished"
 )
+_FUYOU = _LOHAN_MODEL + "; batch unpublished in the abstract, and the machine: that of the paper's second version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,8 @@ class Point:
     had to be assumed, the point stands apart: it counts in no median. Nor does one with `same_run_as`: that other
     number of its run counts. `micro_batch_size` is None where it is unpublished; then the largest that fits the machine
     is taken. `changes` are what is known or assumed of that machine where the profile is of another, as for `--set`.
-    `formula` is how TFLOP/s were counted. `why` explains an error that is far off, from the trace.
+    `precision` is the state that the system keeps. `formula` is how TFLOP/s were counted, SIX_N where that is
+    unpublished. `why` explains an error that is far off, from the trace.
     """
 
     system: str
@@ -68,6 +77,7 @@ class Point:
     micro_batch_size: int | None = None
     accumulation: int = 1
     seq_len: int = 1024
+    precision: str = "bf16"
     grad_clip: float | None = None
     changes: tuple[str, ...] = ()
     formula: str = ""
@@ -139,11 +149,18 @@ MEGATRAIN: tuple[Point, ...] = (
 DEEPSPEED: tuple[Point, ...] = (
     Point(
         system="ZeRO-3 offload (LLaMA-Factory)", policy="zero3_offload", model="qwen2.5-7b", machine="rtx4090",
-        micro_batch_size=32, accumulation=16, value=2523, unit="tokens/s", source=_LLMQ, knobs=_BF16_STATE,
+        micro_batch_size=32, accumulation=16, grad_clip=1.0, value=2523, unit="tokens/s", source=_LLMQ,
+        knobs=_LLMQ_ZERO3,
     ),
     Point(
         system="ZeRO-3 offload (LLaMA-Factory)", policy="zero3_offload", model="qwen2.5-14b", machine="rtx4090",
-        micro_batch_size=20, accumulation=26, value=1130, unit="tokens/s", source=_LLMQ, knobs=_BF16_STATE,
+        micro_batch_size=20, accumulation=26, grad_clip=1.0, value=1135, unit="tokens/s", source=_LLMQ,
+        knobs=_LLMQ_ZERO3,
+    ),
+    Point(
+        system="ZeRO-2 offload (LLaMA-Factory)", policy="zero_offload", model="qwen2.5-3b", machine="rtx4090",
+        micro_batch_size=48, accumulation=11, grad_clip=1.0, value=5448, unit="tokens/s", source=_LLMQ,
+        knobs=_LLMQ_ZERO2, note="the source: slightly faster than ZeRO-3 with 64 sequences",
     ),
     Point(
         system="ZeRO-3 parameter offload, LoRA", model="llama-3.1-8b", machine="h100", value=21.65, unit="tokens/s",
@@ -183,14 +200,14 @@ DEEPSPEED: tuple[Point, ...] = (
     ),
     Point(
         system="SuperOffload", policy="superoffload", model="qwen3-14b", machine="gh200",
-        micro_batch_size=4, seq_len=4096, value=600, unit="TFLOP/s", source=_SUPER,
-        assumed='"up to"; said of GPT-OSS-20B and Qwen3-14B together; the formula is unpublished',
+        micro_batch_size=4, seq_len=4096, value=600, unit="TFLOP/s", formula=RECOMPUTED, source=_SUPER,
+        assumed='"up to"; said of GPT-OSS-20B and Qwen3-14B together; the formula is that of its examples',
     ),
     Point(
         system="SuperOffload (released)", policy="superoffload", model="qwen3-14b", machine="gh200",
-        micro_batch_size=4, seq_len=4096, value=500, unit="TFLOP/s",
-        source="DeepSpeedExamples, training/DeepSpeed-SuperOffload README",
-        assumed='"about"; said of three models together; the formula is unpublished',
+        micro_batch_size=4, seq_len=4096, value=500, unit="TFLOP/s", formula=RECOMPUTED,
+        source="DeepSpeedExamples, training/DeepSpeed-SuperOffload README; the formula: finetune_zero3.py there",
+        assumed='"up to about"; said of three models together',
     ),
     Point(
         system="SuperOffload over ZeRO-Offload", model="not named", machine="GH200", value=2, unit="x",
@@ -231,6 +248,7 @@ OTHERS: tuple[Point, ...] = (
         system="RoundPipe", policy="roundpipe", model="llama-3.1-8b", machine="rtx4090", value=3142, unit="tokens/s",
         source="RoundPipe README", changes=("host.memory=512GiB",),
         assumed=_UNKNOWN_BATCH + ", 1,024 tokens a sequence, and 512 GiB of host memory",
+        why="its benchmark (benchmark/train.py) lets fp16 products add up in fp16, twice the rate counted here",
     ),
     Point(
         system="LLMQ", model="qwen2.5-7b", machine="rtx4090", value=2780, unit="tokens/s", source=_LLMQ,
@@ -246,13 +264,21 @@ OTHERS: tuple[Point, ...] = (
         lacking=_NO_POLICY + ": every tensor placed by a solver",
     ),
     Point(
-        system="Fuyou", policy="lohan", model="llama-2-13b", machine="rtx4090", value=156, unit="TFLOP/s",
-        source="arXiv 2403.06504 v1", knobs={"ssd": True},
-        changes=_DRIVE, assumed=_FUYOU,
+        system="LoHan, one drive", policy="lohan", model="llama-2-13b", machine="rtx4090", micro_batch_size=64,
+        value=70.3, unit="TFLOP/s", source=_LOHAN, knobs=_LOHAN_KNOBS, precision="bf16_fp32",
+        changes=(*_LOHAN_HOST, *_ONE_DRIVE), assumed=_LOHAN_MODEL, note="37.5 with 32 sequences, 53.1 with 48",
+    ),
+    Point(
+        system="LoHan, twelve drives", policy="lohan", model="llama-2-13b", machine="rtx4090", micro_batch_size=64,
+        value=155.8, unit="TFLOP/s", source=_LOHAN, knobs=_LOHAN_KNOBS, precision="bf16_fp32",
+        changes=(*_LOHAN_HOST, *_TWELVE_DRIVES), assumed=_LOHAN_MODEL,
+        note="156 in the abstract of the first version, Fuyou (arXiv 2403.06504 v1)",
+        why="compute-bound, every block runs forward again; with the forward counted twice it would be 151",
     ),
     Point(
         system="ZeRO-Infinity", policy="zero_infinity", model="llama-2-13b", machine="rtx4090", value=45,
-        unit="TFLOP/s", source="arXiv 2403.06504 v1", changes=_DRIVE, assumed=_FUYOU,
+        unit="TFLOP/s", source="arXiv 2403.06504 v1", changes=(*_LOHAN_HOST, *_TWELVE_DRIVES), assumed=_FUYOU,
+        why="here the drives give their full rate, which DeepSpeed's default I/O settings do not ask of them",
     ),
     Point(
         system="LoHan over the best baseline", model="13B", machine="RTX 4090", value=2.32, unit="x",

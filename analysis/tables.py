@@ -155,8 +155,8 @@ PUBLISHED = (
 )
 PUBLISHED_NOTE = (
     "Datasheet mode, nothing tuned per point. TFLOP/s here are 6 x parameters (embeddings included) x tokens / step "
-    "time, as published. error: predicted over published speed, minus one; of a time, published over predicted. fits: "
-    "into that machine, by prediction."
+    "time, as published, or by the formula that the publication names. error: predicted over published speed, minus "
+    "one; of a time, published over predicted. fits: into that machine, by prediction."
 )
 
 PUBLISHED_ONLY = (

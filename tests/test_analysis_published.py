@@ -9,7 +9,7 @@ import pytest
 from test_megatrain_cli import ROOT
 
 from analysis import published, published_report, tables
-from analysis.published_points import MI355X_PHASES, POINTS, Point
+from analysis.published_points import MI355X_PHASES, POINTS, RECOMPUTED, Point
 from schedules import policies, presets
 from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
@@ -33,6 +33,17 @@ def test_the_formula_counts_less_than_the_model_computes() -> None:
     nearly cancel."""
     model, step = presets.load("qwen2.5-7b"), Workload(micro_batch_size=1, seq_len=1024)
     assert published.flops_by_formula(model, step) / model_flops_per_step(model, step) == pytest.approx(1.06, abs=0.02)
+
+
+def test_a_formula_that_counts_recompute_and_attention_gives_what_superoffload_logs() -> None:
+    """Its examples log, per sequence, 2 x 4 x parameters x tokens + 2 x 2 x 4 x layers x hidden x tokens squared."""
+    model, step = presets.load("qwen3-14b"), Workload(micro_batch_size=4, seq_len=4096)
+    logged = 4 * (8 * model.total_params * 4096 + 16 * 40 * 5120 * 4096**2)
+    assert published.flops_by_formula(model, step, RECOMPUTED) == logged
+    (point,) = (p for p in POINTS if p.system == "SuperOffload (released)")
+    row = published.reproduce([point]).iloc[0]
+    prediction = published.prediction_of(point)
+    assert row["predicted"] == pytest.approx(logged / prediction.period_ns / 1e3)
 
 
 def test_the_logged_parts_of_the_mi355x_step_add_up() -> None:
