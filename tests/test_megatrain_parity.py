@@ -82,6 +82,8 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, offload=2, nvme_offload=1": {"keep": 0, "offload": 2, "nvme_offload": 1},
     "gemini, every=4": {"every": 4, "placement": "auto"},
     "gemini, placement=auto": {"placement": "auto"},
+    "gemini, max_prefetch=1": {"max_prefetch": 1},
+    "gemini, placement=auto, max_prefetch=2, every=2": {"placement": "auto", "max_prefetch": 2, "every": 2},
     "paged_optimizer, pressure=1": {"pressure": 1.0},
     "lohan, swap=1, spill=2": {"swap": 1, "spill": 2},
     "lohan, activations=inputs": {"swap": 1, "activations": "inputs"},

@@ -142,6 +142,22 @@ def test_gemini_brings_the_sum_up_for_each_later_micro_batch() -> None:
     assert not phases(schedule)[Phase.ACCUMULATE]
 
 
+@pytest.mark.parametrize("placement", ["static", "auto"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+def test_gemini_fetches_ahead_on_request(ahead: int, tied: bool, placement: str) -> None:
+    model, step = blocks(4, tied=tied), workload(accumulation=2, clip=1.0)
+    schedule = policies.build("gemini", model, step, ROOM, placement=placement, max_prefetch=ahead)
+    verify(schedule)
+    up = [op for op in schedule.ops if op.kind == Kind.PREFETCH and op.name.startswith("P.w.")]
+    assert {(op.stream, op.blocking) for op in up} == {(Stream.COMPUTE, True), (Stream.H2D, False)}
+    assert {op.layer for op in up if op.blocking} == {model.embed}  # nothing runs before it
+    assert place(schedule, "P.w.1") < place(schedule, "F.0.0") < place(schedule, "C.w.1") < place(schedule, "F.1.0")
+    usual = policies.build("gemini", model, step, ROOM, placement=placement)
+    assert phases(schedule)[Phase.CAST] == phases(usual)[Phase.CAST] == len(model.layers)
+    assert moved(schedule, DEVICE, HOST, "w")["w.0"] == moved(usual, DEVICE, HOST, "w")["w.0"]
+
+
 def test_gemini_folds_clipping_into_an_adam_that_runs_alone() -> None:
     schedule = policies.build("gemini", TINY, workload(clip=1.0), ROOM)
     assert not phases(schedule)[Phase.SCALE]

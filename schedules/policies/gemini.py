@@ -1,13 +1,13 @@
 """Colossal-AI Gemini with parameters, gradients and states offloaded; a layer stands for its chunks.
 
-What it does. Before a layer runs, the chunks that are in the way leave the device and its own are fetched; the
-host waits for both, and they queue on the compute stream: nothing overlaps. static (the default there)
-moves every chunk down before it fetches one. auto keeps as many as fit and moves the one down whose next use
-is furthest; over forward and backward that is the least recently used one. After an optimizer step the host's
-bf16 chunk is stale: the first fetch brings the fp32 master, 4 bytes per parameter, and casts it on the device;
-the bf16 chunk then goes down, 2 bytes, when it is first moved out, and later fetches bring 2. A gradient goes
-down on a stream of its own. Under accumulation the sum comes up for each later micro-batch and goes down again,
-and after a layer's backward its bf16 chunk goes down too.
+What it does. Before a layer runs, the chunks that are in the way leave the device and its own are fetched; the host
+waits for both, and they queue on the compute stream: nothing overlaps. With max_prefetch (0 there, unless set) the
+next ones come beside it, on a stream of their own. static (the default there) moves every chunk down before it
+fetches one. auto keeps as many as fit and moves the one down whose next use is furthest; over forward and backward
+that is the least recently used one. After an optimizer step the host's bf16 chunk is stale: the first fetch brings
+the fp32 master, 4 bytes per parameter, and casts it on the device; the bf16 chunk then goes down, 2 bytes, when it is
+first moved out, and later fetches bring 2. A gradient goes down on a stream of its own. Under accumulation the sum
+comes up for each later micro-batch and goes down again, and after a layer's backward its bf16 chunk goes down too.
 After the whole backward the host runs Adam alone, with loss scale and clipping folded into it; the norm is
 taken on the device as gradients become complete.
 
@@ -15,18 +15,22 @@ Where states live, in bytes per parameter, all on the host (16): bf16 chunk 2, g
 8. There always is an fp32 master: precisions bf16 and bf16_split are built as bf16_fp32; with fp32 there is one
 chunk, and no cast. On the device: the chunks, and one fp32 chunk on its way through the cast.
 
-Exact in its training. Approximated: the language has no master apart from the optimizer state, so that its
-fetch is shown as two copies of the 2-byte weights and a cast of one; the gradient has memory of its own where
-Gemini reuses the chunk's unless it accumulates (14 bytes per parameter then, not 16); Adam is counted with the
-bf16 weights, 30 bytes of host traffic per parameter for Gemini's 26; a layer is fetched and moved out as a whole,
-once for recompute and backward together; embedding and head have device buffers of their own.
-Source: colossalai/zero/gemini (gemini_mgr.py, placement_policy.py, gemini_ddp.py, gemini_optimizer.py).
+Exact in its training. Approximated: the language has no master apart from the optimizer state, so that its fetch is
+shown as two copies of the 2-byte weights and a cast of one; the gradient has memory of its own where Gemini reuses
+the chunk's unless it accumulates (14 bytes per parameter then, not 16); Adam is counted with the bf16 weights, 30
+bytes of host traffic per parameter for Gemini's 26; a layer is fetched and moved out as a whole, once for recompute
+and backward together; max_prefetch counts layers and not chunks; embedding and head have device buffers of their own.
+Not here: parts of parameters or optimizer on the device (offload_param_frac, offload_optim_frac,
+gpu_margin_mem_ratio), and 8-bit copies.
+Source: hpcaitech/ColossalAI 4f9953b, colossalai/zero/gemini (gemini_mgr.py, gemini_hook.py, placement_policy.py,
+gemini_ddp.py, gemini_optimizer.py, chunk/chunk.py).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from schedules.chunks import Chunks
 from schedules.ends import end_buffers
 from schedules.kept import Activations, Kept, kept_as
 from schedules.model import ModelSpec
@@ -45,6 +49,7 @@ def policy(
     memory: MemoryBudget,
     *,
     placement: Literal["static", "auto"] = "static",
+    max_prefetch: int = 0,
     activations: Activations = "recompute",
     every: int = 1,
 ) -> Program:
@@ -52,20 +57,22 @@ def policy(
 
     Args:
         placement: static keeps no chunk that is not in use, auto keeps as many as fit the device.
+        max_prefetch: layers fetched ahead, on a stream of their own, for which the host does not wait.
     """
     workload = with_master(workload)
     kept = kept_as(model, activations, every=every)
     if placement == "static":
-        return _step(model, workload, kept, chunks=1, static=True)
-    least = _step(model, workload, kept, chunks=1, static=False)
+        return _step(model, workload, kept, chunks=1 + max_prefetch, static=True, ahead=max_prefetch)
+    least = _step(model, workload, kept, chunks=1 + max_prefetch, static=False, ahead=max_prefetch)
     room = int(memory.device_bytes * STEADY_DEVICE_RATIO) - least.device_bytes()
     more = max(room // least.nbytes(least.weight(0)), 0)
-    return _step(model, workload, kept, chunks=min(1 + more, model.num_hidden_layers), static=False)
+    chunks = max(min(1 + max_prefetch + more, model.num_hidden_layers), 1 + max_prefetch)
+    return _step(model, workload, kept, chunks=chunks, static=False, ahead=max_prefetch)
 
 
-def _step(model: ModelSpec, workload: Workload, kept: Kept, *, chunks: int, static: bool) -> Program:
+def _step(model: ModelSpec, workload: Workload, kept: Kept, *, chunks: int, static: bool, ahead: int) -> Program:
     p = Program(model, workload)
-    device = _Chunks(p, chunks, static)
+    device = Chunks(p, chunks, kept, static=static, ahead=ahead)
     grads = p.slots("grad", 2)
     end_grads = end_buffers(p, "grad")
     homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
@@ -89,57 +96,3 @@ def _step(model: ModelSpec, workload: Workload, kept: Kept, *, chunks: int, stat
     for i in model.layers:
         p.update(i, stream=Stream.HOST)
     return p
-
-
-class _Chunks:
-    """The weights on the device, and which of them the host has only as fp32."""
-
-    def __init__(self, p: Program, chunks: int, static: bool) -> None:
-        self._program, self._static = p, static
-        self._ring = p.slots("chunk", chunks)
-        self.ends = end_buffers(p, "chunk")
-        self._wide = [p.buffer(f"wide{half}") for half in range(2)]
-        self._standing: dict[str, int] = {}  # buffer -> layer
-        self._stale = set() if p.workload.precision == "fp32" else set(p.model.layers)  # the host's 2-byte chunks
-        self._newer: set[int] = set()  # layers whose 2-byte chunk is up to date on the device only
-
-    def fetch(self, i: int) -> str:
-        """The buffer with layer i's weights, which the host has waited for."""
-        p = self._program
-        for buffer, layer in self._standing.items():
-            if layer == i:
-                return self._ring.holding(p.weight(i)) or buffer
-        if self._static:
-            # the loss needs both ends at once
-            for buffer in [b for b, layer in self._standing.items() if i not in self.ends or layer not in self.ends]:
-                self._evict(buffer)
-        buffer = self.ends[i] if i in self.ends else self._ring.next()
-        self._evict(buffer)
-        if i in self._stale:
-            for wide in self._wide:
-                p.prefetch(p.weight(i), into=wide, stream=Stream.COMPUTE, blocking=True)
-            p.cast((self._wide[0], p.weight(i)), (buffer, p.weight(i)), stream=Stream.COMPUTE)
-            self._stale.remove(i)
-            self._newer.add(i)
-        else:
-            p.prefetch(p.weight(i), into=buffer, stream=Stream.COMPUTE, blocking=True)
-        self._standing[buffer] = i
-        return buffer
-
-    def _evict(self, buffer: str) -> None:
-        """Move a chunk down; where the host has the same, there is nothing to copy."""
-        p, layer = self._program, self._standing.pop(buffer, None)
-        if layer in self._newer:
-            self._newer.remove(layer)
-            p.offload(p.weight(layer), out_of=buffer, stream=Stream.COMPUTE, blocking=True)
-        p.discard(buffer)
-
-    def give_up(self, i: int) -> None:
-        """Layer i's backward has run: its chunk becomes its gradient, or moves down if that has its own."""
-        p = self._program
-        for buffer in [b for b, layer in self._standing.items() if layer == i]:
-            del self._standing[buffer]
-            self._newer.discard(i)
-            if p.workload.accumulation > 1:
-                p.offload(p.weight(i), out_of=buffer)
-            p.discard(buffer)
