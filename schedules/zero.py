@@ -202,9 +202,10 @@ class Reduction:
     """The way of ZeRO-3's gradients: down, the same values up again, and, when whole, down once more in fp32.
 
     Under accumulation the sum comes up instead, and goes down with the new gradient added. At most two
-    hand-overs are under way: the host waits for the older before a third. The fp32 gradients of layers `on_device`
-    stay on the device. `land` takes (layer, device buffer) to the host, where the home of fp32 gradients is not.
-    If not `wide`, they go down the last time as they are, to the buffers of `flat_grad`.
+    hand-overs are under way: the host waits for the older before a third (DeepSpeed before a fourth: 0.3 % faster at
+    most). The fp32 gradients of layers `on_device` stay on the device. `land` takes (layer, device buffer) to the
+    host, where the home of fp32 gradients is not. If not `wide`, they go down the last time as they are, to the
+    buffers of `flat_grad`.
     """
 
     def __init__(

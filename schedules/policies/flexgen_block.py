@@ -12,7 +12,7 @@ and no moments. Activations between layers of a whole block lie on the device or
 Exact in the loss. Approximated: FlexGen generates text, and its cache of keys and values, which an evaluation has
 not, is left out; it places percentages of every layer on each tier (--percent), here whole layers are on one; it ends
 every inner step with one synchronisation, here each op waits for what it needs.
-Source: FlexGen (arXiv:2303.06865), section 4; FMInference/FlexLLMGen, README.
+Source: FlexGen (arXiv 2303.06865), section 4; FMInference/FlexLLMGen 004ffef, README.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ layers the hidden states stay on the device where GreedySnake moves all but the 
 go to host memory only; embedding and head stay on the device for the step. With gradient clipping no update
 can precede the last gradient: all wait on the host, 2 bytes per parameter, and are updated in the order in which
 the next forward needs them.
-Source: GreedySnake, arXiv 2512.17570.
+Source: GreedySnake, arXiv 2512.17570, from a digest; its code (npz7yyk/GreedySnake) was not read, nor is it known
+here whether it keeps an fp32 master, as the system that it is compared with does (precision bf16_fp32).
 """
 
 from __future__ import annotations

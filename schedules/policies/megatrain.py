@@ -14,7 +14,7 @@ their gradients, refreshed by a copy after their update.
 Exact in its training. Approximated: packing into staging buffers is not shown, the host tile is pinned; a
 layer that still stands in a slot is not copied again, where the paper says that each is; checkpoints stay on
 the device; the order of micro-batches under accumulation is the usual one (the paper does not say).
-Source: the paper, "MegaTrain" (April 2026), sections on the execution engine, from a digest.
+Source: the paper, "MegaTrain" (arXiv 2604.05091, April 2026), sections on the execution engine, from a digest.
 """
 
 from __future__ import annotations

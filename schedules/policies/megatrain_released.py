@@ -25,7 +25,7 @@ the loss makes the host wait once, not per 128 tokens. The CPU thread stores eac
 memory (zero_grad drops the old one): these bytes are marked fresh, which decides small steps on hosts with pages
 of 4 KiB. Passes of the host over all gradients and weights are counted at DRAM bandwidth, where a user's log (14B
 on an MI355X) has clipping seven times as slow.
-Source: infinity/model/cpu_master.py and examples/sft/train.py.
+Source: DLYuanGod/MegaTrain 919520f, infinity/model/cpu_master.py and examples/sft/train.py.
 """
 
 from __future__ import annotations

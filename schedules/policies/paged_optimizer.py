@@ -13,7 +13,7 @@ leave beside the next one's arrival; which layers' states stay is settled once, 
 driver evicts what was used longest ago, which in a cycle is what is needed next (pressure=1 shows that: all
 states move every step); a fault costs what a copy costs. With gradient clipping the norm is taken on the device
 before the first update. 8-bit block-wise states, 2 bytes per parameter, are the precision bf16_8bit.
-Source: bitsandbytes, optim/optimizer.py and functional.py (get_paged, prefetch_tensor).
+Source: bitsandbytes 95f9af3, optim/optimizer.py and functional.py (get_paged, prefetch_tensor).
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ Where states live, in bytes per parameter at bf16, all on the host (18): uploade
 weights 2, gradients 2, the optimizer's gradients 4, optimizer state 8. On the device: two blocks' weights and
 gradients, embedding and head, 4, and the hidden states and their gradients between two stages.
 
-Exact in its training to that staleness; the schedule declares it, and the verifier checks it. Approximated: a
-stage is a layer (which layers share one matters for several GPUs, and here for the weights that are on the device
-at once); hidden states between two stages stay on the device; the parameters of a layer are copied as soon as
-that layer's upload is done, not after all uploads; the optimizer's gradients are always fp32, its parameters of
-the workload's precision; embedding and head stay on the device for the step.
-Source: RoundPipe (April 2026), roundpipe.py, optim_stream.py and attribute.py of ITcarrot/RoundPipe.
+Exact in its training to that staleness; the schedule declares it, and the verifier checks it. Approximated: a stage
+is a layer (which layers share one matters for several GPUs, and here for the weights that are on the device at once);
+hidden states between two stages stay on the device; the parameters of a layer are copied as soon as that layer's
+upload is done, not after all uploads; the optimizer's gradients are always fp32, its parameters of the workload's
+precision (fp32 in its examples and benchmark: bf16_fp32); embedding and head stay on the device for the step.
+Source: RoundPipe (April 2026), ITcarrot/RoundPipe e813c67, roundpipe/roundpipe.py, optim_stream.py, attribute.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ writes the compute-type weights itself and the cast reads and writes them in pla
 with gradient clipping; the worker has the host's cores as if alone; its 1 ms polling and, without overlap_comm,
 the host's wait before each module are not shown. The paper's weight-flow mode and its clipping by rollback and
 replay are not in the released code, and not here.
-Source: DeepSpeed edaa722 (0.19.6 development), runtime/superoffload; defaults after its examples.
+Source: SuperOffload, arXiv 2509.21271; DeepSpeed edaa722 (0.19.6 development), runtime/superoffload; defaults after
+DeepSpeedExamples 45b4b71, training/DeepSpeed-SuperOffload.
 """
 
 from __future__ import annotations

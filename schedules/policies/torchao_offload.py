@@ -18,7 +18,7 @@ Exact in its training. Its moments are of the parameters' type: with bf16 parame
 bytes of state. Approximated: a layer goes as a whole where torchao goes by tensor; tensors below 4096 elements are
 not updated on the device. torchao cannot clip by a global norm: what this policy does instead is to measure
 the norm on the device, where gradients are complete, and to leave the scaling to Adam.
-Source: pytorch/ao, torchao/optim/cpu_offload.py.
+Source: pytorch/ao 36027d8, torchao/optim/cpu_offload.py.
 """
 
 from __future__ import annotations

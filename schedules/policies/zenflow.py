@@ -11,12 +11,19 @@ Where states live, in bytes per parameter at bf16. Device: weights 2 and, of the
 4 and moments 8. Host, of the rest: the window's sum of gradients 2, fp32 gradients 4, fp32 master 4, moments 8, weights
 2, and a copy of them that goes up, 2.
 
-Stale, not exact, and declared so. Approximated: importance is by column, chosen again every few steps by the norm of
-its gradient; here it is by block, evenly spread and fixed, embedding and head being less important. The important
-part is updated once a window, where ZenFlow updates it in every step of it: an optimizer on the device takes little
-time. A window's sum is cast to fp32 when it ends, where ZenFlow's two buffers take turns. Warm-up rounds of ordinary
-offload are left out.
-Source: DeepSpeed runtime/zenflow; arXiv:2505.12242.
+Stale, not exact, and declared so. After the paper, with overlap_step on (off in DeepSpeed unless set: then the host
+waits for each update). Approximated: importance is by column, chosen again every few steps by the norm of its
+gradient; here it is by block, evenly spread and fixed, embedding and head being less important. The important part is
+updated once a window, where ZenFlow updates it in every step of it: an optimizer on the device takes little time. A
+window's sum is cast to fp32 when it ends, where ZenFlow's two buffers take turns. Warm-up rounds of ordinary offload
+are left out.
+The released code does more. All gradients leave, the important ones too, on the compute stream unless overlap_comm is
+set; from the second micro-batch of a window on the sum comes up, is added to on the device and goes down again, and
+at the end it goes down once more in fp32. For every parameter the host holds 34 bytes (36 with a sum): master 4 and
+the copy that goes up 4, two fp32 gradients 8, two sets of moments 16, which take turns, and the weights 2. The
+important part has no master on the device, and moments of the weights' type, 4.
+Source: ZenFlow, arXiv 2505.12242; DeepSpeed edaa722 (0.19.6 development), runtime/zenflow
+(zenflow_stage_1_and_2.py, zenflow_utils.py), csrc/adam/cpu_adam_impl.cpp.
 """
 
 from __future__ import annotations

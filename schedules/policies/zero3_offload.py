@@ -10,20 +10,21 @@ With overlap_comm=false fetches and gradients queue on the compute stream, and n
 Under accumulation later micro-batches bring the sum up, add on the device and take it down again; fp32
 gradients are made by the last one only.
 
-Where states live, in bytes per parameter, all on the host (20): weights 2, gradient sum 2, fp32 gradients 4,
-fp32 master 4, moments 8. Precisions bf16 and bf16_split are built as bf16_fp32, unless master=weights, which is
+Where states live, in bytes per parameter, all on the host (20): weights 2, gradient sum 2, fp32 gradients 4, fp32
+master 4, moments 8. Precisions bf16 and bf16_split are built as bf16_fp32, unless master=weights, which is
 DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16, nothing is widened, and moments stay
-fp32 (16). On the device: slots for max_live parameters, two gradient buckets, one gradient on its way back and one
-widened.
+fp32 (16), or at precision bf16_16bit are bf16 as well, its bf16_optimizer_states (12). On the device: slots for
+max_live parameters, two gradient buckets, one gradient on its way back and one widened.
 
-Exact in its training. Approximated: a layer is fetched and its gradient handed over as a whole, where DeepSpeed
-goes by module and by bucket; tensors below its persistence threshold are not resident; embedding and head
-have device buffers of their own, and the embedding is not fetched again for its backward; Adam writes the
-compute-type weights itself and the cast reads and writes them in place, 36 bytes per parameter together
-where DeepSpeed has 34; the norm is computed only with gradient clipping. Without pinned memory the host waits for
-every copy, but copies are as fast as pinned ones, which they are not: expect pin_memory=false to be predicted too fast.
+Exact in its training. Approximated: a layer is fetched and its gradient handed over as a whole, where DeepSpeed goes
+by module and by bucket, and waits before a fourth (0.3 % faster at most); tensors below its persistence
+threshold are not resident; embedding and head have device buffers of their own, and the embedding is not fetched
+again for its backward; Adam writes the compute-type weights itself and the cast reads and writes them in place, 36
+bytes per parameter together where DeepSpeed has 34; the norm is computed only with gradient clipping. Without pinned
+memory the host waits for every copy, but copies are as fast as pinned ones, which they are not: expect
+pin_memory=false to be predicted too fast.
 Source: DeepSpeed edaa722 (0.19.6 development), stage3.py, partitioned_param_coordinator.py; for older versions
-its pull request 8207; for master=weights the same file of 0.19.8.
+its pull request 8207; master=weights came with its pull request 7700 (December 2025).
 """
 
 from __future__ import annotations
