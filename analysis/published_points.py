@@ -44,7 +44,7 @@ _SLOWER_KERNELS = (
 _LOHAN = "RC4ML/LoHan, evaluation_data.md"
 _LOHAN_HOST = ("host.memory=768GB", "host.memory_bandwidth=300GB/s", "host.cores=52")  # two Xeon Gold 5320, 16 channels
 _ONE_DRIVE = ("nvme.read=7GB/s", "nvme.write=4.2GB/s", "nvme.capacity=3.84TB")  # a P5510
-_LOHAN_KNOBS: Mapping[str, Knob] = {"ssd": True, "activations": "inputs"}
+_LOHAN_KNOBS: Mapping[str, Knob] = {"ssd": True, "inputs": "host"}
 _TWELVE_DRIVES = ("nvme.read=84GB/s", "nvme.write=50.4GB/s", "nvme.capacity=46TB")
 _LOHAN_MODEL = (
     "a 13B model of another shape, without a head; drives and memory by their data sheets; which activations are "

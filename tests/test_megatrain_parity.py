@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "gemini, placement=auto, max_prefetch=2, every=2": {"placement": "auto", "max_prefetch": 2, "every": 2},
     "paged_optimizer, pressure=1": {"pressure": 1.0},
     "lohan, swap=1, spill=2": {"swap": 1, "spill": 2},
-    "lohan, activations=inputs": {"swap": 1, "activations": "inputs"},
+    "lohan, inputs=host": {"swap": 1, "inputs": "host"},
     "greedysnake, alpha=1": {"alpha": 1.0},
     "greedysnake, activations=host": {"activations": "host"},
     "roundpipe, is_async=False": {"is_async": False},

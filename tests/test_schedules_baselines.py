@@ -304,7 +304,7 @@ def test_lohan_swaps_some_blocks_and_recomputes_the_others(swap: int) -> None:
 
 
 def test_lohan_keeps_inputs_on_the_host_on_request() -> None:
-    schedule = policies.build("lohan", blocks(4), workload(accumulation=2), ROOM, swap=1, activations="inputs")
+    schedule = policies.build("lohan", blocks(4), workload(accumulation=2), ROOM, swap=1, inputs="host")
     verify(schedule)
     (swapped,) = spread(range(4), 1)
     assert moved(schedule, DEVICE, HOST, "x") == moved(schedule, HOST, DEVICE, "x")

@@ -4,7 +4,7 @@ What it does. Blocks' weights come through a window of device slots ahead of the
 as it is whole and the CPU optimizer takes it from where it lands, beside the rest of the backward (active
 gradient offloading): the host never holds more than a few. Of `swap` blocks, evenly spread, the activations go
 to the host after forward and come back for the backward, those of `spill` more go on to a drive; the others keep
-their input, in LoHan on the host (activations=inputs), and run forward again. LoHan chooses these numbers by the
+their input, in LoHan on the host (inputs=host), and run forward again. LoHan chooses these numbers by the
 traffic it can hide; here they are knobs, to be searched by simulation. The step ends when all updates are done.
 
 Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
@@ -45,7 +45,7 @@ def policy(
     spill: int = 0,
     window: int = 2,
     ssd: bool = False,
-    activations: Literal["recompute", "inputs"] = "recompute",
+    inputs: Literal["device", "host"] = "device",
 ) -> Program:
     """Build the step.
 
@@ -54,13 +54,13 @@ def policy(
         spill: how many of the other blocks' activations go on to a drive instead.
         window: device slots for blocks' weights.
         ssd: weights and optimizer state live on a drive.
-        activations: the input from which a block runs forward again is on the device (recompute) or the host (inputs).
+        inputs: where the inputs wait from which blocks run forward again.
     """
     at_most(len(model.blocks), "blocks", swap=swap, spill=spill)
     away = spread(model.blocks, swap)
     deep = spread([i for i in model.blocks if i not in away], spill)
     again = [i for i in model.blocks[:-1] if i not in away | deep]  # the last block's is needed again at once
-    kept = Kept(on_host=away, on_nvme=deep, inputs=again if activations == "inputs" else ())
+    kept = Kept(on_host=away, on_nvme=deep, inputs=again if inputs == "host" else ())
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)
     device = Streamed(p, fetch=shelf.fetch, groups=workload.accumulation, slots=window)

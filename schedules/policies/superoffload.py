@@ -17,11 +17,11 @@ bf16_fp32. On the device also one gradient bucket and the next, one gradient on 
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
 gradient buffers beside the buckets; the CPU's sub-groups hold 2 more bytes per parameter on the host, the cast
-weights, which DeepSpeed makes for a moment; that memory is pageable there, and the copy slower than here; Adam
-writes the compute-type weights itself and the cast reads and writes them in place; the norm is computed only
-with gradient clipping; the worker has the host's cores as if alone; its 1 ms polling and, without overlap_comm,
-the host's wait before each module are not shown. The paper's weight-flow mode and its clipping by rollback and
-replay are not in the released code, and not here.
+weights, which DeepSpeed makes for a moment; that memory is pageable there, and the copy slower than here; Adam writes
+the compute-type weights itself and the cast reads and writes them in place; the norm is computed only with gradient
+clipping; the host's copy of what the worker returns is not shown; the worker has the host's cores as if alone; its 1
+ms polling and, without overlap_comm, the host's wait before each module are not shown. The paper's weight-flow mode
+and its clipping by rollback and replay are not in the released code, and not here.
 Source: SuperOffload, arXiv 2509.21271; DeepSpeed edaa722 (0.19.6 development), runtime/superoffload; defaults after
 DeepSpeedExamples 45b4b71, training/DeepSpeed-SuperOffload.
 """
