@@ -14,10 +14,11 @@ gradients add up where the optimizer takes them, nothing is widened, and moments
 one bucket (two with overlap_comm), the gradient that backward is writing, one sum and one fp32 gradient in transit.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
-gradient buffers beside the bucket; Adam writes the compute-type weights itself and the cast reads and writes
-them in place, 36 bytes per parameter together where DeepSpeed has 34; the norm, which DeepSpeed always takes,
-and the check that gradients are finite are no work here, but for the norm with gradient clipping. The paper's
-delayed update (one step stale) is not in the released code, and not here.
+gradient buffers beside the bucket; Adam writes the compute-type weights itself and the cast reads and writes them in
+place, 36 bytes per parameter together where DeepSpeed has 34; the norm, which DeepSpeed always takes, and the check
+that gradients are finite are no work here, but for the norm with gradient clipping. That check waits, there, for the
+copies queued before it as well: with overlap_comm less overlaps than here. The paper's delayed update (one step
+stale) is not in the released code, and not here.
 Source: ZeRO-Offload, arXiv 2101.06840; DeepSpeed edaa722 (0.19.6 development), runtime/zero/stage_1_and_2.py.
 """
 
