@@ -16,7 +16,8 @@ is a layer (which layers share one matters for several GPUs, and here for the we
 hidden states between two stages stay on the device; the parameters of a layer are copied as soon as that layer's
 upload is done, not after all uploads; the optimizer's gradients are always fp32, its parameters of the workload's
 precision (fp32 in its examples and benchmark: bf16_fp32); embedding and head stay on the device for the step.
-Source: RoundPipe (April 2026), ITcarrot/RoundPipe e813c67, roundpipe/roundpipe.py, optim_stream.py, attribute.py.
+Source: RoundPipe, arXiv 2604.27085; ITcarrot/RoundPipe e813c67, roundpipe/roundpipe.py, optim_stream.py and
+attribute.py.
 """
 
 from __future__ import annotations
