@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Of named policies, where they do not come as they are; of several the fastest counts. As much on the drive, and its
-# traffic as much beside each other, as ZeRO-Infinity can.
+# traffic as much beside each other, as each system can.
 KNOBS: dict[str, tuple[dict[str, Knob], ...]] = {
     BASELINE: (OUR_STATE,),
+    "greedysnake": ({}, {"ssd": True}),
+    "lohan": ({}, {"inputs": "host"}, {"ssd": True, "inputs": "host"}),
     "zero_infinity": (
         {},
         {"params_on_nvme": True, "pipeline_read": True, "pipeline_write": True, "activations": "inputs"},

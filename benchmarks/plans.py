@@ -245,7 +245,8 @@ def main() -> None:
         f"Predicted from datasheet profiles; nothing here was measured. One step is {TOKENS:,} tokens in sequences of "
         f"{SEQ:,} unless the machine's name says otherwise, bf16 weights and gradients, fp32 moments. Named policies "
         "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`), "
-        "`zero_infinity` its weights on the drive, with its traffic pipelined, where that is faster. Made by "
+        "`zero_infinity`, `greedysnake` and `lohan` weights and state on the drive where nothing else fits or that is "
+        "faster, `zero_infinity` with its traffic pipelined, `lohan` also blocks' inputs on the host. Made by "
         f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
         f"{' to '.join(sorted({table['planned_on'].min(), table['planned_on'].max()}))}, each point as plans.csv says.",
         "",

@@ -53,6 +53,13 @@ def test_zero_infinity_has_the_knobs_that_suit_it() -> None:
     assert plans.fitting_rates("roundpipe", model, profile, whole, "none", {}) is None  # stale
 
 
+def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short() -> None:
+    short, whole = hardware.override(SMALL, ["host.memory=8GB"]), Workload(micro_batch_size=4, seq_len=512)
+    _, named = plans.row(MODEL, short, **STEP)
+    for name in ("greedysnake", "lohan"):
+        assert named[name] > 0 and not plans.fitting_rates(name, MODEL, short, whole, "none", {})
+
+
 def test_what_does_not_fit_is_a_row_with_its_reason() -> None:
     nowhere = replace(hardware.override(SMALL, ["gpu.memory=1GB", "host.memory=1GB"]), nvme=None)
     row, named = plans.row(MODEL, nowhere, **STEP)
