@@ -120,7 +120,8 @@ def test_each_kind_of_race_is_told_in_its_own_words() -> None:
     twice = p.buffer("twice", Tier.HOST)  # written on two streams, and never read
     p.offload(p.weight(0), out_of=p.home(p.weight(0)), into=twice, stream=Stream.CPU)
     p.offload(p.weight(1), out_of=p.home(p.weight(1)), into=twice, stream=Stream.NVME_WRITE)
-    schedule = p.build(policy="twice")
+    # the weights are not the first that F.0.0 reads, and are named all the same
+    schedule = edit(p.build(policy="twice"), "F.0.0", lambda op: replace(op, reads=op.reads[::-1]))
     verify(schedule)
 
     def told(op: str, on: str) -> set[str]:
@@ -259,7 +260,7 @@ def test_a_micro_batch_left_out_of_a_gradient() -> None:
         p.update(i)
     found = problems(p.build(policy="lossy"))
     assert [(v.rule, v.op) for v in found] == [("gradient coverage", "U.head")]
-    assert "without backward of head.0" in str(found[0])
+    assert "U.head uses the gradient of layer head without backward of head.0 (layer.micro-batch)" in str(found[0])
 
 
 def with_something_before_the_norm(something: Callable[[Program], object]) -> Schedule:
@@ -402,6 +403,54 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
         ("deadlock", "F.embed.0", "F.1.0"),
         ("deadlock", "P.w.embed", "U.embed"),
     ]
+
+
+def test_a_wait_that_lacks_its_distance_is_told_once() -> None:
+    """It keeps nothing in order, but the race would be told of the same mistake."""
+    schedule = streaming().build(policy="streaming")
+    waits = tuple(replace(w, distance=0) if (w.op, w.on) == ("P.w.embed", "U.embed") else w for w in schedule.waits)
+    assert waits != schedule.waits
+    assert [(v.rule, v.op, v.on) for v in problems(replace(schedule, waits=waits))] == [
+        ("deadlock", "P.w.embed", "U.embed")
+    ]
+
+
+def test_a_training_that_stops_at_the_loss_is_told_what_it_does_not_update() -> None:
+    schedule = streaming().build(policy="loss")
+    ops = schedule.ops[: schedule.index["L.head.0"] + 1]
+    left = {op.name for op in ops}
+    waits = tuple(wait for wait in schedule.waits if {wait.op, wait.on} <= left)
+    found = [v for v in problems(replace(schedule, ops=ops, waits=waits)) if v.rule != "race"]
+    assert {v.rule for v in found} == {"gradient coverage"}
+    assert {v.subject for v in found} == {f"w.{MODEL.layer_name(i)}" for i in MODEL.layers}
+
+
+def test_an_evaluation_has_one_loss_of_every_micro_batch() -> None:
+    schedule = policies.build("flexgen_block", MODEL, replace(PLAIN, accumulation=2), ROOM)
+    verify(schedule)
+    losses = [op.name for op in schedule.ops if op.phase == Phase.LOSS]
+    assert schedule.ops[-1].name == losses[1]
+    (found,) = problems(without(schedule, losses[1]))
+    assert (found.rule, found.subject, found.op) == ("loss coverage", "micro-batch 1", schedule.ops[-2].name)
+    assert "the loss of micro-batch 1 is computed 0 times in a step" in found.message
+
+
+def test_a_norm_that_is_not_there_is_told_where_it_is_read_and_nowhere_else() -> None:
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    elsewhere = replace(schedule, buffers=(*schedule.buffers, Buffer(name="spare", tier=Tier.HOST, nbytes=8)))
+
+    def read_there(op: Op) -> Op:
+        return replace(op, reads=tuple(replace(a, buffer="spare") if a.tensor == "norm" else a for a in op.reads))
+
+    found = problems(edit(elsewhere, "U.1", read_there))
+    assert [(v.rule, v.op, v.buffer) for v in found] == [("stale read", "U.1", "spare")]
+
+
+@pytest.mark.parametrize("policy", policies.names())
+def test_the_order_in_which_an_op_names_its_tensors_means_nothing(policy: str) -> None:
+    schedule = policies.build(policy, MODEL, replace(CLIPPED, accumulation=2, precision="bf16"), ROOM)
+    backwards = (replace(op, reads=op.reads[::-1], writes=op.writes[::-1]) for op in schedule.ops)
+    verify(replace(schedule, ops=tuple(backwards)))
 
 
 def test_a_file_cannot_make_the_verifier_count_for_ever() -> None:
