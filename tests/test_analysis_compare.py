@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,10 +13,12 @@ from rich.console import Console
 from timed_profile import timed
 
 from analysis import tables
-from analysis.compare import COLUMNS, SAME_STATE, compare, frame, measured_row, rows
+from analysis.compare import COLUMNS, SAME_STATE, compare, frame, measured_row, ranked, rows
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.flops import model_flops_per_step
+from schedules.op import Tier
+from schedules.verify import ScheduleError
 from schedules.workload import MemoryBudget, Workload
 from sim.hardware import load, override
 from sim.prediction import memory_of, predict
@@ -49,6 +52,45 @@ def test_a_row_is_what_the_prediction_says() -> None:
     assert row.model_tflops_per_s == pytest.approx(model_flops_per_step(TINY, STEP) / row.step_s / 1e12)
     assert row.bound_s * (1 + row.gap) == pytest.approx(row.step_s)
     assert row.binding == prediction.binding
+    assert (row.mfu, row.hfu, row.knobs) == (prediction.mfu, prediction.hfu, "slots=3")
+
+
+def test_a_row_tells_the_peak_of_every_tier_in_gb() -> None:
+    schedule = policies.build("zero_infinity", TINY, STEP, memory_of(H200))
+    peak = predict(schedule, H200).peak_bytes
+    (row,) = rows(TINY, ["zero_infinity"], H200, STEP)
+    told = (row.device_peak_gb, row.host_peak_gb, row.nvme_peak_gb)
+    assert told == pytest.approx([peak[tier] / 10**9 for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME)])
+    assert all(told) and row.params_b == TINY.total_params / 10**9
+
+
+def test_a_machine_without_a_drive_is_told_from_a_drive_that_is_too_small() -> None:
+    none = compare([TINY], ["zero_infinity", "streamed"], replace(H200, nvme=None), [STEP])
+    kept = policies.build("zero_infinity", TINY, STEP, memory_of(H200)).allocated_bytes(Tier.NVME)
+    assert none["fits"].tolist() == [False, True]
+    assert none["reason"][0] == f"the schedule keeps {kept / 1000:.1f} kB on NVMe, and h200 has none"
+    assert none["shortage"][0].startswith("does not fit: nvme +")
+    small = compare([TINY], ["zero_infinity"], H200, [STEP], replace(memory_of(H200), nvme_bytes=1000))
+    assert "NVMe memory is" in small["reason"][0]
+
+
+def test_a_policy_whose_schedule_is_not_safe_is_not_compared(tmp_path: Path) -> None:
+    text = Path("docs/my_policy.py").read_text()
+    assert text.count("        p.update(i)\n") == 1
+    forgets = tmp_path / "forgets.py"
+    forgets.write_text(text.replace("        p.update(i)\n", ""))
+    with pytest.raises(ScheduleError, match="the gradient of layer 0 is never applied"):
+        compare([TINY], [str(forgets)], H200, [STEP])
+
+
+def test_the_fastest_measured_ranks_first_and_equals_share_a_rank() -> None:
+    times = pd.DataFrame(
+        {"policy": list("abcd"), "predicted_s": [2.0, 1.0, 2.0, 5.0], "measured_s": [4.0, 3.0, 1.0, 4.0]}
+    )
+    table = ranked(times)
+    assert "".join(table["policy"]) in ("cbad", "cbda") and table.index.tolist() == [0, 1, 2, 3]
+    ranks = table.set_index("policy")[["predicted_rank", "measured_rank"]]
+    assert ranks.loc[list("abcd")].to_numpy().tolist() == [[2, 3], [1, 2], [2, 1], [4, 3]]
 
 
 def test_what_does_not_fit_has_a_reason_and_no_rate(comparison: pd.DataFrame) -> None:

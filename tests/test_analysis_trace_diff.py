@@ -14,7 +14,7 @@ from analysis import trace_diff, trace_words
 from schedules import codec, policies, presets
 from schedules.op import Phase, Stream
 from schedules.schedule import Schedule
-from schedules.trace import COLUMNS, Trace, TraceError
+from schedules.trace import COLUMNS, ISSUE, Trace, TraceError
 from schedules.workload import Workload
 from sim.cost import Terms
 from sim.engine import simulate
@@ -153,6 +153,36 @@ def test_a_slow_copy_is_told_with_both_rates_and_what_ran_beside_it(
     nbytes = schedule.ops[place].nbytes
     assert f"D2H of layer 12 ran at {nbytes / (2 * took):.3g} GB/s, the prediction says {nbytes / took:.3g}" in text
     assert "; update of layer " in text and "was running" in text
+
+
+def test_the_table_for_programs_begins_with_the_largest_differences(
+    schedule: Schedule, profile: HardwareProfile
+) -> None:
+    """One copy takes twice as long, and another starts 7 ns late; the next on their stream then find less idle time."""
+    first = run(schedule, profile)
+    on_d2h = [i for i, op in enumerate(schedule.ops) if op.stream == Stream.D2H]
+    long, after_long, late, after_late = on_d2h[10], on_d2h[11], on_d2h[14], on_d2h[15]
+    begin = trace_diff.typical_step(first) * len(schedule.ops)
+    took = int(first.end_ns[begin + long] - first.start_ns[begin + long])
+    start, end, waited_on = first.start_ns.copy(), first.end_ns.copy(), first.waited_on.copy()
+    end[begin + long] += took
+    start[begin + late] += 7
+    end[begin + late] += 7
+    waited_on[begin + late] = ISSUE
+    second = replace(first, start_ns=start, end_ns=end, waited_on=waited_on)
+    found = trace_diff.diff(schedule, first, second, profile)
+    table = trace_diff.frame(found)
+    largest = [long, after_long, late, after_late]
+    rest = [i for i in range(len(schedule.ops)) if i not in largest]
+    assert list(table["op"]) == [schedule.ops[i].name for i in (*largest, *rest)]  # of equals the first in the step
+    columns = ["stream", "class", "first_ns", "second_ns", "difference_ns", "delay_ns", "idle_before_ns"]
+    assert table[columns].iloc[0].to_list() == ["d2h", "offload", took, 2 * took, took, 0, 0]
+    assert table[["difference_ns", "delay_ns", "idle_before_ns"]].iloc[2].to_list() == [0, 7, 7]
+    assert table["idle_before_ns"].iloc[[1, 3]].to_list() == [-took, -7]
+    released_by = schedule.ops[int(first.waited_on[begin + late]) % len(schedule.ops)].name
+    assert (table["released_by_in_first"][2], table["released_by"][2]) == (released_by, "issue")
+    assert set(table["beside"][table["beside_ns"] == 0]) == {""}
+    assert found.first_called == "the first run"
 
 
 def test_idle_time_names_what_was_waited_for(schedule: Schedule, profile: HardwareProfile) -> None:

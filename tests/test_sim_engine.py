@@ -126,6 +126,18 @@ def test_ops_that_wait_for_each_other_are_told_apart_by_name() -> None:
     assert "A (step 0) waits for B (step 0)\n  B (step 0) waits for A (step 0)" in str(stuck.value)
 
 
+def test_the_chain_of_waits_leads_through_streams_and_past_what_has_ended() -> None:
+    ops = [bare("D", Stream.CPU), bare("A", Stream.H2D), bare("C", Stream.H2D), bare("B", Stream.COMPUTE)]
+    waits = [Wait(op="A", on="D"), Wait(op="A", on="B"), Wait(op="B", on="C")]
+    with pytest.raises(Stuck) as stuck:
+        play(schedule_of(ops, waits), [Demand(duration_ns=1)] * 4, steps=1)
+    assert str(stuck.value).splitlines()[1:] == [
+        "  A (step 0) waits for B (step 0)",
+        "  B (step 0) waits for C (step 0)",
+        "  C (step 0) stands on h2d behind A (step 0)",
+    ]
+
+
 def test_a_host_that_waits_for_what_it_has_not_issued_is_stuck() -> None:
     schedule = schedule_of(
         [bare("A", Stream.H2D, blocking=True), bare("C", Stream.H2D), bare("B", Stream.COMPUTE)],
