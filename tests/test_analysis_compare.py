@@ -71,7 +71,7 @@ def test_a_machine_without_a_drive_is_told_from_a_drive_that_is_too_small() -> N
     assert none["reason"][0] == f"the schedule keeps {kept / 1000:.1f} kB on NVMe, and h200 has none"
     assert none["shortage"][0].startswith("does not fit: nvme +")
     small = compare([TINY], ["zero_infinity"], H200, [STEP], replace(memory_of(H200), nvme_bytes=1000))
-    assert "NVMe memory is" in small["reason"][0]
+    assert "nvme memory is" in small["reason"][0]
 
 
 def test_a_policy_whose_schedule_is_not_safe_is_not_compared(tmp_path: Path) -> None:
