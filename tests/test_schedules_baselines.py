@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +24,8 @@ from test_schedules_policies import (
 )
 
 from schedules import policies
-from schedules.kept import Kept
+from schedules.errors import ProgramError
+from schedules.kept import Kept, kept_as, most_that_fit
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.program import Program
@@ -69,6 +72,38 @@ def test_blocks_are_visited_by_all_micro_batches_and_the_last_ones_by_each_in_tu
     assert visits(together, range(4), turns=3, singly=1) == [0, 1, 2, *[3, 3] * 3, 2, 1, 0]
     assert visits(pairs, range(4), turns=2) == [0, 1, 2, 3, *[2, 3, 2], *[0, 1, 0]]  # the first of a pair again first
     assert visits(pairs, range(4), turns=2, singly=3) == [0, *[1, 2, 3, 3, *[1, 2, 1]] * 2, 0]
+
+
+def test_what_blocks_keep_is_said_in_one_word_but_for_the_last_ones() -> None:
+    model = blocks(4)
+    assert kept_as(model, "keep") == Kept(on_device=range(4))
+    assert kept_as(model, "recompute", every=2, keep=1) == Kept(on_device=range(3, 4), every=2)
+    assert kept_as(model, "host", keep=1) == Kept(on_device=range(3, 4), on_host=range(3))
+    assert kept_as(model, "nvme") == Kept(on_device=range(4, 4), on_nvme=range(4))
+    assert kept_as(model, "inputs") == Kept(on_device=range(4, 4), inputs=[0, 1, 2])  # the last is needed at once
+    assert kept_as(model, "inputs", keep=2) == Kept(on_device=range(2, 4), inputs=[0, 1])
+    assert kept_as(model, "keep", keep=4).on_device == range(4)
+    with pytest.raises(ProgramError, match="keep=5: there are 4 blocks"):
+        kept_as(model, "keep", keep=5)
+    for activations in ("inputs", "keep", "host", "nvme"):
+        with pytest.raises(ProgramError, match="every: blocks that share an input, 1 unless they recompute; not 2"):
+            kept_as(model, activations, every=2)
+
+
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).map(sorted), guess=st.integers(0, 7))
+def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(sizes: list[int], guess: int) -> None:
+    class Written(NamedTuple):
+        count: int
+
+        def device_bytes(self) -> int:
+            return sizes[self.count]
+
+        def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
+            return min(guess, len(copies))
+
+    for limit in range(21):
+        found = most_that_fit(Written, room(limit), copies=[1] * (len(sizes) - 1))  # type: ignore[arg-type]
+        assert found.count == max((n for n, size in enumerate(sizes) if size <= limit), default=0)  # type: ignore[attr-defined]
 
 
 def test_the_gradient_of_a_tied_table_adds_up_in_one_buffer_from_the_loss_to_the_embedding() -> None:

@@ -59,6 +59,8 @@ def test_a_step_in_the_right_order_is_safe() -> None:
             lambda p: p.reserve("logits", 1e6),
             r"reserve\('logits'\): bytes are a whole number of at least 0, not 1000000.0",
         ),
+        (lambda p: p.reserve("logits", True), "a whole number of at least 0, not True"),
+        (lambda p: p.prefetch(p.weight(1), into="slot9"), "P.w.1: there is no buffer slot9; declare it with buffer"),
         (lambda p: p.reserve("logits", -1), "a whole number of at least 0, not -1"),
         (lambda p: p.recompute(1, keep="out"), "keep is all, input or nothing, not 'out'"),
         (
