@@ -21,7 +21,7 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.op import Phase
 from schedules.schedule import Schedule
-from schedules.trace import Trace
+from schedules.trace import COLUMNS, Trace
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import Terms
@@ -106,16 +106,59 @@ def test_every_rung_of_the_ladder_brings_predictions_nearer() -> None:
     assert all(after <= before + 1e-3 for before, after in itertools.pairwise(rungs))
 
 
-def test_a_wrong_order_of_policies_lowers_tau_and_is_regretted() -> None:
-    table = pd.DataFrame(
+def test_a_summary_by_hand() -> None:
+    found = validation.summary([-0.05, 0.01, 0.04, 0.02])
+    assert (found.points, found.worst, found.within_4) == (4, -0.05, 0.75)
+    assert (found.bias, found.median, found.p95) == pytest.approx((0.005, 0.03, 0.0485))  # 85 % from 0.04 to 0.05
+
+
+def test_rounds_count_alike_and_their_first_steps_not_at_all() -> None:
+    of = schedule("streamed")
+    trace = run(of)
+    count, first = len(of.ops), [50] * (validation.WARMUP + 1)
+
+    def lasting(*seconds: int) -> Trace:
+        columns = {name: getattr(trace, name)[: (len(first) + len(seconds)) * count] for name in COLUMNS}
+        ends = np.cumsum([*first, *seconds]) * 10**9
+        return replace(trace, **{**columns, "end_ns": np.repeat(ends, count)})
+
+    rounds = lasting(1, 6, 2), lasting(6, 2, 4)
+    point = Point(schedule=of, rounds=rounds, workspace=1)
+    assert validation.measured_s(point) == 3.0  # of 1, 2, 2, 4, 6 and 6
+    assert validation.noise(point) == pytest.approx(2 / 3)
+    assert np.isnan(validation.noise(replace(point, rounds=rounds[:1])))
+
+
+def test_the_time_of_a_class_is_the_mean_of_all_steps_after_the_first_ones() -> None:
+    """Its ops take twice as long in the last step that does not count, and in the first that does."""
+    of = schedule("streamed")
+    trace = run(of, ALONE)
+    twice = (trace.step == validation.WARMUP - 1) | (trace.step == validation.WARMUP)
+    longer = replace(trace, start_ns=trace.start_ns - np.where(twice, trace.end_ns - trace.start_ns, 0))
+    both = {
+        name: validation.by_class([Point(schedule=of, rounds=rounds, workspace=1)], PROFILE).set_index("ops")
+        for name, rounds in {"as it was": (trace,), "longer": (longer,)}.items()
+    }
+    ratio = both["longer"]["measured_s"] / both["as it was"]["measured_s"]
+    assert ratio.to_numpy() == pytest.approx(1 + 1 / (trace.steps - validation.WARMUP))
+    assert both["longer"]["measured_s"].is_monotonic_decreasing
+
+
+@pytest.mark.parametrize("differs", ["model", "micro_batch_size", "seq_len"])
+def test_a_wrong_order_of_policies_lowers_tau_and_is_regretted(differs: str) -> None:
+    """At one of two shapes: what counts is the mean of both."""
+    wrong = pd.DataFrame(
         {
-            "model": "m", "micro_batch_size": 1, "seq_len": 8,
+            "model": 1, "micro_batch_size": 1, "seq_len": 8,
             "policy": ["a", "b", "c"], "measured_s": [1.0, 2.0, 3.0], "predicted_s": [2.5, 2.0, 4.0],
         }
     )  # fmt: skip
-    tau, regret = validation.ranking(table)
+    tau, regret = validation.ranking(wrong)
     assert tau == pytest.approx(1 / 3)
     assert regret == pytest.approx(1.0)  # b is chosen, a takes half as long
+    right = wrong.assign(**{differs: 2}, predicted_s=wrong["measured_s"] * 10)
+    tau, regret = validation.ranking(pd.concat([wrong, right]))
+    assert (tau, regret) == pytest.approx((2 / 3, 0.5))
 
 
 # ---- the command's own parts, with real runs

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules.codec import CodecError, dumps, loads, read, save
+from schedules.op import Op, Wait
 from schedules.presets import load
 from schedules.program import Program
 from schedules.schedule import Schedule
@@ -24,7 +25,7 @@ def schedule() -> Schedule:
     p.forward(p.model.embed, weights=p.load("w.embed", ring), blocking=True)
     p.forward(0, weights=p.load("w.0", ring))
     p.free("x.0.0", "x.embed.0", "s.0.0")
-    return p.build(policy="part", knobs={"slots": 2, "order": "layers", "none": None})
+    return p.build(policy="part", knobs={"slots": 2, "order": "layers", "share": 0.5, "none": None})
 
 
 def test_round_trip_is_byte_for_byte(schedule: Schedule, tmp_path: Path) -> None:
@@ -70,6 +71,9 @@ def test_a_truncated_file_is_refused(schedule: Schedule, cut: int) -> None:
         (("buffers", 0, "nbytes"), 10**400, "buffers[0].nbytes must be a number of 64 bits, not one of 401 digits"),
         (("ops", 0, "nbytes"), 1.5, "ops[0].nbytes must be a whole number"),
         (("ops", 0, "reads"), [["a"]], "ops[0].reads[0] must be a pair [buffer, tensor]"),
+        (("ops", 0, "reads"), [["a", "w.0"], ["a", 1]], "ops[0].reads[1] must be a pair [buffer, tensor]"),
+        (("ops", 0, "reads"), {"a": "w.0"}, "ops[0].reads must be a list of [buffer, tensor] pairs"),
+        (("ops", 0, "blocking"), 1, "ops[0].blocking must be true or false, not 1"),
         (("ops", 0, "colour"), 1, "ops[0]: unknown field 'colour'"),
         (("buffers", 0, "tier"), "disk", "buffers[0].tier is 'disk'"),
         (("waits", 0, "distance"), True, "waits[0].distance must be a whole number"),
@@ -116,7 +120,12 @@ def test_a_missing_field_is_named(schedule: Schedule, part: str, optional: set[s
         row[key] = value
     for key in row.keys() & optional:
         del row[key]
-    loads(json.dumps(data))
+    again = loads(json.dumps(data))
+    if part == "ops":
+        op = schedule.ops[0]
+        assert again.ops[0] == Op(name=op.name, kind=op.kind, phase=op.phase, stream=op.stream)
+    if part == "waits":
+        assert again.waits[0] == Wait(op=schedule.waits[0].op, on=schedule.waits[0].on)
 
 
 @pytest.mark.parametrize(

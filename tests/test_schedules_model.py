@@ -431,11 +431,22 @@ def test_bytes_per_parameter_of_each_precision() -> None:
         ({"grad_clip": 0.0}, "grad_clip must be a positive finite number or None"),
         ({"grad_clip": NAN}, "grad_clip must be a positive finite number or None"),
         ({"batch": 1}, "Workload has no field 'batch'"),
+        ({"lora_rank": 2, "task": "evaluate"}, "with lora_rank the task must be train"),
     ],
 )
 def test_bad_workloads_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Workload.from_dict(WORKLOAD.to_dict() | changes)
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "seq_len"])
+def test_a_workload_says_what_it_lacks(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Workload lacks the field '{name}'"):
+        Workload.from_dict({key: value for key, value in WORKLOAD.to_dict().items() if key != name})
+
+
+def test_a_block_of_moments_that_is_not_full_has_a_scale_as_well() -> None:
+    assert [PRECISIONS["bf16_8bit"].state_bytes(params) for params in (0, 1, 256, 257)] == [0, 10, 520, 530]
 
 
 def test_bad_budgets_say_what_is_wrong() -> None:

@@ -107,10 +107,26 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         Trace.read(path)
 
 
+def test_a_trace_of_a_later_format_is_refused_though_all_else_is_there(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    trace.save(path)
+    path.write_text(path.read_text().replace("megatrain-trace/1", "megatrain-trace/9"))
+    with pytest.raises(TraceError, match="is not a trace of format megatrain-trace/1: .*megatrain-trace/9"):
+        Trace.read(path)
+
+
+def test_a_file_that_is_not_text_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=r"t\.json is not text"):
+        Trace.read(path)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
         ("digest", 3, "digest 3"),
+        ("source", "guessed", "source 'guessed'"),
         ("machine", None, "machine None"),
         ("op", [-1, 1, 0, 1, 0, 1], "column op holds what is no op"),
         (
