@@ -111,7 +111,7 @@ def test_a_trace_of_a_later_format_is_refused_though_all_else_is_there(trace: Tr
     path = tmp_path / "t.json"
     trace.save(path)
     path.write_text(path.read_text().replace("megatrain-trace/1", "megatrain-trace/9"))
-    with pytest.raises(TraceError, match="is not a trace of format megatrain-trace/1: .*megatrain-trace/9"):
+    with pytest.raises(TraceError, match=r"is not a trace of format megatrain-trace/1: .*megatrain-trace/9"):
         Trace.read(path)
 
 
