@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.flops import attended_pairs, backward_flops, forward_flops, model_flops_per_step
+from schedules.flops import attended_pairs, backward_flops, forward_flops, model_flops_per_step, op_flops
 from schedules.hf_config import ARCHITECTURES, REQUIRED, write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase, Tier
@@ -132,6 +132,14 @@ def test_expert_flops_count_the_router_and_the_chosen_experts() -> None:
     dense, mixture = spec(), experts()
     extra = forward_flops(mixture, 0, WORKLOAD) - forward_flops(dense, 0, WORKLOAD)
     assert extra == 2 * 24 * (3 * 32 * 48 + 32 * 8)  # one more expert than the dense MLP, and the router
+
+
+def test_experts_have_no_output_that_nobody_reads() -> None:
+    """What each makes is kept, so running them again for their activations takes the whole forward."""
+    mixture, dense = experts(), spec()
+    again = [op_flops(model, 0, Phase.RECOMPUTE, WORKLOAD, output=False) for model in (mixture, dense)]
+    last_product = 2 * 24 * 32 * 48
+    assert again == [forward_flops(mixture, 0, WORKLOAD), forward_flops(dense, 0, WORKLOAD) - last_product]
 
 
 @given(seq_len=st.integers(1, 40), window=st.integers(1, 50))

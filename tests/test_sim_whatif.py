@@ -130,6 +130,13 @@ def test_what_can_be_planned_can_be_trained_with_what_is_left_on_a_drive() -> No
     assert whatif.largest_micro_batch(model, profile, found.schedule.workload) >= workload.micro_batch_size
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 5, 7, 8, 9, 1000, 1 << 20])
+def test_the_largest_that_fits_is_found_without_trying_all(most: int) -> None:
+    tried: list[int] = []
+    assert whatif._largest(lambda n: tried.append(n) or n <= most) == most  # type: ignore[func-returns-value]
+    assert len(tried) <= 2 + 2 * most.bit_length() and min(tried) == 1
+
+
 def test_longest_sequence_fits_and_one_much_longer_does_not() -> None:
     model = shallow(8)
     profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
