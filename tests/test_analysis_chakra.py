@@ -67,6 +67,14 @@ def test_types_and_amounts(schedule: Schedule) -> None:
     for op, node in zip(schedule.ops, chakra.nodes(schedule), strict=True):
         attributes = dict(node.attributes)
         assert (attributes["num_ops"], attributes["tensor_size"]) == (op.flops, op.nbytes)
+        of_op = {
+            "stream": op.stream,
+            "kind": op.kind,
+            "phase": op.phase,
+            "layer": op.layer,
+            "micro_batch": op.microbatch,
+        }
+        assert {k: attributes.get(k) for k in of_op} == of_op
         assert attributes["is_cpu_op"] == (op.stream in (Stream.CPU, Stream.HOST))
         if op.phase == Phase.COPY and op.stream in (Stream.H2D, Stream.D2H):
             assert node.type == (MEM_LOAD_NODE if op.kind == Kind.PREFETCH else MEM_STORE_NODE)

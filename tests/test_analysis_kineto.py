@@ -127,6 +127,29 @@ def test_copies_kernels_and_the_cpus_adam_stand_on_their_streams(recording: Reco
     assert recording.trace.issue_ns.tolist()[:3] == [2_000, 6_000, 10_000]
 
 
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [
+        ("Memcpy HtoD (Pinned -> Device)", Stream.H2D),
+        ("CopyHostToDevice", Stream.H2D),
+        ("Memcpy DtoH (Device -> Pinned)", Stream.D2H),
+        ("CopyDeviceToHost", Stream.D2H),
+        ("Memcpy DtoD (Device -> Device)", Stream.COMPUTE),
+    ],
+)
+def test_copies_are_known_by_cudas_names_and_by_hips(name: str, stream: Stream, tmp_path: Path) -> None:
+    found = kineto.read(write(tmp_path / "one.json", launched(1, 10, "gpu_memcpy", name, 15, 5, 7)), TINY, STEP)
+    (op,) = found.schedule.ops
+    assert (op.phase, op.stream) == (Phase.COPY, stream)
+
+
+def test_an_update_of_the_cpu_may_begin_with_its_step(tmp_path: Path) -> None:
+    mark, *_ = gpu_step(1000, 0)
+    events = [mark, event("user_annotation", "Optimizer.step#AdamW.step", 1000, 40), event("cpu_op", "adamw", 1000, 30)]
+    found = kineto.read(write(tmp_path / "first.json", events), TINY, STEP)
+    assert rows(found) == [("cpu", "update", "adam", 0, 30_000, 0)]
+
+
 def test_what_released_an_op_is_the_one_in_front_of_it_or_its_issue(recording: Recording) -> None:
     """The second kernel stood behind the first; the first had an idle GPU before it."""
     assert recording.trace.waited_on.tolist() == [ISSUE, ISSUE, 1, 2, ISSUE, 3, ISSUE, ISSUE]

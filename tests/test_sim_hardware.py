@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.hardware import HardwareError, from_json, load, names, override, save, to_json
-from sim.machine import CEILINGS, NUMBERS, Table, Value, listing, lookup
+from sim.machine import CEILINGS, NUMBERS, Table, Value, listing, lookup, readings
 from sim.units import UNITS, readable, rounded, to_base
 
 NUMERIC = [path for path, rule in NUMBERS.items() if lookup(load("h200"), path) is not None]
@@ -281,9 +281,39 @@ def test_a_measured_profile_that_was_edited_is_refused(tmp_path: Path) -> None:
         load(str(hardware_file))
 
 
-@pytest.mark.parametrize("three", [[1, 2], [3, 2, 1], [1, 2.5, 3], "fast", [-1, 2, 3]])
-def test_readings_that_are_no_three_numbers_in_order_are_refused(three: object) -> None:
+def test_readings_are_kept_and_told_in_words(tmp_path: Path) -> None:
+    data = document()
+    three = {"h2d/1048576/alone": [20_000_000_000, 21_500_000_000, 22_000_000_000]}
+    data["measured"] = {"links": {"values": three, "unit": "B/s", "source": "test"}}
+    profile = from_json(data, "mine.json")
+    save(profile, tmp_path / "mine.json")
+    assert load(tmp_path / "mine.json") == profile
+    ((meaning, rows),) = readings(profile)
+    assert meaning.startswith("copies by direction")
+    assert rows == [("h2d/1048576/alone", "20 GB/s", "21.5 GB/s", "22 GB/s")]
+    assert readings(load("h200")) == []
+
+
+@pytest.mark.parametrize(
+    ("three", "told"),
+    [
+        ([1, 2], "'h2d/1/alone' must be least, median and most in B/s"),
+        ([3, 2, 1], "'h2d/1/alone': least, median and most are not in order"),
+        ([1, 2.5, 3], "must be least, median and most in B/s"),
+        ([True, 2, 3], "must be least, median and most in B/s"),
+        ("123", "must be least, median and most in B/s"),
+        ([-1, 2, 3], "must be least, median and most in B/s"),
+    ],
+)
+def test_readings_that_are_no_three_numbers_in_order_are_refused(three: object, told: str) -> None:
     data = document()
     data["measured"] = {"links": {"values": {"h2d/1/alone": three}, "unit": "B/s", "source": "test"}}
-    with pytest.raises(HardwareError, match=r"h200.json: measured.links"):
+    with pytest.raises(HardwareError, match=rf"h200\.json: measured\.links: .*{told}"):
+        from_json(data, "h200.json")
+
+
+def test_readings_in_another_unit_are_refused() -> None:
+    data = document()
+    data["measured"] = {"links": {"values": {"h2d/1/alone": [1, 2, 3]}, "unit": "GB/s", "source": "test"}}
+    with pytest.raises(HardwareError, match="unit must be B/s; got 'GB/s'"):
         from_json(data, "h200.json")
