@@ -27,6 +27,7 @@ from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
 from sim import hardware
 from sim.hardware import HardwareError
+from sim.placement_bound import placement_bound
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "prices.yaml"
@@ -217,6 +218,21 @@ def test_a_policy_has_the_knobs_it_is_given() -> None:
     assert buying._as_file("tiny-my/mine.json-streamed slots=1") == "tiny-my-mine-streamed-slots-1"
 
 
+def test_a_row_is_what_was_found_with_its_gap_to_the_bound_of_any_schedule() -> None:
+    planned, named = (sweep.evaluate(point) for point in some(["h200"], names=[sweep.PLAN, "resident"]))
+    (point,) = some(["h200"], names=["resident"])
+    for row in (planned, named):
+        workload = Workload(
+            micro_batch_size=row["micro_batch_size"], seq_len=point.seq_len, accumulation=row["accumulation"],
+            recompute=row["recompute"],
+        )  # fmt: skip
+        bound_s = placement_bound(point.model, workload, point.profile).period_ns / 1e9
+        assert row["gap"] == pytest.approx(row["step_s"] / bound_s - 1, rel=1e-3) and row["gap"] > 0
+        assert row["tokens_per_s"] == pytest.approx(point.tokens_per_step / row["step_s"])
+        assert row["flops_per_token"] == pytest.approx(model_flops_per_step(point.model, workload) / 64)
+    assert planned["step_s"] <= named["step_s"]
+
+
 def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
     (point,) = some(["h200"], names=["resident"], vary=["gpu.matmul_flops=200FLOP/s"])
     row = sweep.evaluate(point)
@@ -401,6 +417,7 @@ def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
     ("changes", "error", "told"),
     [
         ({"vary": ["host.memory"]}, InputError, "varies nothing"),
+        ({"vary": ["host.memory="]}, InputError, "varies nothing"),
         ({"vary": ["host.memory=1GB", "host.memory =2GB"]}, InputError, "host.memory is varied twice; write all"),
         ({"vary": ["host.memry=1GB"]}, HardwareError, "host.memory"),
         ({"vary": ["links.h2d.bandwidth=0GB/s"]}, HardwareError, "above zero"),
