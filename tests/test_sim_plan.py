@@ -145,6 +145,8 @@ def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.Mo
         (12, 30, step(64), 497.6588, "gpu"),
         (4, 6, step(4), 549.4522, "nvme.write"),
         (40, 60, step(16), 114.9501, "optimizer"),
+        (3, 30, step(1, precision="bf16_8bit"), 32.3214, "link.h2d"),
+        (12, 2, step(64, recompute="mlp"), 521.2225, "nvme.write"),
     ],
 )
 def test_the_bound_is_what_it_was(
