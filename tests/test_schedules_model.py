@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schedules import presets
 from schedules.flops import attended_pairs, backward_flops, forward_flops, model_flops_per_step, op_flops
 from schedules.hf_config import ARCHITECTURES, REQUIRED, write_config
-from schedules.model import ModelError, ModelSpec
+from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
 from schedules.traffic import LOSS_CHUNK_TOKENS, op_bytes, pointwise_bytes, product_bytes, workspace_bytes
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
@@ -132,6 +132,29 @@ def test_expert_flops_count_the_router_and_the_chosen_experts() -> None:
     dense, mixture = spec(), experts()
     extra = forward_flops(mixture, 0, WORKLOAD) - forward_flops(dense, 0, WORKLOAD)
     assert extra == 2 * 24 * (3 * 32 * 48 + 32 * 8)  # one more expert than the dense MLP, and the router
+
+
+def test_adapters_stand_beside_projections_and_nowhere_else() -> None:
+    """Each projection (out, in) has one of (rank, in) and one of (out, rank); experts, embedding and head have none."""
+    model, mixture = spec(), experts()
+    projections = {
+        name.removesuffix("weight"): shape
+        for name, shape in model.parameter_shapes(0).items()
+        if name.endswith("_proj.weight")
+    }
+    assert len(projections) == 7
+    assert model.adapter_shapes(0, 3) == {
+        f"{name}lora_{half}.weight": (3, columns) if half == "A" else (rows, 3)
+        for name, (rows, columns) in projections.items()
+        for half in "AB"
+    }
+    assert len(mixture.adapter_shapes(0, 3)) == 2 * 4
+    assert not model.adapter_shapes(model.embed, 3) and not model.adapter_shapes(model.head, 3)
+
+
+def test_weight_decay_is_for_matrices() -> None:
+    assert is_matrix("q_proj.weight", (4, 4)) and is_matrix("experts.gate_up_proj", (8, 4, 4))
+    assert not is_matrix("norm.weight", (4,)) and not is_matrix("experts.down_proj_bias", (8, 4))
 
 
 def test_experts_have_no_output_that_nobody_reads() -> None:

@@ -164,8 +164,17 @@ def test_what_is_never_freed_is_told_with_the_call_that_is_missing() -> None:
     )
     with pytest.raises(InputError) as error:
         resident().build(policy="no backward")
+    assert "layer 1, micro-batch 0, made by F.1.0: backward(1, 0) is missing" in str(error.value)
     assert "made by F.2.0: backward(2, 0) is missing" in str(error.value)
     assert str(error.value).endswith("; and 4 more")
+    inputs = Program(MODEL, STEP)
+    for i in MODEL.layers[:-1]:
+        inputs.forward(i, **({} if i == EMBED else {"keep": "input"}))  # type: ignore[arg-type]
+    inputs.free(*(inputs.output(i, 0) for i in MODEL.layers[:-2] if i != 0))
+    with pytest.raises(InputError) as error:
+        inputs.build(policy="no loss")
+    output = "the output of layer {0}, micro-batch 0, made by F.{0}.0: {1} is missing".format
+    assert str(error.value) == f"never freed: {output(0, 'backward(1, 0)')}; {output(2, 'loss(0)')}"
     evaluated = Program(MODEL, replace(STEP, task="evaluate"))
     evaluated.forward(EMBED)
     with pytest.raises(InputError, match=r"free\('x\.embed\.0'\) is missing"):
