@@ -522,6 +522,23 @@ def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict
     assert ModelSpec.from_hf_config(write_config(model.to_dict()), "small") == model
 
 
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) | OURS))
+def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
+    model = presets.load(name)
+    written = write_config(model.to_dict())
+    assert ModelSpec.from_hf_config(json.loads(json.dumps(written)), name) == model
+    variants: dict[str, list[dict[str, Any]]] = {
+        "LlamaForCausalLM": [{"attention_bias": True}, {"mlp_bias": True}],
+        "Qwen3ForCausalLM": [{"attention_bias": True}],
+        "Qwen3MoeForCausalLM": [{"attention_bias": True}],
+        "GptOssForCausalLM": [{"attention_bias": False}],
+    }
+    for changes in variants.get(model.architecture, []):
+        other = ModelSpec.from_hf_config(written | changes, name)
+        assert other != model
+        assert ModelSpec.from_hf_config(write_config(other.to_dict()), name) == other
+
+
 @pytest.mark.parametrize(
     "name",
     [
