@@ -527,11 +527,14 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
     model = presets.load(name)
     written = write_config(model.to_dict())
     assert ModelSpec.from_hf_config(json.loads(json.dumps(written)), name) == model
+    # windows first in every block that the presets have them second
+    turned = [("full_attention", "sliding_attention")[i % 2] for i in model.blocks]
     variants: dict[str, list[dict[str, Any]]] = {
         "LlamaForCausalLM": [{"attention_bias": True}, {"mlp_bias": True}],
+        "Qwen2ForCausalLM": [{"use_sliding_window": True, "sliding_window": 64, "layer_types": turned}],
         "Qwen3ForCausalLM": [{"attention_bias": True}],
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
-        "GptOssForCausalLM": [{"attention_bias": False}],
+        "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
     }
     for changes in variants.get(model.architecture, []):
         other = ModelSpec.from_hf_config(written | changes, name)
