@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schedules import codec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.presets import load
 from schedules.schedule import Schedule
@@ -113,6 +114,12 @@ def test_a_trace_of_a_later_format_is_refused_though_all_else_is_there(trace: Tr
     path.write_text(path.read_text().replace("megatrain-trace/1", "megatrain-trace/9"))
     with pytest.raises(TraceError, match=r"is not a trace of format megatrain-trace/1: .*megatrain-trace/9"):
         Trace.read(path)
+
+
+def test_a_schedule_in_place_of_a_trace_is_told_as_what_it_is(schedule: Schedule, tmp_path: Path) -> None:
+    codec.save(schedule, tmp_path / "step.json")
+    with pytest.raises(TraceError, match=r"step\.json is a schedule, not a trace"):
+        Trace.read(tmp_path / "step.json")
 
 
 def test_a_file_that_is_not_text_is_no_trace(tmp_path: Path) -> None:
