@@ -115,6 +115,16 @@ def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, prof
     assert moves["step_s"].iloc[-1] * 1e9 == pytest.approx(whole.period_ns(warmup=4), rel=1e-3)
 
 
+def test_a_host_that_waits_for_an_op_issues_the_next_from_its_end_on(profile: HardwareProfile) -> None:
+    """The time that it waited is no cost of issuing: replayed, a run in which it waits lasts as long as it did."""
+    workload = Workload(micro_batch_size=1, seq_len=512)
+    blocking = policies.build("megatrain_released", presets.load("qwen2.5-0.5b"), workload, memory_of(profile))
+    assert any(op.blocking or op.stream == Stream.HOST for op in blocking.ops)
+    trace = run(blocking, profile, "issue.compute=1ms")
+    replayed = trace_diff.moves(blocking, trace, trace)["step_s"].iloc[0]
+    assert replayed * 1e9 == pytest.approx(trace.period_ns(warmup=4), rel=1e-6)
+
+
 def test_what_slows_the_gpus_work_is_a_copy(schedule: Schedule, profile: HardwareProfile) -> None:
     """Slow copies lie beside more of the backward; the GPU's work is never blamed for them."""
     first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
