@@ -219,18 +219,13 @@ def test_a_policy_has_the_knobs_it_is_given() -> None:
 
 
 def test_a_row_is_what_was_found_with_its_gap_to_the_bound_of_any_schedule() -> None:
-    planned, named = (sweep.evaluate(point) for point in some(["h200"], names=[sweep.PLAN, "resident"]))
     (point,) = some(["h200"], names=["resident"])
-    for row in (planned, named):
-        workload = Workload(
-            micro_batch_size=row["micro_batch_size"], seq_len=point.seq_len, accumulation=row["accumulation"],
-            recompute=row["recompute"],
-        )  # fmt: skip
-        bound_s = placement_bound(point.model, workload, point.profile).period_ns / 1e9
-        assert row["gap"] == pytest.approx(row["step_s"] / bound_s - 1, rel=1e-3) and row["gap"] > 0
-        assert row["tokens_per_s"] == pytest.approx(point.tokens_per_step / row["step_s"])
-        assert row["flops_per_token"] == pytest.approx(model_flops_per_step(point.model, workload) / 64)
-    assert planned["step_s"] <= named["step_s"]
+    row = sweep.evaluate(point)
+    workload = Workload(micro_batch_size=row["micro_batch_size"], seq_len=16, accumulation=row["accumulation"])
+    bound_s = placement_bound(point.model, workload, point.profile).period_ns / 1e9
+    assert row["gap"] == pytest.approx(row["step_s"] / bound_s - 1) and row["gap"] > 0
+    assert row["tokens_per_s"] == pytest.approx(64 / row["step_s"])
+    assert row["flops_per_token"] == pytest.approx(model_flops_per_step(point.model, workload) / 64)
 
 
 def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
