@@ -6,7 +6,7 @@ idle time before each, so a stream's difference is the sum of the differences li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from analysis.palette import op_class
 from schedules.op import Op, Stream
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Ints, Trace, TraceError
-from sim.cost import D2H, GPU, H2D, demands
+from sim.cost import D2H, DRAM, DUPLEX, GPU, H2D, demands
 from sim.longest_path import periods
 from sim.machine import HardwareProfile
 
@@ -130,36 +130,40 @@ def step_bounds(trace: Trace, step: int) -> tuple[int, int]:
 def _occurrences(schedule: Schedule, trace: Trace, step: int) -> list[Occurrence]:
     """Of each op, in program order, what it did in that step."""
     count, begin = len(schedule.ops), step_bounds(trace, step)[0]
-    rows = {(int(s), int(op)): row for row, (s, op) in enumerate(zip(trace.step, trace.op, strict=True))}
-    before: dict[int, tuple[int, int]] = {}  # op -> the op in front of it on its stream: (steps back, op)
-    for ops in schedule.streams.values():
-        places = [schedule.index[op.name] for op in ops]
-        for at, place in enumerate(places):
-            before[place] = (0, places[at - 1]) if at else (1, places[-1])
+    free = dict.fromkeys(Stream, 0)
     found = []
-    for op in range(count):
-        row = rows[step, op]
-        back, other = before[op]
-        free = int(trace.end_ns[rows[step - back, other]]) if step >= back else 0
-        on = int(trace.waited_on[row])
+    for row in range(max(step - 1, 0) * count, (step + 1) * count):
+        op, on = schedule.ops[row % count], int(trace.waited_on[row])
         start, end = int(trace.start_ns[row]), int(trace.end_ns[row])
-        found.append(
-            Occurrence(
-                start_ns=start - begin,
-                end_ns=end - begin,
-                idle_ns=start - free,
-                released_by=None if on == ISSUE else schedule.ops[int(trace.op[on])],
+        if row >= step * count:
+            found.append(
+                Occurrence(
+                    start_ns=start - begin,
+                    end_ns=end - begin,
+                    idle_ns=max(start - free[op.stream], 0),  # a recorded stream may have run several ops at once
+                    released_by=None if on == ISSUE else schedule.ops[int(trace.op[on])],
+                )
             )
-        )
+        free[op.stream] = max(free[op.stream], end)
     return found
 
 
 # ---- what ran beside an op
 
+_RECORDED_ON = {  # what the ops of a recording use, which do not say what they touched
+    Stream.COMPUTE: frozenset({GPU}),
+    Stream.H2D: frozenset({H2D, DUPLEX, DRAM}),
+    Stream.D2H: frozenset({D2H, DUPLEX, DRAM}),
+    Stream.CPU: frozenset({DRAM}),
+}
+
 
 def _resources(schedule: Schedule, profile: HardwareProfile) -> list[frozenset[str]]:
     """Per op, what it competes for. GPU work is also slowed by whatever crosses the link."""
-    used = [frozenset(demand.usage) for demand in demands(schedule, profile)]
+    if schedule.is_recording:
+        used = [_RECORDED_ON.get(op.stream, frozenset()) for op in schedule.ops]
+    else:
+        used = [frozenset(demand.usage) for demand in demands(schedule, profile)]
     return [names | {H2D, D2H} if GPU in names else names for names in used]
 
 
@@ -170,15 +174,30 @@ def _besides(
     spans = [(np.array([o.start_ns for o in run]), np.array([o.end_ns for o in run])) for run in runs]
     rivals: dict[tuple[Stream, frozenset[str]], NDArray[np.bool_]] = {}
     found: list[tuple[Op | None, int]] = []
-    for i, op in enumerate(schedule.ops):
+    for i, (op, near) in enumerate(zip(schedule.ops, _near(schedule, *spans[1]), strict=True)):
         key = op.stream, using[i]
         if key not in rivals:
             rivals[key] = np.array([_slows(other, using[j], *key) for j, other in enumerate(schedule.ops)])
-        together = [np.clip(np.minimum(end, end[i]) - np.maximum(start, start[i]), 0, None) for start, end in spans]
-        more = np.where(rivals[key], together[1] - together[0], 0)
-        j = int(more.argmax())
-        found.append((schedule.ops[j], int(more[j])) if more[j] > 0 else (None, 0))
+        near = near[rivals[key][near]]
+        together = [
+            np.clip(np.minimum(end[near], end[i]) - np.maximum(start[near], start[i]), 0, None) for start, end in spans
+        ]
+        more = together[1] - together[0]
+        most = int(more.max(initial=0))
+        found.append((schedule.ops[near[more.argmax()]] if most else None, most))
     return found
+
+
+def _near(schedule: Schedule, start: Ints, end: Ints) -> Iterator[Ints]:
+    """Per op, the places in program order of those that ran beside it, and of others begun before where some lasted."""
+    lanes = []
+    for ops in schedule.streams.values():
+        places = np.array([schedule.index[op.name] for op in ops])
+        places = places[np.argsort(start[places], kind="stable")]
+        reach = np.maximum.accumulate(end[places])
+        lanes.append((places, np.searchsorted(reach, start, side="right"), np.searchsorted(start[places], end)))
+    for i in range(len(start)):
+        yield np.sort(np.concatenate([places[first[i] : last[i]] for places, first, last in lanes]))
 
 
 def _slows(other: Op, used: frozenset[str], stream: Stream, using: frozenset[str]) -> bool:

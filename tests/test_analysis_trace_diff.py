@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from test_megatrain_cli import megatrain
 
 from analysis import trace_diff, trace_words
 from schedules import codec, policies, presets
-from schedules.op import Phase, Stream
-from schedules.schedule import Schedule
+from schedules.op import Kind, Op, Phase, Stream
+from schedules.schedule import RECORDED, Schedule
 from schedules.trace import COLUMNS, ISSUE, Trace, TraceError
 from schedules.workload import Workload
 from sim.cost import Terms
@@ -228,3 +229,57 @@ def test_the_command_tells_it(schedule: Schedule, profile: HardwareProfile, tmp_
     assert len((tmp_path / "ops.csv").read_text().splitlines()) == 1 + len(schedule.ops)
     told = json.loads(megatrain("diff", *files, "--schedule", step, "--json", "--top", "3").stdout)
     assert len(told["differences"]["ops"]) == 3 and told["moves"][1]["stream"] == "d2h"
+
+
+def recorded(lanes: str, seed: int) -> tuple[Schedule, Trace]:
+    """A recording, of which each letter is an op of one queue: k and n are two that stand on the compute stream."""
+    chance = random.Random(seed)
+    streams = {"k": Stream.COMPUTE, "n": Stream.COMPUTE, "h": Stream.H2D, "d": Stream.D2H, "c": Stream.CPU}
+    kinds = {Stream.H2D: Kind.PREFETCH, Stream.D2H: Kind.OFFLOAD, Stream.CPU: Kind.UPDATE}
+    ops = []
+    for number, lane in enumerate(lanes):
+        stream = streams[lane]
+        phase = {"k": Phase.FORWARD, "n": Phase.FORWARD, "c": Phase.ADAM}.get(lane, Phase.COPY)
+        ops.append(Op(name=f"{number} {lane}", kind=kinds.get(stream, Kind.COMPUTE), phase=phase, stream=stream))
+    workload = Workload(micro_batch_size=1, seq_len=8)
+    schedule = Schedule(
+        ops=tuple(ops), buffers=(), waits=(), model=presets.load("tiny"), workload=workload, policy=RECORDED
+    )
+    free, start, end = dict.fromkeys(streams, 0), [], []
+    for lane in lanes:
+        start.append(free[lane] + chance.randrange(0, 30))
+        end.append(start[-1] + chance.choice((0, 1, 20, 40, 900)))
+        free[lane] = end[-1]
+    zero = np.zeros(len(lanes), dtype=np.int64)
+    columns = {"op": zero + np.arange(len(lanes)), "step": zero, "issue_ns": zero, "waited_on": zero + ISSUE}
+    spans = {"start_ns": np.array(start), "end_ns": np.array(end)}
+    return schedule, Trace(digest=schedule.digest, machine="x", source="measured", **columns, **spans)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_ran_beside_an_op_is_found_among_all(seed: int, profile: HardwareProfile) -> None:
+    lanes = "".join(random.Random(seed).choices("kknhdc", k=300))
+    (schedule, first), (_, second) = recorded(lanes, seed), recorded(lanes, seed + 100)
+    found = trace_diff.diff(schedule, first, second, profile)
+    slowed = {"k": "hd", "n": "hd", "h": "dc", "d": "hc", "c": "hd"}  # the GPU's work slows no copies
+
+    def together(one: trace_diff.Occurrence, other: trace_diff.Occurrence) -> int:
+        return max(min(one.end_ns, other.end_ns) - max(one.start_ns, other.start_ns), 0)
+
+    for parting in found.partings:
+        more = {
+            other.op.name: together(parting.second, other.second) - together(parting.first, other.first)
+            for other in found.partings
+            if other.op.name[-1] in slowed[parting.op.name[-1]]
+        }
+        assert parting.beside_ns == max(0, *more.values())
+        assert parting.beside is None or more[parting.beside.name] == parting.beside_ns
+
+
+def test_recordings_are_compared(profile: HardwareProfile) -> None:
+    """They say neither what copies touched, nor that a stream ran one op at a time: it is not idle for less than 0."""
+    (schedule, first), (_, second) = recorded("knhknhdd", 1), recorded("knhknhdd", 2)
+    found = trace_diff.diff(schedule, first, second, profile)
+    assert all(min(parting.first.idle_ns, parting.second.idle_ns) >= 0 for parting in found.partings)
+    assert any(trace.start_ns[1] < trace.end_ns[0] for trace in (first, second))
+    assert trace_words.sentences(found) and len(trace_diff.moves(schedule, first, second)) > 2
