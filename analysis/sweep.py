@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ Progress = Callable[[int, int, str], None]  # done, of how many, the last one
 class Point:
     """A model, a machine and how it is to be trained. `changes` are of the machine, as on the command line.
 
-    The policy may be followed by knobs: "streamed nvme=4".
+    The policy may be followed by knobs: "streamed nvme=4". `source` is its text, where it is a file of the user's.
     """
 
     model: ModelSpec
@@ -58,6 +58,7 @@ class Point:
     seq_len: int
     tokens_per_step: int
     precision: str = "bf16"
+    source: str = ""
 
     @property
     def key(self) -> str:
@@ -67,19 +68,23 @@ class Point:
             "profile": hardware.to_json(self.profile),
             "step": [self.policy, self.seq_len, self.tokens_per_step, self.precision],
             "told": FOUND,
-            "version": version("megatrain") if _installed() else "source",
+            "version": _version(),
+            **({"source": self.source} if self.source else {}),
         }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _installed() -> bool:
-    from importlib.metadata import PackageNotFoundError
-
+def _version() -> str:
     try:
-        version("megatrain")
+        return version("megatrain")
     except PackageNotFoundError:
-        return False
-    return True
+        return "source"
+
+
+def _source(policy: str) -> str:
+    """The text of a policy's file, which may be another by the next sweep; nothing of our own and of plans."""
+    name = policy if policy == PLAN else policies.with_knobs(policy)[0]
+    return "" if name in (PLAN, *policies.names()) else Path(name).read_text(encoding="utf-8", errors="replace")
 
 
 def points(
@@ -92,11 +97,12 @@ def points(
     tokens_per_step: int,
     precision: str = "bf16",
 ) -> list[Point]:
-    """Every combination. `vary` is like ["host.memory=128GiB,256GiB", "links.h2d.bandwidth=25GB/s,50GB/s"].
+    """Every combination, once. `vary` is like ["host.memory=128GiB,256GiB", "links.h2d.bandwidth=25GB/s,50GB/s"].
 
     Raises:
         HardwareError: no such machine or number, or a value that no machine can have.
-        InputError: nothing is varied, or a number twice, or the step is no whole number of sequences.
+        InputError: nothing is varied, or a number twice, or the step is no whole number of sequences, or there is no
+            such policy.
     """
     list(splits(seq_len, tokens_per_step, None, None, precision, None))  # tells what is wrong with the step
     axes: dict[str, list[str]] = {}
@@ -107,22 +113,22 @@ def points(
         if path in axes:  # the later one of two would hide the other
             raise InputError(f"{path} is varied twice; write all its values at once, as in {path}=VALUE,VALUE")
         axes[path] = [f"{path}={value.strip()}" for value in values.split(",")]
-    found = []
+    sources = {name: _source(name) for name in names}
+    found: dict[str, Point] = {}
     for model, machine, changes, name in itertools.product(models, machines, itertools.product(*axes.values()), names):
-        profile = hardware.override(hardware.load(machine), list(changes))
-        found.append(
-            Point(
-                model=model,
-                machine=machine,
-                changes=tuple(changes),
-                profile=profile,
-                policy=name,
-                seq_len=seq_len,
-                tokens_per_step=tokens_per_step,
-                precision=precision,
-            )
+        point = Point(
+            model=model,
+            machine=machine,
+            changes=tuple(changes),
+            profile=hardware.override(hardware.load(machine), list(changes)),
+            policy=name,
+            seq_len=seq_len,
+            tokens_per_step=tokens_per_step,
+            precision=precision,
+            source=sources[name],
         )
-    return found
+        found.setdefault(point.key, point)  # a value may have been given twice, in one spelling or another
+    return list(found.values())
 
 
 def evaluate(point: Point) -> Row:

@@ -58,6 +58,22 @@ def quiet(done: int, total: int, note: str) -> None:
     pass
 
 
+def test_what_is_given_twice_is_one_point(tmp_path: Path) -> None:
+    points = some(["h200", "h200"], vary=["gpu.memory=100GB,100 GB,90GB"], names=["resident", "resident"])
+    assert [point.changes for point in points] == [("gpu.memory=100GB",), ("gpu.memory=90GB",)]
+    assert len(sweep.run(points, tmp_path / "rows.jsonl", workers=1, progress=quiet)) == 2
+
+
+def test_a_policy_file_that_was_edited_is_another_point(tmp_path: Path) -> None:
+    file = tmp_path / "my_policy.py"
+    text = (ROOT / "docs" / "my_policy.py").read_text(encoding="utf-8")
+    keys = []
+    for slots in (2, 3):
+        file.write_text(text.replace("slots: int = 2", f"slots: int = {slots}"), encoding="utf-8")
+        keys += [point.key for point in some(["h200"], names=[f"{file} slots=4", "plan"])]
+    assert keys[0] != keys[2] and keys[1] == keys[3]
+
+
 # ---- costs by hand
 
 
