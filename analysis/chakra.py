@@ -16,11 +16,9 @@ from analysis import chakra_wire as wire
 from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, VERSION, Attribute, Node
 from schedules.errors import InputError
 from schedules.files import whole
-from schedules.op import Kind, Op, Phase, Stream
+from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream
 from schedules.schedule import Schedule
 from schedules.trace import Trace
-
-_ON_CPU = (Stream.CPU, Stream.HOST, Stream.NVME_READ, Stream.NVME_WRITE)
 
 
 class ChakraError(InputError):
@@ -100,7 +98,7 @@ def _type(op: Op) -> int:
 
 
 def _attributes(op: Op) -> Iterator[tuple[str, Attribute]]:
-    yield "is_cpu_op", op.stream in _ON_CPU
+    yield "is_cpu_op", op.stream not in DEVICE_STREAMS
     yield "num_ops", op.flops
     yield "tensor_size", op.nbytes
     yield "stream", str(op.stream)
@@ -132,7 +130,7 @@ def write(path: Path, schedule: Schedule, trace: Trace | None = None) -> int:
             partial.write_bytes(wire.joined(messages))
         else:
             lines = [wire.metadata_json(about), *(wire.node_json(node) for node in found)]
-            partial.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+            partial.write_text("\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
     return len(found)
 
 
@@ -145,6 +143,6 @@ def read(path: Path) -> list[Node]:
     try:
         if path.suffix == ".et":
             return [wire.node_of_bytes(message) for message in wire.messages(path.read_bytes())[1:]]
-        return [wire.node_of_json(json.loads(line)) for line in path.read_text().splitlines()[1:]]
+        return [wire.node_of_json(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ChakraError(f"{path} is not a Chakra execution trace: {error!r}") from None

@@ -25,6 +25,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream
 from schedules.schedule import RECORDED, Schedule
 from schedules.trace import ISSUE, Trace
+from schedules.words import plain
 from schedules.workload import Workload
 
 if TYPE_CHECKING:
@@ -189,9 +190,9 @@ def _span(event: Event) -> _Span:
     if not isinstance(args, dict):
         raise ValueError(f"args must be an object, not {args!r}")
     return _Span(
-        name=str(event["name"]),
+        name=plain(str(event["name"])),
         category=str(event.get("cat", "")).lower(),
-        thread=str(event.get("tid")),
+        thread=plain(str(event.get("tid"))),
         start=start,
         end=end,
         nbytes=max(int(args.get("bytes", 0)), 0),
@@ -204,7 +205,7 @@ def _machine(body: Mapping[str, Any]) -> str:
     devices = body.get("deviceProperties")
     if not isinstance(devices, list) or not devices:
         return "a CPU"
-    return str(devices[0].get("name", "a GPU")) if isinstance(devices[0], dict) else "a GPU"
+    return plain(str(devices[0].get("name", "a GPU"))) if isinstance(devices[0], dict) else "a GPU"
 
 
 def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) -> tuple[str, int, int]:
@@ -260,7 +261,7 @@ def _on_gpu(span: _Span, context: tuple[Kind, Phase]) -> What:
 
 
 def _queue(span: _Span) -> str:
-    return f"stream {span.args.get('stream', span.thread)}"
+    return plain(f"stream {span.args.get('stream', span.thread)}")
 
 
 def _outermost(spans: Sequence[_Span], begin: int, end: int) -> Iterable[_Span]:

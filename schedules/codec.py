@@ -15,6 +15,7 @@ from schedules.kinds import SCHEDULE, wrong_kind
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Knob, Schedule
+from schedules.words import plain
 from schedules.workload import Workload
 
 _BEYOND = 2**63  # no byte, operation or step is counted so far
@@ -89,7 +90,7 @@ def read(path: Path) -> Schedule:
         CodecError: the file is missing, is cut off, or holds something else than a schedule.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CodecError(f"cannot read {path}: {error}") from None
     if wrong := wrong_kind(text, SCHEDULE):
@@ -125,7 +126,10 @@ def loads(text: str) -> Schedule:
         model=_part(ModelSpec.from_dict, data["model"], "model"),
         workload=_part(Workload.from_dict, data["workload"], "workload"),
         policy=_string(data, "policy", ""),
-        knobs={name: _knob(value, f"knobs.{name}") for name, value in _mapping(data["knobs"], "knobs").items()},
+        knobs={
+            _shown(name, "a knob"): _knob(value, f"knobs.{name}")
+            for name, value in _mapping(data["knobs"], "knobs").items()
+        },
         staleness=_count(data, "staleness", ""),
     )
 
@@ -148,7 +152,13 @@ def _knob(value: Any, where: str) -> Knob:
         raise CodecError(f"{where} must be finite, not {value}")
     if value is not None and not isinstance(value, (bool, int, float, str)):
         raise CodecError(f"{where} must be true, false, a number, a word or null, not {value!r}")
-    return value
+    return _shown(value, where) if isinstance(value, str) else value
+
+
+def _shown(text: str, where: str) -> str:
+    if plain(text) != text:
+        raise CodecError(f"{where} has characters that cannot be shown: {text!r}")
+    return text
 
 
 def _read_buffer(row: Any, where: str) -> Buffer:
@@ -194,7 +204,7 @@ def _accesses(rows: Any, where: str) -> tuple[Access, ...]:
     for i, row in enumerate(rows):
         if not (isinstance(row, list) and len(row) == 2 and all(isinstance(x, str) for x in row)):
             raise CodecError(f"{where}[{i}] must be a pair [buffer, tensor], not {row!r}")
-    return tuple(Access(*row) for row in rows)
+    return tuple(Access(*(_shown(name, f"{where}[{i}]") for name in row)) for i, row in enumerate(rows))
 
 
 T = TypeVar("T")
@@ -238,7 +248,7 @@ def _string(row: Mapping[str, Any], key: str, where: str) -> str:
     value = row[key]
     if not isinstance(value, str) or not value:
         raise CodecError(f"{where}{'.' if where else ''}{key} must be a non-empty string, not {value!r}")
-    return value
+    return _shown(value, f"{where}{'.' if where else ''}{key}")
 
 
 def _word(row: Mapping[str, Any], key: str, where: str, words: type[E]) -> E:

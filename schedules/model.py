@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config, require_few_blocks
+from schedules.words import plain
 from schedules.workload import RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
@@ -95,8 +96,8 @@ class ModelSpec:
                 raise ModelError(f"{self.name}: {name} must be a whole number of at least {least}, not {value!r}")
         if kind == "float" and not positive(value):
             raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
-        if kind == "str" and not (isinstance(value, str) and value):
-            raise ModelError(f"{self.name}: {name} must be a non-empty string, not {value!r}")
+        if kind == "str" and not (isinstance(value, str) and value and plain(value) == value):
+            raise ModelError(f"{name} of a model must be a non-empty string that can be shown, not {value!r}")
 
     def _check_experts(self) -> None:
         if not self.num_experts:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from schedules.kinds import MODEL, wrong_kind
 from schedules.model import ModelError, ModelSpec
+from schedules.words import plain
 
 _FOLDER = Path(__file__).parent / "models"
 
@@ -35,7 +36,7 @@ def load(name_or_path: str | Path) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return _read(path, path.resolve().parent.name if path.name == "config.json" else path.stem)
+        return _read(path, plain(path.resolve().parent.name if path.name == "config.json" else path.stem))
     if path.suffix == ".json" or len(path.parts) > 1:
         raise ModelError(f"there is no file {path}")
     near = difflib.get_close_matches(preset, names(), n=3)

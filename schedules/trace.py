@@ -20,6 +20,7 @@ from schedules.files import write_text
 from schedules.kinds import TRACE, wrong_kind
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
+from schedules.words import plain
 
 FORMAT = "megatrain-trace/1"
 ISSUE = -1  # in `waited_on`: the op started as soon as the host had issued it
@@ -173,7 +174,7 @@ class Trace:
             TraceError: the file is not a whole trace.
         """
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise TraceError(f"{path} is not text: {error}") from None
         if wrong := wrong_kind(text, TRACE):
@@ -204,7 +205,7 @@ class Trace:
         if (columns["end_ns"] < columns["start_ns"]).any():
             raise TraceError("an op ends before it starts")
         for name in ("digest", "machine"):
-            if not isinstance(body[name], str):
+            if not isinstance(body[name], str) or plain(body[name]) != body[name]:
                 raise TraceError(f"{name} {body[name]!r}")
         return cls(digest=body["digest"], machine=body["machine"], source=body["source"], **columns)
 

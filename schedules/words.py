@@ -1,7 +1,8 @@
-"""The words that a policy chooses among, such as tiers and streams: checked, and listed in messages."""
+"""Words: those that a policy chooses among, such as tiers and streams, and names that stand in files of others."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 from schedules.errors import ProgramError
 
 E = TypeVar("E", bound=StrEnum)
+_UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def one_of(words: type[E], value: E, where: str) -> E:
@@ -22,3 +24,8 @@ def one_of(words: type[E], value: E, where: str) -> E:
 def listed(words: Iterable[str]) -> str:
     *first, last = map(str, words)
     return f"{', '.join(first)} or {last}"
+
+
+def plain(text: str) -> str:
+    """A name without control characters, which a terminal would obey, and halves of characters, which no file takes."""
+    return _UNSHOWABLE.sub("?", text)

@@ -18,6 +18,7 @@ from typing import Any, cast
 from schedules.errors import InputError
 from schedules.files import write_text
 from schedules.kinds import PROFILE, wrong_kind
+from schedules.words import plain
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, Readings, Rule, Table, Value, lookup, rules
 from sim.units import UNITS, readable, to_base
 
@@ -172,7 +173,7 @@ def load(name_or_path: str | Path) -> HardwareProfile:
         text = path.read_text(encoding="utf-8")
         if wrong := wrong_kind(text, PROFILE):
             raise HardwareError(f"{path} {wrong}")
-        document = json.loads(text, object_pairs_hook=_no_repeats)
+        document = json.loads(text, object_pairs_hook=_plain_object)
     except HardwareError:
         raise
     except OSError as error:
@@ -196,12 +197,15 @@ def _require_untouched(document: dict[str, object], file: str) -> None:
         )
 
 
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """json would silently keep the last of two numbers for one field."""
+def _plain_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """json would silently keep the last of two numbers for one field, and a terminal would obey control characters."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"field {key!r} appears twice in one object")
+        for text in (key, value):
+            if isinstance(text, str) and plain(text) != text:
+                raise ValueError(f"field {key!r} has characters that cannot be shown: {text!r}")
         found[key] = value
     return found
 

@@ -96,6 +96,18 @@ def rows(recording: Recording) -> list[tuple[str, str, str, int, int, int]]:
     ]
 
 
+def test_names_are_such_that_the_schedule_can_be_read_again(tmp_path: Path) -> None:
+    """Ranges of a user's own may have any name."""
+    odd = {**event("cpu_op", "my\nrange \x1b[31m \ud800", 1, 2), "tid": "\x07thread"}
+    found = kineto.read(write(tmp_path / "cpu.json", [odd], deviceProperties=[{"name": "a \x1b GPU"}]), TINY, STEP)
+    assert found.schedule.ops[0].name == "0 my?range ?[31m ?"
+    assert (found.trace.machine, found.queues) == ("a ? GPU", ("thread ?thread",))
+    codec.save(found.schedule, tmp_path / "schedule.json")
+    found.trace.save(tmp_path / "trace.json")
+    assert codec.read(tmp_path / "schedule.json") == found.schedule
+    assert Trace.read(tmp_path / "trace.json").machine == found.trace.machine
+
+
 def test_times_before_zero_are_times_like_others(recording: Recording, tmp_path: Path) -> None:
     early = kineto.read(write(tmp_path / "early.json", gpu_step(-5000, 0)), TINY, STEP)
     assert rows(early) == rows(recording)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -162,3 +167,34 @@ def test_a_knob_beyond_all_numbers_is_refused(schedule: Schedule) -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(CodecError, match=r"cannot read .*gone\.json"):
         read(tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "half \ud800", "a\nb", "\x9b1m"])
+def test_names_that_a_terminal_would_obey_or_no_file_takes_are_refused(name: str, schedule: Schedule) -> None:
+    def changed(change: Callable[[dict[str, Any]], object]) -> str:
+        data = json.loads(dumps(schedule))
+        change(data)
+        return json.dumps(data)
+
+    for place, text in {
+        r"ops\[0\].name": changed(lambda data: data["ops"][0].update(name=name)),
+        r"ops\[0\].reads\[0\]": changed(lambda data: data["ops"][0]["reads"][0].__setitem__(0, name)),
+        r"buffers\[0\].name": changed(lambda data: data["buffers"][0].update(name=name)),
+        "policy": changed(lambda data: data.update(policy=name)),
+        "knobs.order": changed(lambda data: data["knobs"].update(order=name)),
+        "a knob": changed(lambda data: data["knobs"].update({name: 1})),
+        "model: name": changed(lambda data: data["model"].update(name=name)),
+    }.items():
+        with pytest.raises(CodecError, match=place) as told:
+            loads(text)
+        assert name not in str(told.value)
+
+
+def test_a_file_is_in_utf_8_wherever_it_is_read(schedule: Schedule, tmp_path: Path) -> None:
+    text = dumps(schedule).replace("weight0", "gewicht ä")
+    (tmp_path / "s.json").write_text(text, encoding="utf-8")
+    code = "import sys, pathlib; from schedules import codec; print(ascii(codec.read(pathlib.Path(sys.argv[1]))))"
+    latin = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "s.json")]
+    done = subprocess.run(command, env=latin, capture_output=True, text=True, check=True)
+    assert ascii("gewicht ä") in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,10 @@ def test_load_takes_names_files_and_folders(tmp_path: Path) -> None:
     assert presets.load(folder) == presets.load(str(folder / "config.json"))
     assert (presets.load(folder).name, presets.load(tmp_path / "other.json").name) == ("my-model", "other")
     assert presets.load("Qwen2.5-7B") == presets.load("qwen2.5-7b")
+    latin = tmp_path / os.fsdecode(b"mod\xe8le")
+    latin.mkdir()
+    (latin / "config.json").write_text(json.dumps(CONFIG))
+    assert presets.load(latin).name == "mod?le"
 
 
 def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_file_that_is_not_text_is_no_trace(tmp_path: Path) -> None:
         ("digest", 3, "digest 3"),
         ("source", "guessed", "source 'guessed'"),
         ("machine", None, "machine None"),
+        ("machine", "\x1b[31mred", "machine .*x1b"),
         ("op", [-1, 1, 0, 1, 0, 1], "column op holds what is no op"),
         (
             "step",

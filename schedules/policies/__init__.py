@@ -25,6 +25,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.program import Program
 from schedules.schedule import Knob, Schedule
+from schedules.words import plain
 from schedules.workload import MemoryBudget, Workload
 
 Policy = Callable[..., Program]
@@ -202,7 +203,7 @@ def _policy(module: ModuleType) -> Policy:
 
 
 def _short(name_or_path: str | Path) -> str:
-    return Path(name_or_path).stem
+    return plain(Path(name_or_path).stem)
 
 
 class _Blame:
