@@ -16,6 +16,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.verify import verify
 from schedules.workload import Workload
+from sim.cost import TooLong
 from sim.hardware import override
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, lookup
 from sim.prediction import memory_of, predict
@@ -78,8 +79,8 @@ def search(
     """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
 
     Raises:
-        InputError: fewer than one point, a policy that is not known or that refuses every point, or two that do not
-            do the same.
+        InputError: fewer than one point, a policy that is not known or that refuses every point, two that do not do
+            the same, or a machine on which every point takes too long.
         ScheduleError: a policy's schedule is not safe.
         MissingCost: the machine is a measured profile, which knows only the shapes it was measured with.
     """
@@ -90,14 +91,14 @@ def search(
         raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")
     chance = random.Random(seed)
     found: list[tuple[float, Point, Loss]] = []
-    refused: list[policies.PolicyError] = []
+    refused: list[InputError] = []
     for number in range(points):
         worst = sorted(found, key=lambda entry: -entry[0])[:NEAR]
         near = worst and chance.random() < AROUND
         point = _moved(chance.choice(worst)[1], chance) if near else _drawn(chance)
         try:
             loss = _compared(first, second, machine, point)
-        except policies.PolicyError as error:
+        except (policies.PolicyError, TooLong) as error:
             refused.append(error)
             loss = None
         if loss is not None:
@@ -134,7 +135,10 @@ def _moved(point: Point, chance: random.Random) -> Point:
 
 
 def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -> Loss | None:
-    """Both policies at a point; None where one of them does not fit. Raises PolicyError where one refuses."""
+    """Both policies at a point; None where one of them does not fit.
+
+    Raises PolicyError where one refuses, TooLong where an op takes too long to be predicted.
+    """
     changes = _changes(machine, point)
     profile = override(machine, changes)
     model = _model(int(point["hidden"]), int(point["blocks"]))

@@ -11,6 +11,7 @@ from schedules import policies
 from schedules.errors import InputError
 from schedules.verify import ScheduleError
 from sim import hardware, machine
+from sim.cost import TooLong
 
 EMPTY = """
 from schedules.program import Program
@@ -65,6 +66,16 @@ def test_a_drive_is_no_faster_than_a_host_memory_that_is_made_slower() -> None:
     slower = hardware.override(fast, adversary._changes(fast, point))
     assert slower.nvme is not None and slower.nvme.read.value == slower.host.memory_bandwidth.value
     assert slower.nvme.write == fast.nvme.write  # which was below it
+
+
+def test_points_that_take_too_long_are_left_out() -> None:
+    """On a slow machine the large shapes do, and the small ones do not."""
+    slow = hardware.override(H200, ["gpu.matmul_flops=300GFLOP/s"])
+    both = ("streamed", "resident")
+    assert adversary.search(*both, slow, points=10, seed=2, progress=lambda *_: None)
+    slower = hardware.override(H200, ["gpu.matmul_flops=1FLOP/s"])
+    with pytest.raises(TooLong):
+        adversary.search(*both, slower, points=2, progress=lambda *_: None)
 
 
 def test_bad_input_is_told() -> None:
