@@ -48,7 +48,8 @@ class Row:
     """A plan of one model, machine and step; all predicted. Rates are NaN where nothing fits, and `reason` says why.
 
     `gap` is by what fraction the step exceeds the bound over all exact schedules, `own_gap` its own schedule's
-    bound. `best_named` is the fastest exact policy with the knobs it comes with and micro-batches that suit it.
+    bound. `best_named` is the fastest exact policy, with the knobs it comes with or those of KNOBS, and micro-batches
+    that suit it.
     """
 
     model: str

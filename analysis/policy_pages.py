@@ -14,10 +14,11 @@ from analysis.text_gantt import LEGEND, SMALL, text_gantt
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.op import Tier
+from schedules.tensor import LAYER_CLASSES
 from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
-from sim.prediction import Prediction, contents, memory_of, predict
+from sim.prediction import CLASS_NAMES, Prediction, contents, memory_of, predict
 from sim.units import rate, seconds
 
 MACHINE = "h200"
@@ -28,7 +29,7 @@ COMMAND = "megatrain policies --out docs/policies"
 OVERVIEW = "all.png"
 _SCALE = 3  # the picture of all cuts steps longer than this many of the yardstick's
 _DPI = 100
-_STATES = frozenset({"weights", "adapters", "gradients", "fp32 gradients", "optimizer state"})
+_STATES = frozenset(CLASS_NAMES[cls] for cls in LAYER_CLASSES)
 
 Rows = list[list[str]]
 
