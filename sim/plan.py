@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -210,10 +211,11 @@ def splits(
     sequences, rest = divmod(tokens_per_step, seq_len)
     if rest or not sequences:
         raise InputError(f"{tokens_per_step:,} tokens per step is no whole number of sequences of {seq_len:,} tokens")
+    small = [count for count in range(1, math.isqrt(sequences) + 1) if sequences % count == 0]
     counts = [
         count
-        for count in range(1, sequences + 1)
-        if sequences % count == 0 and micro_batch_size in (None, sequences // count) and accumulation in (None, count)
+        for count in sorted({*small, *(sequences // count for count in small)})
+        if micro_batch_size in (None, sequences // count) and accumulation in (None, count)
     ]
     if not counts:
         asked = f"{'' if accumulation is None else f'{accumulation:,} '}micro-batches"
