@@ -16,9 +16,8 @@ from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Knob, Schedule
 from schedules.words import plain
-from schedules.workload import Workload
+from schedules.workload import BEYOND, Workload
 
-_BEYOND = 2**63  # no byte, operation or step is counted so far
 _SHOWN = 60  # characters of an object that says something twice
 
 
@@ -264,7 +263,7 @@ def _count(row: Mapping[str, Any], key: str, where: str, default: int | None = N
         raise CodecError(
             f"{where}{'.' if where else ''}{key} must be a whole number of at least {least}, not {value!r}"
         )
-    if value >= _BEYOND:
+    if value >= BEYOND:
         raise CodecError(
             f"{where}{'.' if where else ''}{key} must be a number of 64 bits, not one of {len(str(value))} digits"
         )

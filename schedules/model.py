@@ -17,7 +17,7 @@ from typing import Any
 
 from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config, require_few_blocks
 from schedules.words import plain
-from schedules.workload import RECOMPUTED, Workload
+from schedules.workload import BEYOND, RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 
@@ -94,6 +94,10 @@ class ModelSpec:
             least = 0 if optional else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ModelError(f"{self.name}: {name} must be a whole number of at least {least}, not {value!r}")
+            if value >= BEYOND:
+                raise ModelError(
+                    f"{self.name}: {name} must be a number of 64 bits, not one of {len(str(value))} digits"
+                )
         if kind == "float" and not positive(value):
             raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
         if kind == "str" and not (isinstance(value, str) and value and plain(value) == value):

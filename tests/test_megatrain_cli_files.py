@@ -197,7 +197,7 @@ def test_a_number_beyond_all_measure_is_wrong_input(
     monkeypatch.setattr(sys, "argv", ["megatrain", "simulate", "tiny", option, "1" + "0" * 400])
     with pytest.raises(SystemExit) as left:
         cli.main()
-    assert left.value.code == 2 and "megatrain: a number is too large" in capsys.readouterr().err
+    assert left.value.code == 2 and "must be a number of 64 bits, not one of 401 digits" in capsys.readouterr().err
 
 
 def test_an_error_of_the_system_is_told_by_its_path(

@@ -347,6 +347,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"vocab_size": 10**3000}, "vocab_size must be a number of 64 bits, not one of 3001 digits"),
     ],
 )
 def test_bad_configs_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
@@ -460,6 +461,7 @@ def test_bytes_per_parameter_of_each_precision() -> None:
     [
         ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1, not 0"),
         ({"accumulation": 1.5}, "accumulation must be a whole number"),
+        ({"micro_batch_size": 10**3000}, "micro_batch_size must be a number of 64 bits, not one of 3001 digits"),
         ({"seq_len": NAN}, "seq_len must be a whole number"),
         ({"precision": ["bf16"]}, r"precision \['bf16'\] is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown; known are bf16, "),
