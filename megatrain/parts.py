@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,15 @@ def claim(folder: Path, at: Here, way: Way) -> None:
     now = {
         "host": machine_name(),
         "device": f"{at.device} as {'a GPU' if at.on_gpu else 'a CPU'}",
-        "drive": str(at.drive or "none"),
+        # a folder may have a name in another encoding
+        "drive": os.fsencode(at.drive or "none").decode(errors="backslashreplace"),
         "ops": str(way),
         "software": versions(),
     }
     lines = [f"{name}: {value}" for name, value in now.items()]
     owner = folder / "machine.txt"
-    if owner.is_file() and (differ := [line for line in owner.read_text().splitlines() if line not in lines]):
+    was = owner.read_text(encoding="utf-8").splitlines() if owner.is_file() else []
+    if differ := [line for line in was if line not in lines]:
         told = f"{folder} holds what was measured on another machine or in another way ({'; '.join(differ)})"
         raise Refused(f"{told}: remove it, or write elsewhere")
     write_text(owner, "\n".join(lines))

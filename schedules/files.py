@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from schedules.errors import InputError
@@ -44,7 +44,8 @@ def whole(path: Path) -> Iterator[Path]:
         with writing(path):
             yield path
         return
-    path = path.resolve() if path.is_symlink() else path
+    with writing(path):
+        path = _end(path)
     partial = path.with_name(path.name + ".partial")
     try:
         with writing(path):
@@ -71,7 +72,7 @@ def require_file(path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, "")
             return
-        _try(path.resolve().parent if path.is_symlink() else path.parent)
+        _try(_end(path).parent)
 
 
 def require_folder(path: Path) -> None:
@@ -88,6 +89,15 @@ def require_folder(path: Path) -> None:
 def _takes_bytes(path: Path) -> bool:
     """Whether there is something at `path` that is neither a file nor a folder: a device or a pipe."""
     return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def _end(path: Path) -> Path:
+    """What is written where `path` may be a link: what it leads to. Raises OSError for links in a circle."""
+    if not path.is_symlink():
+        return path
+    with suppress(FileNotFoundError):
+        path.stat()  # for which Path.resolve has another error
+    return path.resolve()
 
 
 def _try(folder: Path) -> None:

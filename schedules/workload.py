@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -99,7 +99,7 @@ class Workload:
         clip = self.grad_clip
         if clip is None:
             return
-        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
+        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip <= sys.float_info.max:
             raise ValueError(f"grad_clip must be a positive finite number or None, not {clip!r}")
 
     @property

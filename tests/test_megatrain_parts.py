@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,14 @@ def test_results_go_on_on_the_same_machine_only(change: dict[str, Any], told: st
     claim(tmp_path, replace(at, drive_bytes=5, free_bytes=7), PLAINLY)
     with pytest.raises(Refused, match=f"another machine or in another way .{told}.: remove it"):
         claim(tmp_path, replace(at, **change), PLAINLY)
+
+
+def test_a_drive_may_have_a_name_in_another_encoding(tmp_path: Path) -> None:
+    at = replace(H100, drive=Path(os.fsdecode(b"/driv\xe9")))
+    claim(tmp_path, at, PLAINLY)
+    claim(tmp_path, at, PLAINLY)
+    with pytest.raises(Refused, match=r"drive: /driv\\xe9"):
+        claim(tmp_path, H100, PLAINLY)
 
 
 def test_results_go_on_in_the_same_way_only(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, path: str, told: str) -> 
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_links_in_a_circle_lead_to_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for write in (require_file, lambda path: write_text(path, "text")):
+        with pytest.raises(InputError, match=r"cannot write .*a: Too many levels of symbolic links"):
+            write(tmp_path / "a")
+    (tmp_path / "c").symlink_to(tmp_path / "not yet there")
+    require_file(tmp_path / "c")
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     for path, told in (("file", "it is a file"), ("file/a/b", "a part of the path is a file")):

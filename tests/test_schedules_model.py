@@ -467,6 +467,7 @@ def test_bytes_per_parameter_of_each_precision() -> None:
         ({"precision": "fp8"}, "precision 'fp8' is unknown; known are bf16, "),
         ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown"),
         ({"grad_clip": 0.0}, "grad_clip must be a positive finite number or None"),
+        ({"grad_clip": 10**400}, "grad_clip must be a positive finite number or None"),
         ({"grad_clip": NAN}, "grad_clip must be a positive finite number or None"),
         ({"batch": 1}, "Workload has no field 'batch'"),
         ({"lora_rank": 2, "task": "evaluate"}, "with lora_rank the task must be train"),
