@@ -12,7 +12,6 @@ import importlib
 import itertools
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatrain.cores import usable_cores
 from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.flops import model_flops_per_step
@@ -366,7 +366,7 @@ def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, da
         yield from map(do, left)
     else:
         others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), initializer=begin_to_work) as pool:
+        with ProcessPoolExecutor(workers or usable_cores(), initializer=begin_to_work) as pool:
             pending = [pool.submit(do, point) for point in left]
             try:
                 with lost_ones_told("the same command goes on from here, and fewer --workers need less memory"):

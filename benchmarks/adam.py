@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from megatrain import adam
+from megatrain.cores import usable_cores
 from megatrain.here import machine_name
 from megatrain.native import adam as native
 from schedules.files import write_text
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=None, help="numbers of threads to try")
     parser.add_argument("--out", type=Path, default=None, help="a Markdown file to write as well")
     options = parser.parse_args()
-    n, cores = int(options.params), len(os.sched_getaffinity(0))
+    n, cores = int(options.params), usable_cores()
     lines: list[str] = []
 
     def say(line: str) -> None:

@@ -45,6 +45,7 @@ from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row
 from gpu_table import table
 from torch.utils import cpp_extension
 
+from megatrain.cores import usable_cores
 from megatrain.cuda import let_segments_grow
 from megatrain.ram import total_memory
 from schedules.errors import Refused
@@ -160,7 +161,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     Each is told when the one before has ended: how long it takes depends on what that has left.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
     memory = total_memory()
     host_bytes = int(options.host_gib * 2**30 if options.host_gib else memory * HOST_SHARE)

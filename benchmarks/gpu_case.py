@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from megatrain.cores import usable_cores
 from megatrain.here import usable_bytes
 from megatrain.way import Way
 from schedules import policies, presets
@@ -132,6 +132,6 @@ def _planned(
         tokens_per_step=case.workload.tokens_per_step,
         precision=case.precision,
         memory=budget,
-        workers=os.cpu_count() or 1,
+        workers=usable_cores(),
     )
     return found.result(planning_s).schedule

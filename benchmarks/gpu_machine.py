@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain.cores import usable_cores
 from megatrain.cuda import RESERVED_CORES, pci_address
 from megatrain.pinned import cpus_beside, pinned
 from schedules import presets
@@ -56,7 +56,7 @@ def clear() -> None:
 
     Gives back what a case has left: cycles of objects, torch's cache, and cuBLAS's workspaces, 32 MiB a stream.
     """
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES))
+    torch.set_num_threads(max(1, usable_cores() - RESERVED_CORES))
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()

@@ -25,6 +25,7 @@ from gpu_machine import Row
 from gpu_table import table
 
 from megatrain.backend import OpFailed
+from megatrain.cores import usable_cores
 from megatrain.here import machine_name
 from schedules.errors import Refused
 from schedules.files import write_text
@@ -56,7 +57,7 @@ class Results:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]),
             "gpu": torch.cuda.get_device_name(),
-            "host": f"{machine_name()}, {len(os.sched_getaffinity(0))} cores",
+            "host": f"{machine_name()}, {usable_cores()} cores",
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

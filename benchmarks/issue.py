@@ -32,6 +32,7 @@ from rich.progress import track
 
 from megatrain import pinned
 from megatrain.backend import Work
+from megatrain.cores import usable_cores
 from megatrain.cuda import CudaBackend
 from megatrain.here import machine_name
 from megatrain.store import Store
@@ -123,7 +124,7 @@ COLUMNS = (
 
 
 def page(lines: list[str], name: str, command: str) -> str:
-    machine = f"{machine_name()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
+    machine = f"{machine_name()}, {usable_cores()} cores, torch {torch.__version__}"
     told = (
         f"`{command}`, {datetime.date.today()}. Launches, issuing and torch's memory are **measured**: {machine}, on a "
         f"GPU that the host plays and that takes no time. Step and peak are **predicted** for `{name}` from its "

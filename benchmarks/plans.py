@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ import pandas as pd
 from rich.progress import track
 
 from analysis import figure, plans
+from megatrain.cores import usable_cores
 from megatrain.here import machine_name
 from schedules import policies, presets
 from schedules.files import write_text
@@ -67,7 +67,7 @@ LADDERS = (
     ("llama-3.2-3b", "rtx4090", 4096, 65536),
 )
 SHARES = (0.15, 0.3, 0.6, 0.8, 1.0, 1.25, 1.5)
-CORES = os.cpu_count() or 1
+CORES = usable_cores()
 Point = tuple[str, str, tuple[str, ...], str, int, int]
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.backend import Task, Work
+from megatrain.cores import usable_cores
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.pinned import PinError, cpus_beside, pinned
 from megatrain.sanitizer import sanitized
@@ -148,7 +149,7 @@ class CudaBackend(CpuBackend):
         torch.cuda.set_device(index)
         self._cpus = cpus_beside(pci_address(index))
         super().__init__(
-            threads={Stream.CPU: max(1, len(self._cpus) - RESERVED_CORES), **(threads or {})},
+            threads={Stream.CPU: max(1, min(len(self._cpus), usable_cores()) - RESERVED_CORES), **(threads or {})},
             machine=machine or torch.cuda.get_device_name(index),
         )
         self._streams = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+from megatrain.cores import usable_cores
 from megatrain.tables import drive_rows, prediction_record, print_memory, setting
 from megatrain.terminal import Column, Record, print_table, show_records
 from schedules import policies, trained
@@ -85,7 +85,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             memory=memory,
             first=[found.schedule],
             effort=SOME,
-            workers=len(os.sched_getaffinity(0)),
+            workers=usable_cores(),
         )
         planned_gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
     note("the least memory")

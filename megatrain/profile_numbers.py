@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from megatrain import here, readings
+from megatrain.cores import usable_cores
 from megatrain.here import Here, machine_name
 from megatrain.native import adam as native
 from megatrain.rates import Rate
@@ -97,7 +97,7 @@ def profile_of(
     copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.startswith("copy/"))
     dram = max(copied, passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
     return HardwareProfile(
-        name=f"{at.device}, {os.cpu_count()} cores",
+        name=f"{at.device}, {usable_cores()} cores",
         description="a GPU and the host it is in"
         if at.on_gpu
         else "this machine's CPU as host and device: a thread per stream, both memories in RAM",
@@ -141,10 +141,10 @@ def _host(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], dram: float, at: He
     forward = {beside: sum(pair) for beside, pair in whole["shares"].items()}
     rate = _adam_rate(ops.adam)
     if at.on_gpu:
-        cores = value(len(os.sched_getaffinity(0)), "cores")
+        cores = value(usable_cores(), "cores")
     else:
         cores = value(
-            min(max(1.0, statistics.mean(forward.values())), float(os.cpu_count() or 1)),
+            min(max(1.0, statistics.mean(forward.values())), float(usable_cores())),
             "cores",
             f"what two busy threads get done, of one alone: {forward['optimizer']:.2f} forward beside the "
             f"optimizer, {forward['copies']:.2f} forward beside copies",

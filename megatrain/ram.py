@@ -1,7 +1,6 @@
 """Memory of the host that this process may have: the machine's, or less in a container, which Linux holds to a limit.
 
-The limit is that of a control group, in the files of version 2 of these or of version 1. A process that takes more is
-ended, however much memory the machine has left.
+The limit is that of a control group. A process that takes more is ended, however much memory the machine has left.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+from megatrain.control_groups import GROUPS, PROC, folders
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,10 @@ class _Names:
     of_files: tuple[str, str]
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_V2 = _Names("memory.max", "memory.current", ("active_file", "inactive_file"))
+_NAMES = {
+    1: _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: _Names("memory.max", "memory.current", ("active_file", "inactive_file")),
+}
 
 
 def total_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
@@ -49,27 +50,11 @@ def _all() -> int:
 
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
     """(bytes, bytes left) of the limits that are less than the machine's memory."""
-    for folder, names in _groups(proc, groups):
+    for folder, version in folders("memory", proc, groups):
+        names = _NAMES[version]
         with suppress(OSError, ValueError):  # no limit: no file, or the word "max"
             limit = int((folder / names.limit).read_text())
             if limit < _all():
                 used = int((folder / names.used).read_text())
                 numbers = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit, max(0, limit - used + sum(int(numbers.get(name, 0)) for name in names.of_files))
-
-
-def _groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names]]:
-    """The control groups that this process is in, each in the one after it, as far as they can be seen from here."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        root, names = (groups / "memory", _V1) if kinds else (groups, _V2)
-        inmost = root / path.lstrip("/")  # in a container perhaps as it is called outside, which is not there
-        for folder in (inmost, *inmost.parents):
-            if folder.is_relative_to(root):
-                yield folder, names

@@ -7,7 +7,6 @@ caches or idle machines has misled others by up to a fifth.
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor
 from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.backend import Backend
+from megatrain.cores import usable_cores
 from megatrain.initial import random_parameters
 from megatrain.nvme import DEPTH, PIECE, Drive
 from megatrain.pointwise import PLAIN, Pointwise
@@ -232,5 +232,5 @@ def _with_threads(work: Callable[[], object], count: int) -> Callable[[], object
 
 def thread_counts() -> list[int]:
     """1, 2, 4 and so on up to the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return sorted({*(1 << n for n in range(cores.bit_length()) if 1 << n <= cores), cores})

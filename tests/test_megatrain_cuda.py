@@ -223,6 +223,18 @@ def test_the_optimizer_runs_beside_the_memory_it_works_on(gpu: FakeGpu, monkeypa
     assert seen == [({beside}, 1)]
 
 
+def test_the_optimizer_has_no_more_threads_than_a_container_has_cores(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "cpus_beside", lambda address: tuple(sorted(os.sched_getaffinity(0))) * 96)
+    monkeypatch.setattr(cuda, "usable_cores", lambda: 16)
+    backend, seen = FakeBackend(gpu), list[int]()
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.CPU)
+    backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: seen.append(torch.get_num_threads())), ()))
+    backend.close()
+    assert seen == [14]
+
+
 def test_every_thread_that_hands_over_speaks_to_its_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     told = set[tuple[str, int]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: told.add((threading.current_thread().name, index)))

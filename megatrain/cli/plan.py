@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,6 +64,7 @@ def plan(
     plan is the best of what the profile has times for; it says what that leaves out and how to measure it.
     """
     from megatrain import plan_tables as tables
+    from megatrain.cores import usable_cores
     from schedules import codec, presets
     from schedules.errors import InputError
     from sim import order_proof, whatif
@@ -99,7 +99,7 @@ def plan(
                 grad_clip=clip,
                 progress=progress,
                 first=begun_with,
-                workers=len(os.sched_getaffinity(0)),
+                workers=usable_cores(),
             )
         except NothingFits as error:
             if as_json:
