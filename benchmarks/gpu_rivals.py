@@ -21,7 +21,6 @@ from gpu_machine import Row
 from gpu_steps import STEPS, WARM_UP
 from torch import Tensor, nn
 
-from megatrain.pinned import pinned
 from schedules import presets
 from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
@@ -170,9 +169,10 @@ def exactly_pinned(tensor: Tensor) -> Tensor:
 
     That asks torch, which rounds each block up to a power of two and keeps what is freed: a 7B would take 157 GB of the
     host and not 122. What it can be told to use instead (DS_PIN_MEMORY_BACKEND=native) keeps every parameter's first
-    block for ever, 137 GB: a view holds its base, of which `data` knows nothing. Counted with version 0.19.8.
+    block for ever, 137 GB: a view holds its base, of which `data` knows nothing. Counted with version 0.19.8. On the
+    GPU's side of the machine, where ours is.
     """
-    slab = pinned(tensor.nbytes, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+    slab = gpu_machine.pinned_memory(tensor.nbytes)
     return slab.view(tensor.dtype).view(tensor.shape).copy_(tensor).data
 
 

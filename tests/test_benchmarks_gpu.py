@@ -504,6 +504,7 @@ for work in (lambda: gpu_rivals.zero3(case, 0), lambda: gpu_rivals.builder(None)
 def test_what_a_rival_pins_is_exact_and_goes_with_its_data() -> None:
     code = """import gc
 import torch
+import gpu_machine
 import gpu_rivals
 pinned = {}
 class Runtime:
@@ -513,9 +514,13 @@ class Runtime:
     def cudaHostUnregister(self, address):
         del pinned[address]
 torch.cuda.cudart = Runtime
+beside = []
+gpu_machine.pci_address = lambda index: "0000:1b:00.0"
+gpu_machine.cpus_beside = lambda address: beside.append(address) or ()
 wanted = torch.randn(3, 5).bfloat16()
 found = gpu_rivals.exactly_pinned(wanted)
 assert torch.equal(found, wanted) and list(pinned.values()) == [30]
+assert beside == ["0000:1b:00.0"]  # as ours
 found.data = torch.empty(0)  # as DeepSpeed does, when it moves a parameter to where all are
 gc.collect()
 assert not pinned"""
