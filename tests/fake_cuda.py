@@ -43,23 +43,30 @@ STREAMS = (*DEVICE_STREAMS, "clock")  # in the order in which a backend makes th
 class FakeEvent:
     """Remembers who recorded it, and the tick; the GPU's clock is a fast one."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu, self.name, self.tick = gpu, "", -1
+    def __init__(self, gpu: FakeGpu, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.gpu, self.name, self.tick, self.stream = gpu, "", -1, ""
+        self.timed, self.sleeps = enable_timing, blocking
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.name, self.tick = self.gpu.running(), self.gpu.tick()
-        self.gpu.write(("record", stream.name if stream else "default", self.name))
+        self.name, self.tick, self.stream = self.gpu.running(), self.gpu.tick(), stream.name if stream else "default"
+        self.gpu.write(("record", self.stream, self.name))
 
     def synchronize(self) -> None:
+        assert self.sleeps, "a thread that waits awake takes a core from the optimizer"
         if self.name in self.gpu.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.gpu.see(self)
         self.gpu.write(("host waits", self.name))
 
     def query(self) -> bool:
+        self.gpu.see(self)
         return True
 
     def elapsed_time(self, other: FakeEvent) -> float:
         assert self.tick >= 0 and other.tick >= 0, "CUDA tells no time of an event that was never recorded"
+        assert self.timed and other.timed, "CUDA tells no time of an event that was not made for it"
+        for event in (self, other):
+            assert event.tick <= self.gpu.reached.get(event.stream, -1), "nobody has seen that it was reached"
         return FAST * (other.tick - self.tick)
 
 
@@ -80,6 +87,7 @@ class FakeGpu:
         self.log: list[tuple[str, ...]] = []
         self.spun: list[tuple[str, int]] = []
         self.broken: set[str] = set()
+        self.reached: dict[str, int] = {}  # by stream, the tick of the last event that the host has waited for
         self.streams = 0
         self.pinned: set[int] = set()  # addresses of the host's memory that is; all else is the device's
         self._lock, self._ticks, self._here = threading.Lock(), 0, threading.local()
@@ -100,6 +108,10 @@ class FakeGpu:
         with self._lock:
             self._ticks += 1
             return self._ticks
+
+    def see(self, event: FakeEvent) -> None:
+        with self._lock:
+            self.reached[event.stream] = max(event.tick, self.reached.get(event.stream, -1))
 
     def write(self, line: tuple[str, ...]) -> None:
         with self._lock:
@@ -151,7 +163,7 @@ class FakeRuntime:
 def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """The fake in the place of torch.cuda, for one test."""
     fake = FakeGpu()
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(fake))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(fake, **options))
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(fake))
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)

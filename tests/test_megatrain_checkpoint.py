@@ -279,6 +279,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(
         with pytest.raises(Killed):
             train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
     assert (folder / "step-00000002").is_dir()
+    (folder / "step-00000000").mkdir()  # older than what is read: no training is told of it
     found = checkpoint.read(folder, of)
     assert found.step == 1 and found.skipped == [folder / "step-00000002"]
     _, right = train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
@@ -417,6 +418,8 @@ def test_a_checkpoint_of_another_training_is_not_to_be_removed(tmp_path: Path) -
 def test_room_is_counted_for_as_many_checkpoints_as_there_will_be(tmp_path: Path) -> None:
     of, folder = schedule(), tmp_path / "checkpoints"
     one = MODEL.total_params * 12  # fp32 weights and two moments
+    assert checkpoint.require_folder(tmp_path / "new" / "below", of, None, 1) == one
+    assert (tmp_path / "new" / "below").is_dir()
     assert [checkpoint.require_folder(folder, of, None, saves) for saves in (1, 2, 9)] == [one, 2 * one, 2 * one]
     train(of, 1, tmp_path, save=True)
     files = list(folder.rglob("*.safetensors"))

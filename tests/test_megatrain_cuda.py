@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fake_cuda import MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
+from fake_cuda import FAST, MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
 from hand_written import WRITERS, small
 from torch import Tensor
 
@@ -154,6 +155,25 @@ def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu, monkeyp
     assert event.host_ns == 3 * 10**6  # two events are recorded in it
 
 
+def test_a_reading_in_which_the_host_was_held_up_does_not_count(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_up, calls = {2, 4, 8, 10}, []  # after four of five events, each time for 50 ticks
+
+    def now_ns() -> int:
+        calls.append(0)
+        if len(calls) in held_up:
+            gpu._ticks += 50
+        return gpu.tick() * 10**6
+
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter_ns=now_ns))
+    backend = FakeBackend(gpu)
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
+    event = backend.submit(Task(op, 0, 0, lambda step: None), ())
+    backend.host_wait(event)
+    held_up.clear()
+    assert len(calls) >= 10 and [round(ns / 10**6) for ns in event.span()] == [event._start.tick, event._end.tick]
+    backend.close()
+
+
 def test_the_clock_is_read_anew_in_later_steps_alone(gpu: FakeGpu) -> None:
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     with trainer(schedule, FakeBackend(gpu), record=True) as run:
@@ -172,6 +192,16 @@ def test_host_memory_is_pinned_and_device_memory_is_the_devices(gpu: FakeGpu) ->
     device = backend.allocate(Buffer(name="b", tier=Tier.DEVICE, nbytes=1000))
     assert device.shape == (1000,) and device.device == backend.device and not device.any()
     backend.close()
+
+
+def test_an_artificial_delay_lasts_as_long_on_the_gpu(gpu: FakeGpu) -> None:
+    backend = FakeBackend(gpu)
+    op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.H2D)
+    backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: None, delay_s=3e-3), ()))
+    backend.spin(3_000_000)
+    backend.close()
+    cycles = round(3 * cuda.SPIN_CYCLES / FAST)  # a calibrating kernel lasts from one tick to the next
+    assert gpu.spun[-2:] == [(Stream.H2D, cycles), ("default", cycles)]
 
 
 # ---- what goes wrong
@@ -199,6 +229,17 @@ def test_error_on_the_gpu_reaches_the_issuing_thread_and_no_thread_hangs(gpu: Fa
     gpu.broken = {f"{landed}@1"}
     with trainer(schedule, FakeBackend(gpu)) as run, pytest.raises(OpFailed, match="illegal memory access"):
         run.run(10)
+
+
+def test_a_backend_is_closed_when_the_gpu_has_finished_or_broken(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeBackend(gpu).close()
+    assert gpu.log[-1] == ("host waits for all",)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    FakeBackend(gpu).close()  # who met the error was told
 
 
 def test_backend_is_chosen_by_name() -> None:
@@ -255,6 +296,21 @@ def test_no_room_on_the_gpu_is_a_no_with_a_reason(gpu: FakeGpu, monkeypatch: pyt
     monkeypatch.setattr(torch, "zeros", none_left)
     with pytest.raises(Refused, match="the GPU has no room for weight0"):
         CudaBackend.allocate(backend, Buffer(name="weight0", tier=Tier.DEVICE, nbytes=8))
+    backend.close()
+
+
+def test_what_cuda_says_of_a_refusal_to_pin_is_not_told_again(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, launched = FakeBackend(gpu), []
+
+    def told_again(*sizes: int, **options: Any) -> Tensor:
+        launched.append(options["device"])
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(status=2))
+    monkeypatch.setattr(torch, "zeros", told_again)
+    with pytest.raises(PinError, match="CUDA error 2"):
+        backend.allocate(Buffer(name="b", tier=Tier.HOST, nbytes=4096))
+    assert launched == [backend.device]
     backend.close()
 
 
@@ -429,6 +485,9 @@ def test_cores_beside_a_gpu_are_those_of_its_node(tmp_path: Path, monkeypatch: p
     (device / "numa_node").write_text("1\n")
     (node / "cpulist").write_text("2-4,7,12-15\n")
     assert cpus_beside("0000:1B:00.0", tmp_path) == (2, 3, 4, 7)
+    shutil.copytree(node, node.with_name("node0"))
+    (device / "numa_node").write_text("0\n")
+    assert cpus_beside("0000:1b:00.0", tmp_path) == (2, 3, 4, 7)
     (device / "numa_node").write_text("-1\n")  # as on a machine with one node, or a virtual one
     assert cpus_beside("0000:1b:00.0", tmp_path) == tuple(range(8))
     assert cpus_beside("0000:ff:00.0", tmp_path) == tuple(range(8))

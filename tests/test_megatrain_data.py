@@ -145,7 +145,9 @@ def test_text_is_read_by_a_model_of_bytes_alone(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.txt cannot be read: No such file"):
         data.from_file(tmp_path / "nowhere.txt", 256, WORKLOAD)
     np.save(tmp_path / "tokens.npy", np.arange(200))
-    assert isinstance(data.from_file(tmp_path / "tokens.npy", 256, WORKLOAD), TokenFile)
+    source = data.from_file(tmp_path / "tokens.npy", 256, WORKLOAD, seed=3)
+    right = TokenFile(path=tmp_path / "tokens.npy", vocab_size=256, workload=WORKLOAD, seed=3)
+    assert torch.equal(source.batch(5), right.batch(5))
 
 
 def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):

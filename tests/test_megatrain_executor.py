@@ -148,6 +148,18 @@ def test_events_are_held_for_as_long_as_a_wait_can_need_them(alone: bool, monkey
     assert backend.log == ["until 4"]
 
 
+def test_waiting_for_a_step_leaves_later_ones_to_be_waited_for() -> None:
+    verified, released = bare([sync("a", Stream.COMPUTE)], []), threading.Event()
+    with closing(CpuBackend()) as backend:
+        steps = Executor(verified, backend, [lambda step: step < 1 or released.wait(10)], record=True)
+        for step in range(3):
+            steps.issue(step)
+        steps.wait(0)
+        released.set()
+        steps.wait(1)
+        assert steps.trace().steps == 2
+
+
 def test_only_what_was_verified_runs() -> None:
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     with pytest.raises(NotVerified, match="Schedule is not a proof"):

@@ -1,0 +1,479 @@
+"""The figures that the GPU's benchmark tells, against sums done by hand: a rehearsal's own mean nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand_written import WRITERS, small
+from torch import Tensor, nn
+
+from schedules import presets
+from schedules.errors import Refused
+from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.trace import ISSUE, Trace
+from schedules.workload import Workload
+from sim import hardware
+from sim.cost import timed
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32")
+
+Module = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """A module of the benchmark by name."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+class Clock:
+    """Of the host and of a GPU that does one thing after another: whatever lasts moves it on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *timed: ModuleType) -> None:
+        self.s = 0.0
+        for one in timed:
+            monkeypatch.setattr(one, "time", SimpleNamespace(perf_counter=lambda: self.s, monotonic=lambda: self.s))
+        monkeypatch.setattr(torch.cuda, "Event", lambda **options: Moment(self, **options))
+        monkeypatch.setattr(torch.cuda, "Stream", object)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        for nothing in ("synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, nothing, lambda: None)
+
+    def lasts(self, seconds: float) -> None:
+        self.s += seconds
+
+
+class Moment:
+    def __init__(self, clock: Clock, *, enable_timing: bool = False) -> None:
+        assert enable_timing, "CUDA tells no time of other events"
+        self.clock = clock
+
+    def record(self) -> None:
+        self.s = self.clock.s
+
+    def elapsed_time(self, other: Moment) -> float:
+        return (other.s - self.s) * 1e3
+
+
+# ---- the machine
+
+
+def test_a_rate_is_of_windows_in_the_middle(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = module("gpu_machine")
+    clock, calls = Clock(monkeypatch, machine), itertools.count()
+    first, window = 6, 25  # calls that find how many fill a window of 50 ms, and those
+    quick = range(first + machine.WARM_UP * window, first + (machine.WARM_UP + machine.WINDOWS) * window)
+
+    def work() -> None:
+        number = next(calls)
+        clock.lasts(0.002 if number < first or number in quick else 0.02)
+
+    (found,) = machine.rates([(None, work, 3.0)], 0.05)
+    assert found == pytest.approx({"median": 1500.0, "least": 1500.0, "most": 1500.0})
+    assert next(calls) == quick.stop + machine.LAST * window
+
+
+def test_rates_of_two_at_once_are_each_ones_own(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = module("gpu_machine")
+    clock, order = Clock(monkeypatch, machine), []
+
+    def work(name: str, seconds: float) -> Callable[[], None]:
+        return lambda: (order.append(name), clock.lasts(seconds))
+
+    both = machine.rates([(None, work("a", 0.002), 3.0), (None, work("b", 0.004), 8.0)], 0.048)
+    assert [one["median"] for one in both] == pytest.approx([24 * 3.0 / 0.096, 12 * 8.0 / 0.096])
+    in_turn = [len(list(of_one)) for _, of_one in itertools.groupby(order)]
+    assert max(in_turn) <= machine.TOGETHER
+
+
+def test_copies_go_where_their_names_say(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = module("gpu_machine")
+    Clock(monkeypatch, machine)
+    slabs: dict[str, list[Tensor]] = {"host": [], "device": []}
+
+    def slab(where: str) -> Callable[[int], Tensor]:
+        def made(nbytes: int) -> Tensor:
+            slabs[where].append(torch.full((4,), len(slabs["host"]) * 10 + len(slabs["device"])))
+            return slabs[where][-1]
+
+        return made
+
+    def rates(works: list[tuple[object, Callable[[], object], float]], window_s: float) -> list[dict[str, float]]:
+        found = []
+        for _, work, amount in works:
+            before = {where: [int(one[0]) for one in of] for where, of in slabs.items()}
+            work()
+            moved = [where for where, of in slabs.items() if before[where] != [int(one[0]) for one in of]]
+            median = {"device": 20.0, "host": 10.0}[moved[0]] if moved else (100.0 if len(works) == 1 else 80.0)
+            found.append({"median": median, "amount": amount})
+            for where, values in before.items():
+                for one, value in zip(slabs[where], values, strict=True):
+                    one.fill_(value)
+        return found
+
+    for where in slabs:
+        monkeypatch.setattr(machine, f"{where}_slab", slab(where))
+    monkeypatch.setattr(machine, "rates", rates)
+    monkeypatch.setattr(machine, "SIZES", [1 << 20])
+    (row,) = machine.links()
+    assert (row["h2d_GB_s"]["median"], row["d2h_GB_s"]["median"]) == (20.0, 10.0)
+    assert [one["median"] for one in row["both_GB_s"]] == [20.0, 10.0]
+    assert {one["amount"] for one in (row["h2d_GB_s"], row["d2h_GB_s"], *row["both_GB_s"])} == {(1 << 20) / 1e9}
+    assert row["us_h2d"] == pytest.approx((1 << 20) / 20e9 * 1e6) and row["us_d2h"] == pytest.approx(104.8576)
+    slabs["host"].clear()
+    slabs["device"].clear()
+    monkeypatch.setattr(machine, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(machine, "PRODUCTS", {"a": (4, 5, 6)})
+    monkeypatch.setattr(machine, "SHAPES", ())
+    product, copied = machine.gemm()
+    assert product["TFLOP_s"] == {"median": 100.0, "amount": 2 * 4 * 5 * 6 / 1e12}
+    assert product["slowdown"] == pytest.approx(0.25)
+    assert copied["GB_s"]["amount"] == 2 * machine.BESIDE / 1e9
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA GeForce RTX 4090", "rtx4090")],
+)
+def test_a_gpus_datasheet_is_found_by_cudas_name_for_it(module: Module, told: str, known: str) -> None:
+    machine = module("gpu_machine")
+    assert machine.datasheet(told) == known
+    with pytest.raises(Refused, match="no datasheet of NVIDIA T4"):
+        machine.datasheet("NVIDIA T4")
+
+
+# ---- the profile
+
+
+def test_the_machines_profile_has_what_was_measured(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, base = module("gpu_profile"), hardware.load("h100")
+    monkeypatch.setattr(module("gpu_machine"), "datasheet", lambda: "h100")
+    assert profile.machine_of({}) == base
+
+    def link(up: float, down: float, *both: float) -> dict[str, Any]:
+        rates = {"h2d_GB_s": {"median": up}, "d2h_GB_s": {"median": down}}
+        return {**rates, "both_GB_s": [{"median": one} for one in both]}
+
+    found = profile.machine_of(
+        {
+            "links": [link(5.0, 4.0, 3.0, 2.0), link(50.0, 40.0, 45.0, 30.0)],  # the largest copies come last
+            "dram": [{"GB_s": 200.0}, {"GB_s": 100.0}],
+            "gemm": [{"slowdown": 0.3}, {"slowdown": -0.2}, {"slowdown": 0.1}, {"GB_s": {"median": 1.0}}],
+        }
+    )
+    links, host = found.links, found.host
+    told = [links.h2d.bandwidth, links.d2h.bandwidth, links.duplex, host.memory_bandwidth, found.gpu.copy_slowdown]
+    assert [(one.value, one.unit) for one in told] == [
+        (50e9, "B/s"), (40e9, "B/s"), (75e9, "B/s"), (200e9, "B/s"), (0.1, "fraction"),
+    ]  # fmt: skip
+    assert links.h2d.latency == base.links.h2d.latency and found.gpu.memory == base.gpu.memory
+
+
+def test_a_schedules_profile_has_what_its_ops_take_alone(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, schedule = module("gpu_profile"), WRITERS["two_slots"](small(), WORKLOAD)
+    monkeypatch.setattr(module("gpu_machine"), "datasheet", lambda: "h100")
+    durations_ns = [1000 + place * place for place in range(len(schedule.ops))]
+    keys, of_key = timed(schedule), dict[str, list[int]]()
+    for place, key in keys.items():
+        of_key.setdefault(key, []).append(durations_ns[place])
+    known_ns = profile.op_times(schedule, durations_ns)
+    assert known_ns == {key: round(statistics.median(times)) for key, times in of_key.items()}
+    found = profile.profile_of(schedule, {}, {**known_ns, "of another schedule": 1.0}, {"compute": 7.0, "copy": 3.0})
+    updates = [place for place, op in enumerate(schedule.ops) if op.phase == Phase.ADAM]
+    rates = [schedule.ops[place].params / (known_ns[keys[place]] / 1e9) for place in updates]
+    assert found.host.adam_params_per_s.value == pytest.approx(statistics.median(rates))
+    assert (found.issue.compute.value, found.issue.copy.value, found.mode) == (7.0, 3.0, "measured")
+    assert found.measured is not None and found.measured.op_times.values == known_ns
+
+
+# ---- steps
+
+
+def test_handing_over_is_told_of_steps_after_the_warm_up(module: Module) -> None:
+    steps = module("gpu_steps")
+    ops = [
+        Op(name="F", kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE),
+        Op(name="P", kind=Kind.PREFETCH, phase=Phase.COPY, stream=Stream.H2D),
+    ]
+    took = {"F": [900] * steps.WARM_UP + [5, 1, 3, 2, 4], "P": [900] * steps.WARM_UP + [50, 10, 30, 20, 40]}
+    events = [
+        (op, SimpleNamespace(host_ns=took[op.name][step])) for step in range(steps.WARM_UP + steps.STEPS) for op in ops
+    ]
+    backend = SimpleNamespace(events=events)
+    assert steps._handing_over(backend) == {"compute": 3, "copy": 30}
+    assert backend.events is None  # what comes now is not of the step
+
+
+def test_a_row_is_of_the_periods_after_the_warm_up(module: Module) -> None:
+    steps, case = module("gpu_steps"), module("gpu_case").Case(
+        model="tiny", policy="streamed", seq_len=8, micro_batch_size=2, accumulation=2, precision="fp32"
+    )  # fmt: skip
+    schedule = WRITERS["two_slots"](small(), WORKLOAD)
+    count, total = len(schedule.ops), steps.WARM_UP + steps.STEPS
+    ends_ms = np.cumsum([500, 400, 10, 30, 20, 50, 40])  # of steps: the first two are the warm-up
+    step = np.repeat(np.arange(total), count)
+    end_ns = ends_ms[step] * 10**6 - (count - 1 - np.tile(np.arange(count), total))
+    trace = Trace(
+        digest=schedule.digest, machine="", source="measured", op=np.tile(np.arange(count), total), step=step,
+        issue_ns=end_ns - 1, start_ns=end_ns - 1, end_ns=end_ns, waited_on=np.full(len(step), ISSUE),
+    )  # fmt: skip
+    row = steps._row(case, schedule, trace, [1.0] * total)
+    assert row["step_s"] == pytest.approx({"median": 0.03, "least": 0.01, "most": 0.05})
+    assert row["tokens_per_s"] == pytest.approx(2 * 2 * 8 / 0.03)
+    flops = sum(op.flops for op in schedule.ops if op.kind == Kind.COMPUTE)
+    assert row["executed_TFLOP_s"] == pytest.approx(flops / 0.03 / 1e12)
+    on_compute = sum(op.stream == Stream.COMPUTE for op in schedule.ops)
+    assert row["busy"]["compute"] == pytest.approx(steps.STEPS * on_compute * 1e-9 / 0.15, rel=0.2)
+
+
+def test_high_water_is_this_processs_in_bytes(module: Module) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert 0.8 * pages < module("gpu_steps")._high_water() < 64 * pages
+
+
+def test_buffers_of_an_arena_lie_side_by_side_on_whole_pages(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = module("gpu_arena")
+    monkeypatch.setattr(arena.CudaBackend, "__init__", lambda backend: None)
+    monkeypatch.setattr(arena.CudaBackend, "allocate", lambda backend, buffer: torch.zeros(buffer.nbytes))
+    buffers = [Buffer(name=str(n), tier=Tier.HOST, nbytes=n) for n in (1, arena.PAGE, arena.PAGE + 1)]
+    on_device = Buffer(name="d", tier=Tier.DEVICE, nbytes=7)
+    try:
+        backend = arena.ArenaBackend(SimpleNamespace(buffers=[on_device, *buffers]))
+        assert len(backend.allocate(on_device)) == 7
+        whole = arena.ArenaBackend.arena
+        places = [(backend.allocate(buffer).data_ptr() - whole.data_ptr()) // whole.itemsize for buffer in buffers]
+        assert (
+            places == [0, arena.PAGE, 2 * arena.PAGE]
+            and len(whole) == 4 * arena.PAGE
+            and backend.unused == (whole.nbytes - 4 * arena.PAGE)
+        )
+    finally:
+        arena.ArenaBackend.release()
+
+
+# ---- cases
+
+
+def test_as_few_layers_as_the_host_needs_are_resident(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    case_of = module("gpu_case")
+    monkeypatch.setattr(case_of, "HOST_RESERVE", 0)
+    monkeypatch.setattr(case_of, "usable_bytes", lambda nbytes: nbytes)
+
+    def built(host_bytes: int, resident: object, device_bytes: int = 10**9) -> Any:
+        case = case_of.Case(
+            model="tiny", policy="streamed", seq_len=16, micro_batch_size=1, knobs={"resident": resident}
+        )
+        return case_of.schedule_of(case, None, device_bytes=device_bytes, host_bytes=host_bytes)
+
+    host = [built(10**9, count).allocated_bytes(Tier.HOST) for count in range(4)]
+    assert host == sorted(host, reverse=True) and len(set(host)) == 4
+    for count in range(3):
+        assert built(host[count], "fit").digest == built(10**9, count).digest
+        assert built(host[count] - 1, "fit").digest == built(10**9, count + 1).digest
+    with pytest.raises(Refused, match=r"does not fit: .* of host memory"):
+        built(host[0] - 1, 0)
+    with pytest.raises(Refused, match=r"does not fit: .* of device memory"):
+        built(10**9, "fit", 1000)
+
+
+# ---- checks
+
+
+def test_a_check_passes_fails_or_takes_too_long(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = module("gpu_checks")
+    done: dict[str, Any] = {}
+
+    def run(command: list[str], **options: Any) -> Any:
+        done.update(options, command=command)
+        if "slow" in command:
+            raise subprocess.TimeoutExpired(command, options["timeout"], output=b"so far")
+        return SimpleNamespace(returncode=int("wrong" in command), stdout="out\n" * 20, stderr="the end\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for name, passed in (("right", True), ("wrong", False), ("slow", False)):
+        check = checks.Check(name=name, arguments=(name,), takes_s=4.0, environment={"A_VARIABLE": "1"})
+        row = checks.checked(check)
+        assert row["passed"] is passed and row["case"] == f"{name}: -m {name}"
+        assert done["command"] == [sys.executable, "-m", name] and done["timeout"] == 4.0 * checks.PATIENCE
+        assert done["env"]["A_VARIABLE"] == "1" and done["env"]["PATH"] == os.environ["PATH"]
+        assert row["said"] == (["so far", "stopped after 10 s"] if name == "slow" else ["out"] * 14 + ["the end"])
+
+
+# ---- the optimizer
+
+
+def test_an_updates_bytes_are_those_of_its_precision(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, machine, by_hand = module("gpu_optimizer"), module("gpu_machine"), module("adam")
+    monkeypatch.setattr(optimizer, "PARAMS", 1000)
+    monkeypatch.setattr(optimizer, "_Copying", contextlib.nullcontext)
+    monkeypatch.setattr(by_hand, "seconds", lambda work: (work(), (2e-6, 1e-6, 4e-6))[1])  # median, least, most
+    monkeypatch.setattr(by_hand, "copy_rate", lambda nbytes: 20e9)
+    before = torch.get_num_threads()
+    try:
+        rows = {(row["precision"], row["threads"]): row for row in optimizer._on_cpu([1, 2])}
+    finally:
+        torch.set_num_threads(before)
+    row = rows["bf16", 1]
+    assert row["Gparam_s"] == pytest.approx({"median": 0.5, "least": 0.25}) and ("fp32", 1) not in rows
+    assert row["GB_s"] == pytest.approx(0.5 * 22) and row["of_copy"] == pytest.approx(11 / 20)  # 2 + 2 * 10 B
+    assert rows["fp32", 2]["GB_s"] == pytest.approx(0.5 * 28)  # 4 + 2 * 12
+    monkeypatch.setattr(machine, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+
+    def rates(works: list[tuple[object, Callable[[], object], float]], window_s: float) -> list[dict[str, float]]:
+        ((_, work, amount),) = works
+        work()
+        return [{"median": amount / 2e-6}]
+
+    monkeypatch.setattr(machine, "rates", rates)
+    found = {row["case"]: row["GB_s"] for row in optimizer._on_gpu()}
+    assert found["on the GPU, bf16"] == pytest.approx(0.5 * 22)
+    assert found["on the GPU, torch's fused, bfloat16"] == pytest.approx(0.5 * 14)  # of 2 B: 4 read, 3 written
+    assert found["on the GPU, torch's fused, float32"] == pytest.approx(0.5 * 28)
+
+
+# ---- rivals
+
+
+class Model(nn.Module):
+    """As those of transformers: what a rival asks of one, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.checkpointing = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.checkpointing = True
+
+    def forward(self, *, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        assert torch.equal(input_ids, labels) and input_ids.shape == (2, 16)
+        return SimpleNamespace(loss=(self.weight * torch.tensor([1.0, 2.0, 3.0])).sum())
+
+
+class Engine:
+    def __init__(self, model: Model, config: dict[str, Any], clock: Clock) -> None:
+        self.model, self.config, self.clock = model, config, clock
+        self.done: list[str] = []
+        self.batch: list[int] = []
+
+    def lasted(self, what: str, seconds: float) -> None:
+        self.done.append(what)
+        self.clock.lasts(seconds)
+
+    def __call__(self, *, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        self.lasted("forward", 0.1)
+        return self.model(input_ids=input_ids, labels=labels)
+
+    def backward(self, loss: Tensor) -> None:
+        self.lasted("backward", 0.2)
+
+    def step(self) -> None:
+        self.lasted("step", 0.05)
+
+    def set_train_micro_batch_size(self, size: int) -> None:
+        self.batch.append(size)
+
+    def set_train_batch_size(self, size: int) -> None:
+        self.batch.append(size)
+
+
+@pytest.fixture
+def rivals(module: Module, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    rivals, machine = module("gpu_rivals"), module("gpu_machine")
+    monkeypatch.setattr(machine, "clear", lambda: None)
+    monkeypatch.setattr(machine, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(rivals, "builder", lambda spec: Model)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 10**9)
+    for name in ("_begun", "_kept"):
+        monkeypatch.setattr(rivals.Zero3, name, None)
+    return rivals
+
+
+def test_zero3_is_measured_undisturbed_and_then_by_phases(
+    rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, engines, accelerator = Clock(monkeypatch, rivals), [], SimpleNamespace()
+    deepspeed, accelerators = ModuleType("deepspeed"), ModuleType("deepspeed.accelerator")
+
+    def initialize(*, model: Model, model_parameters: object, config: dict[str, Any]) -> tuple[Engine, ...]:
+        assert [*model_parameters] == [*model.parameters()] and model.checkpointing
+        engines.append(Engine(model, config, clock))
+        return engines[-1], None, None
+
+    deepspeed.__version__, deepspeed.initialize = "0.0", initialize
+    deepspeed.zero = SimpleNamespace(Init=lambda *, config_dict_or_path: contextlib.nullcontext())
+    accelerators.get_accelerator = lambda: accelerator
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", accelerators)
+    monkeypatch.setattr(module("adam"), "load_deepspeed_kernel", lambda: None)
+    monkeypatch.setattr(rivals.gpu_machine, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(rivals, "tokens", lambda case, vocab: torch.zeros(2, 16))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    case = module("gpu_case").Case(
+        model="tiny", policy="deepspeed zero3", seq_len=16, micro_batch_size=2, accumulation=3
+    )
+    needed = 16 * presets.load("tiny").total_params  # B: weight, sum, gradient and master of 2, two moments of 4
+    with pytest.raises(rivals.LeftOut, match="does not fit"):
+        rivals.zero3(case, needed - 1)
+    row = rivals.zero3(case, needed)
+    (engine,) = engines
+    counted, phased = rivals.WARM_UP + rivals.STEPS, rivals.PHASED_STEPS
+    assert engine.done == ["forward", "backward", "step"] * 3 * (counted + phased) and engine.batch == [2, 6]
+    assert row["step_s"] == pytest.approx({"median": 1.05, "least": 1.05, "most": 1.05})
+    assert row["tokens_per_s"] == pytest.approx(2 * 3 * 16 / 1.05) and row["gpu_peak_GB"] == 3.0
+    assert row["phases_s"] == pytest.approx({"forward": 0.3, "backward": 0.6, "step": 0.15})
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("0", "0", "1")
+    assert accelerator.pin_memory is rivals.exactly_pinned
+    told = engine.config["zero_optimization"]
+    assert row["settings"] == engine.config and told["stage"] == 3
+    assert told["offload_param"] == told["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert engine.config["bf16"]["bf16_master_weights_and_grads"] and engine.config["gradient_accumulation_steps"] == 3
+    assert rivals.zero3(case, needed)["step_s"] and len(engines) == 1  # the next batch has the same engine
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_plain_torch_steps_by_the_mean_of_its_micro_batches(
+    rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    grads, models = [], []
+
+    class AdamW:
+        def __init__(self, parameters: Any, **options: object) -> None:
+            assert options["fused"]
+            (self.weight,) = parameters
+
+        def step(self) -> None:
+            grads.append(self.weight.grad.tolist())
+
+        def zero_grad(self) -> None:
+            self.weight.grad = None
+
+    monkeypatch.setattr(torch.optim, "AdamW", AdamW)
+    monkeypatch.setattr(rivals, "builder", lambda spec: lambda: models.append(Model()) or models[-1])
+    Clock(monkeypatch, rivals)
+    monkeypatch.setattr(rivals, "statistics", SimpleNamespace(median=lambda times: 1.0))
+    case = module("gpu_case").Case(
+        model="tiny", policy="plain torch", seq_len=16, micro_batch_size=2, accumulation=4,
+        knobs={"checkpointing": True} if checkpointing else {},
+    )  # fmt: skip
+    rivals.plain(case)
+    assert grads == [[1.0, 2.0, 3.0]] * (rivals.WARM_UP + rivals.STEPS)
+    assert [(model.checkpointing, model.training) for model in models] == [(checkpointing, True)]
