@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,11 +25,12 @@ from megatrain.executor import Executor, NotVerified, serial
 from megatrain.lifetime import released
 from megatrain.store import Store, StoreError
 from megatrain.train import Debug, Trainer
+from schedules import policies
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.program import Program
 from schedules.schedule import Schedule
 from schedules.verify import Verified, verify
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 
 WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32", grad_clip=0.1)
 MODEL = small()
@@ -38,6 +40,20 @@ def trainer(schedule: Schedule, **options: object) -> Trainer[CpuEvent]:
     data = RandomTokens(vocab_size=256, workload=schedule.workload, seed=1)
     start = initial.random_parameters(schedule.model, 0)
     return Trainer(verify(schedule), CpuBackend(), data, Adam(lr=1e-2), initial=start, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "zero3_offload"])
+def test_the_order_in_which_an_op_names_what_it_touches_means_nothing(name: str) -> None:
+    if name in WRITERS:
+        schedule = WRITERS[name](MODEL, WORKLOAD)
+    else:
+        schedule = policies.build(name, MODEL, WORKLOAD, MemoryBudget(device_bytes=10**9, host_bytes=10**9))
+    turned = [dataclasses.replace(op, reads=op.reads[::-1], writes=op.writes[::-1]) for op in schedule.ops]
+    losses = []
+    for ops in (schedule.ops, turned):
+        with trainer(dataclasses.replace(schedule, ops=tuple(ops))) as run:
+            losses.append(run.run(3))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 # ---- the loop
@@ -412,6 +428,18 @@ def test_copied_activations_stay_in_their_buffers_memory(monkeypatch: pytest.Mon
         for buffer in devices:
             run._store.vacate(Access(buffer, "s.0.0"))
         assert not run._store._memory
+
+
+def test_memory_that_another_stream_allocated_is_given_away_after_the_work_at_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: list[object] = []
+    part = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=recorded.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
+    with trainer(WRITERS["moved_out"](MODEL, WORKLOAD)) as run:
+        run._store._memory["saved0"] = (part,)  # type: ignore[assignment]
+        run._store.vacate(Access("saved0", "s.0.0"))
+    assert recorded == ["current of cuda:0"]
 
 
 def test_evicted_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
