@@ -216,9 +216,8 @@ def test_error_while_handing_over_has_the_ops_name(gpu: FakeGpu) -> None:
     after = Op(name="after", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.CPU)
     ran: list[int] = []
     failing = backend.submit(Task(bad, 0, 7, broken), ())
-    last = backend.submit(Task(after, 1, 7, ran.append), (failing,))
     with pytest.raises(OpFailed, match=r"bad of step 7 failed on stream compute: .*out of numbers"):
-        backend.host_wait(last)
+        backend.host_wait(backend.submit(Task(after, 1, 7, ran.append), (failing,)))
     backend.close()
     assert not ran
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import closing
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hand_written import WRITERS, small
 from torch import Tensor
 
 from megatrain import executor, initial
+from megatrain import store as store_module
 from megatrain.adam import Adam, initialise
 from megatrain.autograd import Saved
 from megatrain.backend import OpFailed, Task
@@ -501,3 +503,38 @@ def test_error_of_an_op_on_the_host_thread_has_its_name() -> None:
 
     with trainer(schedule, on_gradient=broken) as run, pytest.raises(OpFailed, match=r"U\.embed of step 0 .* host"):
         run.run(1)
+
+
+def test_after_a_failure_nothing_runs_on_the_host_thread_either() -> None:
+    def broken(step: int) -> None:
+        raise ArithmeticError("out of numbers")
+
+    ran: list[int] = []
+    with closing(CpuBackend()) as backend:
+        backend.submit(Task(sync("bad", Stream.COMPUTE), 0, 0, broken), ()).wait()
+        with pytest.raises(OpFailed, match="out of numbers"):
+            backend.run_on_host(Task(sync("here", Stream.HOST), 1, 0, ran.append))
+    assert not ran
+
+
+@pytest.mark.parametrize(("precision", "in_place"), [("bf16", True), ("bf16_split", False)])
+def test_a_master_is_made_on_the_host_and_what_needs_no_room_where_it_stays(
+    precision: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is full has no room to make one."""
+    schedule = WRITERS["on_device"](MODEL, dataclasses.replace(WORKLOAD, precision=precision))
+    verified, slabs, made = verify(schedule), set[int](), []
+
+    def allocate(buffer: Buffer) -> Tensor:
+        memory = torch.zeros(buffer.nbytes, dtype=torch.uint8)
+        slabs.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def seen(weights: Tensor, state: Tensor, *rest: Any) -> None:
+        made.extend(part.untyped_storage().data_ptr() in slabs for part in (weights, state))
+        initialise(weights, state, *rest)
+
+    store = Store(schedule, allocate)
+    monkeypatch.setattr(store_module.adam, "initialise", seen)
+    store.fill(verified, initial.random_parameters(MODEL, 0))
+    assert set(made) == {in_place}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Iterator
@@ -72,7 +73,11 @@ def test_what_is_written_is_read(
     source = memory[begin : begin + nbytes]
     source.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
     held, back = slab(drive, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
-    held.write(source)
+    assert bool(fcntl.fcntl(held._file, fcntl.F_GETFL) & os.O_DIRECT) == direct
+    with monkeypatch.context() as patched:
+        if not offset and nbytes % BLOCK == 0:
+            patched.setattr(drive, "bounce", lambda: pytest.fail("aligned memory is copied for nothing"))
+        held.write(source)
     held.read(back)
     assert torch.equal(back, source)
     assert os.fstat(held._file).st_blocks * 512 >= nbytes  # allocated, not a hole
@@ -103,12 +108,15 @@ def test_memory_with_gaps_is_refused(drive: Drive) -> None:
             move(every_second)
 
 
-def test_a_closed_drive_has_no_threads(tmp_path: Path) -> None:
+def test_a_closed_drive_has_no_threads_and_no_files(tmp_path: Path) -> None:
     with Drive(tmp_path, piece=BLOCK, depth=3) as drive:
-        slab(drive, 5 * BLOCK).poison()
+        held = slab(drive, 5 * BLOCK)
+        held.poison()
         assert any(thread.name.startswith("drive") for thread in threading.enumerate())
     assert not any(thread.name.startswith("drive") for thread in threading.enumerate())
     drive.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):  # its blocks are the drive's again
+        os.fstat(held._file)
 
 
 def failing(number: int) -> Any:

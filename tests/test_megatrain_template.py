@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatrain import template
-from megatrain.attention import attention_again
+from megatrain.attention import _sides, attention_again, band
 from megatrain.autograd import Sink
 from megatrain.layer_parts import rms_norm, rotate, swiglu
 from megatrain.rotary import rotary_frequencies, rotary_tables
@@ -271,6 +271,16 @@ def test_shorter_sequences_fit_and_longer_ones_are_refused():
 def test_a_model_without_a_template_is_refused(rope_scaling, message):
     with pytest.raises(ModelError, match=message):
         templates(scaled(rope_scaling), seq_len=9, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, None])
+def test_a_window_is_as_wide_on_a_gpu_as_on_the_cpu(window):
+    """There flash attention is told of keys on either side of a query's own, here it has a mask."""
+    seen = band(8, window, torch.device("cpu"), torch.float32) == 0
+    left, right = _sides(window)["window_size_left"], _sides(window)["window_size_right"]
+    for query in range(8):
+        first = 0 if left < 0 else max(0, query - left)
+        assert seen[query].nonzero().flatten().tolist() == list(range(first, query + right + 1))
 
 
 # ---- embedding and head
