@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from schedules import presets
 from schedules.errors import Refused
+from schedules.flops import model_flops_per_step
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.trace import ISSUE, Trace
 from schedules.workload import Workload
@@ -45,14 +46,21 @@ class Clock:
     """Of the host and of a GPU that does one thing after another: whatever lasts moves it on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *timed: ModuleType) -> None:
-        self.s = 0.0
+        self.s, self.seen = 0.0, -1.0
         for one in timed:
-            monkeypatch.setattr(one, "time", SimpleNamespace(perf_counter=lambda: self.s, monotonic=lambda: self.s))
+            monkeypatch.setattr(one, "time", SimpleNamespace(perf_counter=self.host_s))
         monkeypatch.setattr(torch.cuda, "Event", lambda **options: Moment(self, **options))
         monkeypatch.setattr(torch.cuda, "Stream", object)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        for nothing in ("synchronize", "reset_peak_memory_stats"):
-            monkeypatch.setattr(torch.cuda, nothing, lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+    def synchronize(self) -> None:
+        self.seen = self.s
+
+    def host_s(self) -> float:
+        assert self.seen == self.s, "the GPU may not be as far as the host"
+        return self.s
 
     def lasts(self, seconds: float) -> None:
         self.s += seconds
@@ -67,6 +75,7 @@ class Moment:
         self.s = self.clock.s
 
     def elapsed_time(self, other: Moment) -> float:
+        assert other.s <= self.clock.seen, "nobody has seen that it was reached"
         return (other.s - self.s) * 1e3
 
 
@@ -126,6 +135,13 @@ def test_copies_go_where_their_names_say(module: Module, monkeypatch: pytest.Mon
                     one.fill_(value)
         return found
 
+    copy, waits = Tensor.copy_, list[bool]()
+
+    def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        waits.append(not non_blocking)
+        return copy(target, source)
+
+    monkeypatch.setattr(Tensor, "copy_", copied)
     for where in slabs:
         monkeypatch.setattr(machine, f"{where}_slab", slab(where))
     monkeypatch.setattr(machine, "rates", rates)
@@ -142,8 +158,35 @@ def test_copies_go_where_their_names_say(module: Module, monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "SHAPES", ())
     product, copied = machine.gemm()
     assert product["TFLOP_s"] == {"median": 100.0, "amount": 2 * 4 * 5 * 6 / 1e12}
-    assert product["slowdown"] == pytest.approx(0.25)
+    assert product["slowdown"] == pytest.approx(0.25) and product["beside_copies_TFLOP_s"]["median"] == 80.0
+    assert waits[-1] and not any(waits[:-1])  # the last one crosses no link
     assert copied["GB_s"]["amount"] == 2 * machine.BESIDE / 1e9
+
+
+def test_attention_counts_two_products_forward_and_four_backward(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, amounts = module("gpu_machine"), list[float]()
+    Clock(monkeypatch, machine)
+
+    def rates(works: list[tuple[object, Callable[[], object], float]], window_s: float) -> list[dict[str, float]]:
+        ((_, work, amount),) = works
+        work()
+        work()  # as often as they like
+        amounts.append(amount * 1e12)
+        return [{"median": [100.0, 50.0][len(amounts) % 2 - 1]}]
+
+    monkeypatch.setattr(machine, "rates", rates)
+    monkeypatch.setattr(machine, "DEVICE", torch.device("cpu"))
+    for name, value in (("SHAPES", ("tiny",)), ("TOKENS", (8, 64)), ("SEQUENCES", (16,))):
+        monkeypatch.setattr(machine, name, value)
+    model = presets.load("tiny")
+    rows = machine.attention()
+    pairs = 4 * 16 * 17 // 2  # of a query and a key, in four sequences
+    flops = 2 * 2 * pairs * model.num_attention_heads * model.head_dim
+    assert amounts == pytest.approx([flops, 2 * flops] * len(rows))
+    assert all(row["both_TFLOP_s"] == pytest.approx(3 / (1 / 100 + 2 / 50)) for row in rows)
+    assert sum(row["taken"] for row in rows) == 1 and rows[0]["case"].startswith("4 sequences of 16, ")
 
 
 @pytest.mark.parametrize(
@@ -403,6 +446,30 @@ def rivals(module: Module, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("_begun", "_kept"):
         monkeypatch.setattr(rivals.Zero3, name, None)
     return rivals
+
+
+def test_a_rivals_steps_count_after_the_warm_up(
+    rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, lasting = Clock(monkeypatch, rivals), iter([900.0] * rivals.WARM_UP + [1.0, 3.0, 2.0, 5.0, 4.0])
+    case = module("gpu_case").Case(model="tiny", policy="plain torch", seq_len=16, micro_batch_size=2)
+    row = rivals.steps(case, lambda: clock.lasts(next(lasting)))
+    assert row["step_s"] == {"median": 3.0, "least": 1.0, "most": 5.0} and not [*lasting]
+    flops = model_flops_per_step(presets.load("tiny"), case.workload)
+    assert row["tokens_per_s"] == 32 / 3 and row["model_TFLOP_s"] == flops / 3e12
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "qwen2.5-7b"])
+def test_a_rival_trains_the_same_model(module: Module, name: str) -> None:
+    pytest.importorskip("transformers")
+    spec, build = presets.load(name), module("gpu_rivals").builder(presets.load(name))
+    with torch.device("meta"):
+        model = build()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(spec.total_params, rel=1e-4)  # a bias more
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    told = model.config
+    assert (told.num_attention_heads, told.rms_norm_eps) == (spec.num_attention_heads, spec.rms_norm_eps)
+    assert told.max_position_embeddings >= 4096 and not told.use_cache and told._attn_implementation == "sdpa"
 
 
 def test_zero3_is_measured_undisturbed_and_then_by_phases(

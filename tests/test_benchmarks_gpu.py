@@ -60,7 +60,11 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
         assert row["alloc_retries"] == 0 and "gpu_reserved_GB" in row
         assert all(isinstance(row[way], bool) for way in ("fused", "graphs"))
         assert 0 <= row["run"] < len(body["runs"])
-        assert row["tokens_per_s"] > 0 and row["predicted_step_s"] > 0 and row["bound_step_s"] > 0
+        step_s, predicted_s, bound_s = row["step_s"]["median"], row["predicted_step_s"], row["bound_step_s"]
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / step_s) and min(predicted_s, bound_s) > 0
+        assert row["prediction_error"] == pytest.approx(predicted_s / step_s - 1)
+        assert row["above_bound"] == pytest.approx(step_s / bound_s - 1)
+        assert row["step_s"]["least"] <= step_s <= row["step_s"]["most"]
         assert row["startup_s"] > 0 and row["handing_over_us"] and row["host_peak_GB"] > 0
         assert len(row["losses"]) == 7
     assert sum("spin_step_s" in row for row in rows["steps"]) == 3
