@@ -124,6 +124,18 @@ def test_special_values_go_where_torch_sends_them(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_kernel
+@pytest.mark.parametrize("precision", WHOLE)
+@pytest.mark.parametrize("poisoned", ["state", "gradient"])
+def test_what_is_poisoned_becomes_no_number(precision: str, poisoned: str) -> None:
+    """Its bits are all ones: half a unit added to these would make a number of them."""
+    weights, state, _ = slabs(*random(1024), precision)
+    grad = torch.ones(1024)
+    (state if poisoned == "state" else grad.view(torch.uint8)).fill_(0xFF)
+    adam.step(weights, grad, state, Adam(lr=1e-2), 1, precision=precision)
+    assert weights.isnan().all() and adam.master_weights(weights, state, precision).isnan().all()
+
+
+@needs_kernel
 def test_kernel_does_the_work() -> None:
     weights, state, (grad, *_) = slabs(*random(1000), "bf16")
     parts, kernel = adam.split_state(state, 1000, "bf16"), native.kernel()

@@ -83,6 +83,22 @@ def test_what_is_written_is_read(
     assert os.fstat(held._file).st_blocks * 512 >= nbytes  # allocated, not a hole
 
 
+def test_a_drive_without_direct_access_is_used_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def without(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", without)
+    with Drive(tmp_path) as drive:
+        held, found = slab(drive, 3 * BLOCK), torch.empty(3 * BLOCK, dtype=torch.uint8)
+        held.write(torch.full_like(found, 7))
+        held.read(found)
+        assert not drive.direct and (found == 7).all()
+
+
 def test_slabs_are_zero_until_written_and_nan_when_poisoned(drive: Drive) -> None:
     held, found = slab(drive, 3 * PIECE), torch.ones(3 * PIECE // 4)
     held.read(found)
