@@ -92,8 +92,11 @@ class LayerAreas:
 
     def through(self, i: int, times: float) -> Areas:
         """The state comes, is updated, and goes."""
-        moved = together(self.copy(STATE, i, Kind.PREFETCH, times), self.copy(STATE, i, Kind.OFFLOAD, times))
-        return together(self.update(i, Tier.DEVICE, times), moved)
+        return together(self.update(i, Tier.DEVICE, times), self.round_trip(i, times))
+
+    def round_trip(self, i: int, times: float) -> Areas:
+        """The state crosses the link both ways."""
+        return together(self.copy(STATE, i, Kind.PREFETCH, times), self.copy(STATE, i, Kind.OFFLOAD, times))
 
     def drive(self, cls: str, i: int, times: float) -> Areas:
         """Read from the drive and written back, once a step."""

@@ -2,12 +2,13 @@
 
 Each layer's state is placed in fractions. What is then left of a step is work that no order of ops avoids: the
 area of every resource, all perfectly overlapped. The least of the largest area is a lower bound of the period
-of every schedule of the language that trains exactly, because each inequality below holds for all of them:
+of every schedule of the language that trains all weights exactly, because each inequality below holds for all of them:
 
   compute       forward, loss and backward of every micro-batch; a recompute of what is neither kept nor sent away
   H2D           weights that the CPU updates, once; weights not on the device at the turn from forward to backward,
-                once more; state that the device updates without holding it; activations that come back
-  D2H           gradients whose weights the CPU updates; state that passed through; activations sent away
+                once more; state that the device updates and does not hold, or holds and the CPU updates; activations
+                that come back
+  D2H           gradients whose weights the CPU updates; such state the other way; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
                 again, the state that lives there, what the op at the turn touches, and the largest workspace
@@ -122,7 +123,7 @@ class _Program:
 def placement_bound(
     model: ModelSpec, workload: Workload, profile: HardwareProfile, budget: MemoryBudget | None = None
 ) -> PlacementBound:
-    """The bound of a step on a machine with this memory, all of its own if left out.
+    """The bound of a step that trains all weights, on a machine with this memory, all of its own if left out.
 
     Raises:
         MissingCost: the profile is a measured one and lacks a time that every schedule needs.
@@ -130,7 +131,7 @@ def placement_bound(
     """
     budget = budget or memory_of(profile)
     costs = LayerAreas(model, workload, profile)
-    turns = [model.head] if workload.task == "evaluate" else [model.head, model.blocks[-1]]
+    turns = (model.head, model.blocks[-1])
     return max((_bound(costs, profile, budget, turn) for turn in turns), key=lambda found: found.period_ns)
 
 
@@ -262,8 +263,11 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
     through = lp.column(costs.through(i, n), label="state through device", nbytes=state)
     cpu = lp.column(costs.on_cpu(i, n), label="state on CPU", nbytes=state)
     lp.exactly.append(({resident: 1, through: 1, cpu: 1}, 1.0))
-    in_host = lp.column(host=state)
-    kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0}
+    # at the turns; it may be on the device, having come back, or to be fetched from there by the CPU
+    in_host, there = lp.column(host=state), lp.column(device=state)
+    fetched = lp.column(costs.round_trip(i, n))
+    lp.at_most.append(({there: 1, through: -1, fetched: -1}, 0.0))
+    kept_state = {through: 1.0, cpu: 1.0, in_host: -1.0, there: -1.0}
     if has_nvme:
         kept_state[lp.column(costs.drive("o", i, n), nvme=state)] = -1.0
     lp.exactly.append((kept_state, 0.0))

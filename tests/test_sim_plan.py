@@ -22,6 +22,7 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Phase, Stream, Tier
+from schedules.program import Program
 from schedules.schedule import Knob
 from schedules.sizes import tensor_bytes
 from schedules.verify import ScheduleError, verify
@@ -217,6 +218,36 @@ def test_state_that_lies_on_nvme_is_counted_where_it_is_updated_and_once() -> No
     assert state.keys() == {"state on device", "state through device", "state on CPU"}
     assert state["state on CPU"] * state_bytes(model, 10) > host  # so some of it is on NVMe
     assert sum(state.values()) == pytest.approx(1.0)
+
+
+def test_state_that_is_on_the_device_may_be_updated_on_the_cpu() -> None:
+    """A host with room for one layer's state at a time, beside a device whose memory is slow."""
+    model, workload = shallow(4), step(1)
+    p = Program(model, workload)
+    state, grad = p.buffer("state", Tier.HOST), p.buffer("grad", Tier.HOST)
+    for i in model.layers:
+        p.keep_on_device(p.weight(i), p.grad(i), p.state(i))
+    for i in model.layers[:-1]:
+        p.forward(i)
+    p.loss()
+    for i in reversed(model.layers[:-1]):
+        p.backward(i)
+    for i in model.layers:
+        p.offload(p.grad(i), out_of=p.home(p.grad(i)), into=grad)
+        p.offload(p.state(i), out_of=p.home(p.state(i)), into=state)
+        p.offload(p.weight(i), out_of=p.home(p.weight(i)), into=p.buffer("weight", Tier.HOST))
+        p.update(i, grad=(grad, p.grad(i)), weights="weight", state=state)
+        p.prefetch(p.state(i), out_of=state, into=p.home(p.state(i)))
+        p.prefetch(p.weight(i), out_of="weight", into=p.home(p.weight(i)))
+    schedule = p.build(policy="by hand")
+    verify(schedule)
+    rates = ("gpu.memory_bandwidth=20GB/s", "links.h2d.bandwidth=200GB/s", "links.d2h.bandwidth=200GB/s")
+    profile = round_profile(*rates, "links.duplex=400GB/s", "host.memory_bandwidth=400GB/s")
+    peak = peak_bytes(schedule, profile)
+    budget = MemoryBudget(device_bytes=peak[Tier.DEVICE], host_bytes=peak[Tier.HOST])
+    limit = placement_bound(model, workload, profile, budget)
+    assert predict(schedule, profile).period_ns >= limit.period_ns
+    assert limit.placed["state on CPU"] > 0.9  # the device would take longer
 
 
 def test_what_fits_no_tier_has_no_placement() -> None:
