@@ -258,7 +258,8 @@ class _Run:
         released = self.issue_ns[row]
         for before in self._waits_of(row):
             yield self._done[before]
-            released = max(released, self.end_ns[before])
+            if self._elsewhere(before, row):
+                released = max(released, self.end_ns[before])
         noticed = released + self._wake[row % len(self._ops)]
         if noticed > self._env.now:
             yield self._env.timeout(noticed - self._env.now)
@@ -272,6 +273,10 @@ class _Run:
         step, op = divmod(row, len(self._ops))
         return [(step - distance) * len(self._ops) + on for on, distance in self._waits[op] if distance <= step]
 
+    def _elsewhere(self, before: int, row: int) -> bool:
+        """Whether the row runs on another stream, which has to notice the end of the one before."""
+        return self._ops[before % len(self._ops)].stream != self._ops[row % len(self._ops)].stream
+
     def released_by(self) -> list[int]:
         """Per row, the row whose end let it start (of several, the one issued last), or ISSUE."""
         found = [ISSUE] * len(self._done)
@@ -284,7 +289,8 @@ class _Run:
     def _before(self, row: int, wake: int) -> list[tuple[int, int]]:
         """The rows that `row` follows, each with how long after its end that is noticed."""
         stream = self._before_on_stream[row]
-        return [(b, wake) for b in self._waits_of(row)] + ([] if stream is None else [(stream, 0)])
+        others = [(b, wake) for b in self._waits_of(row) if self._elsewhere(b, row)]
+        return others + ([] if stream is None else [(stream, 0)])
 
     # ---- when nothing moves any more
 

@@ -30,7 +30,7 @@ class Arc(NamedTuple):
     start: int
     to: int
     distance: int
-    woken: bool = False  # `to` is an op on a stream of its own, which notices later
+    woken: bool = False  # `to` is an op on another stream than the host's or that of `start`, which notices later
 
 
 def arcs(schedule: Schedule) -> list[Arc]:
@@ -45,7 +45,7 @@ def arcs(schedule: Schedule) -> list[Arc]:
         for j, op in enumerate(of_stream):
             found.append(Arc(2 * index[of_stream[j - 1].name] + 1, 2 * index[op.name] + 1, int(j == 0)))
     for wait in schedule.waits:
-        woken = ops[index[wait.op]].stream != Stream.HOST
+        woken = ops[index[wait.op]].stream not in (Stream.HOST, ops[index[wait.on]].stream)
         found.append(Arc(2 * index[wait.on] + 1, 2 * index[wait.op] + 1, wait.distance, woken))
     return found
 

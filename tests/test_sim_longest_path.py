@@ -59,6 +59,19 @@ def test_a_stream_that_is_busy_notices_meanwhile() -> None:
     assert alone.waited_on.tolist() == [-1, 0]
 
 
+def test_a_stream_need_not_notice_what_it_did_itself() -> None:
+    """A wait for an op of the same stream, as files by hand may have, changes nothing."""
+    ops = [bare("A", Stream.COMPUTE), bare("B", Stream.COMPUTE)]
+    costs = [Demand(duration_ns=ns, wake_ns=10) for ns in (30, 7)]
+    waits = [Wait(op="B", on="A"), Wait(op="A", on="B", distance=1)]
+    for schedule in (schedule_of(ops), schedule_of(ops, waits)):
+        start, _ = evaluate(schedule, *columns(costs), 2, np.full((1, 2), 10))
+        assert start[0].ravel().tolist() == [10, 40, 47, 77]
+        trace = play(schedule, costs, steps=2)
+        assert trace.start_ns.tolist() == [10, 40, 47, 77]
+        assert trace.waited_on.tolist() == [-1, 0, 1, 2]
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("policy", policies.names())
 def test_both_engines_agree_on_every_policy(policy: str, accumulation: int) -> None:
