@@ -16,7 +16,7 @@ from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import SAVED, STATE, parse
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import MissingCost, Terms, TooLong, demands
+from sim.cost import MissingCost, Terms, TooLong, demands, signature
 from sim.machine import HardwareProfile
 
 OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
@@ -122,11 +122,23 @@ class LayerAreas:
             key = _key(op, schedule)
             if key is None:
                 continue
-            if key[0] == "update" and key[2] == Tier.HOST:
-                areas[OPTIMIZER] = float(cost.duration_ns)
+            if key[0] == "update":
+                if key[2] == Tier.HOST:
+                    areas[OPTIMIZER] = float(cost.duration_ns)
+                least = _least_ns(op, schedule, profile, cost.duration_ns) / max(cost.duration_ns, 1)
+                areas = {name: ns * least for name, ns in areas.items()}
             # variants of an op differ where they are measured: any schedule may have the quicker one
             known = self._found.get(key)
             self._found[key] = areas if known is None else {r: min(known.get(r, 0.0), ns) for r, ns in areas.items()}
+
+
+def _least_ns(op: Op, schedule: Schedule, profile: HardwareProfile, whole_ns: int) -> float:
+    """What an update of a layer takes, or its parts together where these were measured and are quicker."""
+    table = profile.measured.op_times if profile.measured else None
+    in_parts = f"{signature(op, schedule.model, schedule.workload)}/1 of "
+    times = {} if table is None else table.values
+    found = [ns * int(key.removeprefix(in_parts)) for key, ns in times.items() if key.startswith(in_parts)]
+    return min([whole_ns, *found])
 
 
 def _key(op: Op, schedule: Schedule) -> tuple[object, ...] | None:

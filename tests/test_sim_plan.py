@@ -16,6 +16,7 @@ import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import round_profile
+from timed_profile import timed
 
 import sim.candidate
 from schedules import policies, presets
@@ -25,12 +26,14 @@ from schedules.op import Phase, Stream, Tier
 from schedules.program import Program
 from schedules.schedule import Knob
 from schedules.sizes import tensor_bytes
+from schedules.tensor import parts
 from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.candidate import DRIVE_GAIN
-from sim.cost import LONGEST_NS, MissingCost, TooLong
-from sim.machine import HardwareProfile
+from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
+from sim.cost import timed as timed_ops
+from sim.machine import HardwareProfile, Measured
 from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
 from sim.plan import Plan, plan, splits
 from sim.prediction import memory_of, peak_bytes, predict
@@ -248,6 +251,35 @@ def test_state_that_is_on_the_device_may_be_updated_on_the_cpu() -> None:
     limit = placement_bound(model, workload, profile, budget)
     assert predict(schedule, profile).period_ns >= limit.period_ns
     assert limit.placed["state on CPU"] > 0.9  # the device would take longer
+
+
+def test_a_state_may_be_updated_in_parts_that_were_measured_to_be_quicker() -> None:
+    model, workload = shallow(2), step(1)
+    p = Program(model, workload)
+    state = {i: parts(4) if model.is_block(i) else (None,) for i in model.layers}
+    for i in model.layers:
+        p.keep_on_device(p.weight(i), p.grad(i), *(p.state(i, part) for part in state[i]))
+    for i in model.layers[:-1]:
+        p.forward(i)
+    p.loss()
+    for i in reversed(model.layers[:-1]):
+        p.backward(i)
+    for i in model.layers:
+        for part in state[i]:
+            p.update(i, stream=Stream.COMPUTE, part=part)
+    schedule = p.build(policy="by hand")
+    verify(schedule)
+    profile = hardware.override(timed(model, [workload]), ["host.memory_bandwidth=60GB/s"])
+    assert profile.measured is not None and profile.measured.op_times is not None
+    table = profile.measured.op_times
+    cost = dict(zip(schedule.ops, demands(schedule, profile), strict=True))
+    quick = {key: 0.5 * cost[schedule.ops[at]].duration_ns for at, key in timed_ops(schedule).items() if "/1 of" in key}
+    # the device is slow at updates, the host is slower
+    slow = {key: ns * (100 if "/adam/device" in key else 1000) for key, ns in table.values.items() if "/adam/" in key}
+    values = table.values | slow | {key: 100 * ns for key, ns in quick.items()}
+    profile = replace(profile, measured=Measured(op_times=replace(table, values=values)))
+    limit = placement_bound(model, workload, profile)
+    assert 0.9 * predict(schedule, profile).period_ns < limit.period_ns <= predict(schedule, profile).period_ns
 
 
 def test_what_fits_no_tier_has_no_placement() -> None:
