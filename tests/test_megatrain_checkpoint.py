@@ -384,7 +384,8 @@ def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_
     ("policy", "told"),
     [
         ("zero3_offload", "zero3_offload adds an fp32 master by itself: give --precision bf16 --knob master=weights$"),
-        ("zero_offload", "give --precision bf16, and a policy that does not add an fp32 master by itself$"),
+        ("zero_offload", "zero_offload adds an fp32 master by itself: give --precision bf16 --knob master=weights$"),
+        ("gemini", "give --precision bf16, and a policy that does not add an fp32 master by itself$"),
     ],
 )
 def test_who_adds_state_that_the_checkpoint_has_not_is_told_what_leaves_it_out(
