@@ -327,6 +327,72 @@ def test_a_fraction_is_between_zero_and_one(name: str, knobs: dict[str, Knob]) -
         policies.build(name, TINY, workload(), ROOM, **knobs)
 
 
+# ---- llmq
+
+LLMQ = ("nothing", "states", "inputs", "weights", "gradients")
+
+
+def test_llmq_updates_everything_on_the_device_once_all_gradients_are_there() -> None:
+    schedule = policies.build("llmq", TINY, workload(clip=1.0), ROOM)
+    assert home_bytes_per_param(schedule, DEVICE) == 12 and not moved(schedule, HOST, DEVICE, *"wgo")
+    updates = [op for op in schedule.ops if op.phase == Phase.ADAM]
+    assert [op.layer for op in updates] == list(TINY.layers)
+    assert {op.stream for op in schedule.ops} == {Stream.COMPUTE, Stream.HOST}
+    assert place(schedule, "B.embed.1") < place(schedule, "N.embed") < place(schedule, "N.head")
+    assert place(schedule, "N.head") < place(schedule, "U.embed") < place(schedule, "H.step")
+    assert phases(schedule)[Phase.SYNC] == 1
+
+
+def test_llmq_fetches_states_for_the_update_those_of_embedding_and_head_in_pieces() -> None:
+    schedule = policies.build("llmq", TINY, workload(), ROOM, offload="states")
+    names = [f"o.{i}" for i in TINY.blocks] + [f"o.{end}.{part}of8" for end in ("embed", "head") for part in range(8)]
+    assert moved(schedule, HOST, DEVICE, "o") == moved(schedule, DEVICE, HOST, "o") == Counter(names)
+    assert not moved(schedule, HOST, DEVICE, *"wgx")
+    copies = {op.name: op.stream for op in schedule.ops if op.kind == Kind.PREFETCH}
+    assert copies["P.o.0"] == Stream.H2D and copies["P.o.head.0of8"] == Stream.COMPUTE
+    assert home_bytes_per_param(schedule, DEVICE) == 4 and home_bytes_per_param(schedule, HOST) == 8
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_llmq_offloads_inputs_whatever_blocks_keep(activations: str) -> None:
+    schedule = policies.build("llmq", TINY, workload(), ROOM, offload="inputs", activations=activations)
+    names = [f"x.{layer}.{m}" for layer in ("embed", "0", "1") for m in range(2)]
+    assert moved(schedule, DEVICE, HOST, "x") == moved(schedule, HOST, DEVICE, "x") == Counter(names)
+    assert phases(schedule)[Phase.RECOMPUTE] == (8 if activations == "recompute" else 0)
+
+
+def test_llmq_streams_weights_and_fetches_them_once_more_for_the_update() -> None:
+    schedule = policies.build("llmq", TINY, workload(), ROOM, offload="weights")
+    up = moved(schedule, HOST, DEVICE, "w")
+    # of the two blocks at each turn the weights still stand; embedding and head take turns in one buffer
+    assert of_blocks(up, "w") == [4, 4, 3, 3] and up["w.embed"] == up["w.head"] == 3
+    assert set(moved(schedule, DEVICE, HOST, "w").values()) == {1}
+    tied = policies.build("llmq", blocks(4, tied=True), workload(), ROOM, offload="weights")
+    assert moved(tied, HOST, DEVICE, "w")["w.embed"] == 2  # it stays for the head
+
+
+def test_llmq_adds_to_sums_that_lie_on_the_host() -> None:
+    schedule = policies.build("llmq", TINY, workload(accumulation=3, clip=1.0), ROOM, offload="gradients")
+    assert of_blocks(moved(schedule, DEVICE, HOST, "g"), "g") == [3] * 4  # after each micro-batch
+    assert of_blocks(moved(schedule, HOST, DEVICE, "g"), "g") == [4] * 4  # two sums, the norm and the update
+    first, second = (schedule.ops[place(schedule, name)] for name in ("O.g.0", "O.g.0#2"))
+    assert (first.stream, second.stream) == (Stream.COMPUTE, Stream.D2H)
+    assert phases(schedule)[Phase.ACCUMULATE] == 2 * 4
+    assert home_bytes_per_param(schedule, DEVICE) * sum(map(TINY.params, TINY.layers)) == 2 * (
+        TINY.params(TINY.embed) + TINY.params(TINY.head)
+    )
+
+
+def test_llmq_offloads_no_more_than_the_device_has_no_room_for() -> None:
+    model, step = blocks(12), workload(seq_len=64)
+    steps = [policies.build("llmq", model, step, ROOM, offload=level) for level in LLMQ]
+    peaks = [device_peak(schedule) for schedule in steps]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(LLMQ)
+    for schedule, peak in zip(steps, peaks, strict=True):
+        assert policies.build("llmq", model, step, room(peak)).digest == schedule.digest
+    assert policies.build("llmq", model, step, room(1)).digest == steps[-1].digest
+
+
 # ---- lohan
 
 

@@ -36,6 +36,7 @@ EXAMPLE = Path(__file__).parents[1] / "docs" / "my_policy.py"
 SMALL: dict[str, dict[str, Knob]] = {
     "flexgen_block": {"activations": "host"},
     "greedysnake": {"alpha": 0.5},
+    "llmq": {"offload": "gradients"},
     "lohan": {"swap": 2},
     "lora_streamed": {"rank": 4, "keep": 2},
     "megatrain": {"checkpoint": 2, "slabs": 2},
