@@ -88,6 +88,7 @@ def _workload(point: Point, batch: int) -> Workload:
         accumulation=point.accumulation,
         seq_len=point.seq_len,
         precision=point.precision,
+        recompute=point.recompute,
         grad_clip=point.grad_clip,
     )
 
