@@ -211,16 +211,20 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         for case in gpu_rows.cases(tuple(options.models))
         if gpu_rows.is_rival(case) or case.policy in options.policies
     ]
-    first = [case for case in cases if case.key in gpu_rows.FIRST]
-    yield from (measured(case) for case in first)
-    yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
+
+    def check(of: gpu_checks.Check) -> Part:
+        return by_itself("checks", of.name, functools.partial(gpu_checks.checked, of), of.takes_s)
+
+    yield from (measured(case) for case in cases if case.key in gpu_rows.FIRST)
+    yield from map(check, gpu_checks.races())
     yield by_itself("adam", "adam", lambda: gpu_optimizer.updates(threads), 90.0)
-    for check in gpu_checks.checks():
-        yield by_itself("checks", check.name, functools.partial(gpu_checks.checked, check), check.takes_s)
+    yield from (measured(case) for case in cases if case.key in gpu_rows.NEXT)
+    yield from map(check, gpu_checks.checks())
+    yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
     if KERNELS_OF.model in options.models:
         kernels = functools.partial(gpu_steps.kernels, in_way(KERNELS_OF, way), host_bytes, machine)
         yield by_itself("kernels", KERNELS_OF.key, kernels, gpu_rows.seconds(KERNELS_OF, gpu))
-    yield from (measured(case) for case in cases if case not in first)
+    yield from (measured(case) for case in cases if case.key not in gpu_rows.AIMS)
 
 
 def main() -> None:

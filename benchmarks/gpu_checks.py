@@ -40,19 +40,31 @@ def smoke() -> Check:
     return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=50.0)
 
 
+def races() -> Iterator[Check]:
+    """Small trainings in which a missing wait would show: by the stream sanitizer, and by poison and delays."""
+    yield _sanitized("streamed")
+    yield Check(name="poisoned and delayed", arguments=_train("streamed", 5, "--debug"), takes_s=20.0)
+
+
 def checks() -> Iterator[Check]:
-    """All others."""
+    """All others: losses and gradients beside plain PyTorch's, the optimizer's kernels, other schedules' streams."""
     yield tests("tests", takes_s=100.0)
-    train = ("megatrain", "run", "demo", "--backend", BACKEND, "--precision", "bf16")
-    for policy, *more in (("streamed",), ("streamed", "-k", "offload=2", "-k", "keep=1"), ("megatrain",)):
-        yield Check(
-            name=f"stream sanitizer, {' '.join((policy, *more))}",
-            arguments=(*train, "--policy", policy, "--steps", "3", *more),
-            takes_s=30.0,
-            environment={"TORCH_CUDA_SANITIZER": "1"},
-        )
-    poisoned = (*train, "--policy", "streamed", "--steps", "5", "--debug")
-    yield Check(name="poisoned and delayed", arguments=poisoned, takes_s=20.0)
+    yield _sanitized("streamed", "-k", "offload=2", "-k", "keep=1")
+    yield _sanitized("megatrain")
+
+
+def _sanitized(policy: str, *more: str) -> Check:
+    return Check(
+        name=f"stream sanitizer, {' '.join((policy, *more))}",
+        arguments=_train(policy, 3, *more),
+        takes_s=30.0,
+        environment={"TORCH_CUDA_SANITIZER": "1"},
+    )
+
+
+def _train(policy: str, steps: int, *more: str) -> tuple[str, ...]:
+    on = ("--backend", BACKEND, "--precision", "bf16")
+    return ("megatrain", "run", "demo", *on, "--policy", policy, "--steps", str(steps), *more)
 
 
 def checked(check: Check) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def rows(name: str, host_gib: float, models: tuple[str, ...]) -> list[str]:
     """The table's lines."""
     profile, lines = gpu_expected.rented(name, host_gib), []
     device, host = int(profile.gpu.memory.value), int(profile.host.memory.value)
-    ours = [case for case in gpu_rows.cases(models) if case.key in gpu_rows.FIRST and not gpu_rows.is_rival(case)]
+    ours = [case for case in gpu_rows.cases(models) if case.key in gpu_rows.AIMS and not gpu_rows.is_rival(case)]
     for case in track(ours, description="issuing"):
         try:
             schedule = gpu_case.schedule_of(case, profile, device_bytes=device, host_bytes=host)

@@ -108,10 +108,10 @@ def test_what_comes_first_on_a_gpu_is_among_the_rows_and_fits_a_lease() -> None:
     code = """import gpu_rows as g
 cases = g.cases(g.MODELS)
 assert len({case.key for case in cases}) == len(cases)
-assert [case.key for case in cases][: len(g.FIRST)] == list(g.FIRST)
+assert [case.key for case in cases][: len(g.AIMS)] == list(g.AIMS)
 for gpu in ("h100", "h200"):
     times, pinned_GB, engine = [], 0.0, None
-    for case in cases[: len(g.FIRST)]:
+    for case in cases[: len(g.AIMS)]:
         times.append(g.seconds(case, gpu, pinned_GB=pinned_GB, engine=engine))
         engine = (case.model, case.precision) if case.policy == g.ZERO3 else None
         pinned_GB = 0.0 if engine else max(pinned_GB, g.expected(gpu).get(case.key, {"host_GB": 0.0})["host_GB"])
@@ -335,7 +335,7 @@ def chosen(plain, other):
 def took(least, most):
     return {"step_s": {"least": least, "most": most}}
 for CASE in gpu.WAYS_OF.values():
-    assert CASE.key in gpu_rows.FIRST  # its row is not lost
+    assert CASE.key in gpu_rows.AIMS  # its row is not lost
     assert chosen(took(1.0, 1.1), took(0.9, 1.0)) and chosen(took(1.0, 1.1), took(1.05, 1.2))
     assert not chosen(took(1.0, 1.1), took(1.2, 1.3))
     assert not chosen(took(1.0, 1.1), {"error": "OutOfMemoryError"}) and not chosen(None, None)
