@@ -41,13 +41,12 @@ class LlmqStep:
         """All micro-batches, and the update."""
         p, blocks = self._program, self._program.model.blocks
         order = visits(self._kept, blocks) * p.workload.accumulation
-        window = Window(order, ahead=2, fetch=self._load)
-        ends = (p.model.embed, p.model.head)
+        window = Window(order, ahead=2, fetch=lambda i: p.load(p.weight(i), self._block))
 
         def weights(i: int) -> str | None:
             if not self._weights:
                 return None
-            return p.load(p.weight(i), self._end[i]) if i in ends else window.weights(i)
+            return p.load(p.weight(i), self._end[i]) if i in self._end else window.weights(i)
 
         def done(i: int, buffer: str) -> None:
             if i in self._away:
@@ -70,9 +69,6 @@ class LlmqStep:
         p.synchronize(*((p.home(p.weight(i)), p.weight(i)) for i in p.model.layers), name="H.step")
         return p
 
-    def _load(self, i: int) -> str:
-        return self._program.load(self._program.weight(i), self._block)
-
     def _land(self, i: int, buffer: str, *, first: bool) -> None:
         """A block's gradient of one micro-batch to its sum on the host."""
         p, grad = self._program, self._program.grad(i)
@@ -90,15 +86,14 @@ class LlmqStep:
 
     def _update(self, i: int) -> None:
         """One layer's step on the GPU; what was fetched for it goes back beside the next one's."""
-        p, weight = self._program, self._program.weight(i)
-        end, table = i in self._end, i == p.model.embed or not p.model.tie_word_embeddings
+        p, weight, end = self._program, self._program.weight(i), i in self._end
         place = p.home(weight)
         if self._weights:
             place = self._up(weight, self._end[i]) if end else p.prefetch(weight, into=self._block.next())
         grad = self._grad(i)
-        for part in parts(END_PARTS if end and table and self._states else 1):
-            state = p.state(i, part)
-            buffer = None
+        large = end and not (p.model.tie_word_embeddings and i == p.model.head)  # a norm is all of such a head
+        for part in parts(END_PARTS if large and self._states else 1):
+            state, buffer = p.state(i, part), None
             if self._states:
                 buffer = self._up(state, self._part.next()) if end else p.prefetch(state, into=self._state.next())
             p.update(i, grad=grad, weights=place, state=buffer, part=part, stream=Stream.COMPUTE)
