@@ -146,7 +146,7 @@ def from_file(path: Path, vocab_size: int, workload: Workload, seed: int = 0) ->
     if vocab_size != ByteText.vocab_size:
         raise DataError(
             f"{path} is text, and the model's vocabulary is {vocab_size} tokens, not {ByteText.vocab_size} bytes: make "
-            "a .npy file of it with the model's tokenizer, as README.md shows"
+            "a .npy file of it with the model's tokenizer, as docs/training.md shows"
         )
     try:
         text = np.fromfile(path, dtype=np.uint8)

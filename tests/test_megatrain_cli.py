@@ -401,8 +401,8 @@ def test_the_version() -> None:
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    """The commands under "Use" are parsed; those that only plan are run as they stand."""
-    text = (ROOT / "README.md").read_text()
+    """Its commands, and those on training, are parsed; those that only plan are run as they stand."""
+    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/training.md"))
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^megatrain (.+)$", text, re.MULTILINE)]
     assert len(commands) >= 5
     told = {name: megatrain(name, "--help") for name in {command[0] for command in commands}}
