@@ -220,7 +220,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     yield by_itself("adam", "adam", lambda: gpu_optimizer.updates(threads), 90.0)
     yield from (measured(case) for case in cases if case.key in gpu_rows.NEXT)
     yield from map(check, gpu_checks.checks())
-    yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
+    yield by_itself("attention", "attention", gpu_machine.attention, 45.0)
     if KERNELS_OF.model in options.models:
         kernels = functools.partial(gpu_steps.kernels, in_way(KERNELS_OF, way), host_bytes, machine)
         yield by_itself("kernels", KERNELS_OF.key, kernels, gpu_rows.seconds(KERNELS_OF, gpu))

@@ -10,7 +10,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import adam as adam_benchmark
@@ -25,6 +25,7 @@ from megatrain.pinned import cpus_beside, pinned
 from schedules import presets
 from schedules.errors import Refused
 from schedules.flops import attention_flops
+from schedules.model import ModelSpec
 from schedules.workload import Workload
 from sim import hardware
 
@@ -36,9 +37,9 @@ WARM_UP, LAST = 2, 1
 WINDOW_S = {"link": 0.05, "product": 0.2}
 SIZES = [1 << n for n in range(16, 31, 2)]  # of copies: 64 KiB to 1 GiB
 PRODUCTS = {"8192x8192x8192": (8192, 8192, 8192)}
-SHAPES = ("llama-3.2-1b", "llama-3.1-8b")  # models whose gate projection is measured, too
+SHAPES = ("llama-3.2-1b", "llama-3.1-8b")  # models whose gate projection and attention are measured, too
 TOKENS = (2048, 8192, 32768)
-SEQUENCES = (1024, 4096)  # of attention, in the last of those models, with the last of those numbers of tokens
+SEQUENCES = (1024, 4096)  # of attention, with the last of those numbers of tokens
 BESIDE = 1 << 28  # bytes of the copies beside something else
 COPY = 1 << 30  # bytes of a copy in host memory
 TOGETHER = 16  # launches on one stream before the next gets its own: no queue may fill up while another is empty
@@ -197,24 +198,25 @@ def gemm() -> list[Row]:
 
 
 def attention() -> list[Row]:
-    """TFLOP/s of causal attention by length, forward and backward: by what torch takes, and by its flash attention.
+    """TFLOP/s of causal attention by size of heads and length, forward and backward: by what torch takes, and by flash.
 
     FLOPs as the simulator counts them, two products forward and four backward.
     """
-    model, rows = presets.load(SHAPES[-1]), []
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    for seq in SEQUENCES:
-        batch = max(1, TOKENS[-1] // seq)
-        flops = attention_flops(model, model.blocks[0], Workload(micro_batch_size=batch, seq_len=seq))
-        inputs = [
-            torch.randn(batch, seq, count, model.head_dim, device=DEVICE).bfloat16().transpose(1, 2).requires_grad_()
-            for count in (heads, kv_heads, kv_heads)
-        ]
-        taken = SDPBackend(torch._fused_sdp_choice(*inputs, is_causal=True, enable_gqa=heads != kv_heads))
-        for kernel in dict.fromkeys((taken, SDPBackend.FLASH_ATTENTION)):
-            case = {"case": f"{batch} sequences of {seq}, {kernel.name.lower()}", "taken": kernel == taken}
-            rows.append(case | _attention_rates(inputs, kernel, flops / 1e12))
-    return rows
+    return [row for name in SHAPES for seq in SEQUENCES for row in _attention(presets.load(name), seq)]
+
+
+def _attention(model: ModelSpec, seq: int) -> Iterator[Row]:
+    heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    batch = max(1, TOKENS[-1] // seq)
+    flops = attention_flops(model, model.blocks[0], Workload(micro_batch_size=batch, seq_len=seq))
+    inputs = [
+        torch.randn(batch, seq, count, dim, device=DEVICE).bfloat16().transpose(1, 2).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    taken = SDPBackend(torch._fused_sdp_choice(*inputs, is_causal=True, enable_gqa=heads != kv_heads))
+    for kernel in dict.fromkeys((taken, SDPBackend.FLASH_ATTENTION)):
+        case = f"heads of {dim}, {batch} sequences of {seq}, {kernel.name.lower()}"
+        yield {"case": case, "taken": kernel == taken} | _attention_rates(inputs, kernel, flops / 1e12)
 
 
 def _attention_rates(inputs: list[Tensor], kernel: SDPBackend, amount: float) -> Row:
