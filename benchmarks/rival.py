@@ -53,6 +53,8 @@ def plot(table: pd.DataFrame) -> figure.Figure:
     """Tokens/s over device memory, a picture for each sequence length: theirs measured, ours predicted, the bound."""
     lengths = sorted(table["seq_len"].unique())
     stack = figure.stacked_axes(len(lengths), 9, 2.4)
+    # Points, not bars: an axis from zero would hide what is to be compared.
+    lowest, highest = 0.95 * table["tokens_per_s"].min(), 1.03 * table["bound_tokens_per_s"].max()
     for ax, length in zip(stack, lengths, strict=True):
         rows = table[table["seq_len"] == length]
         for column, colour, marker, told in (
@@ -63,9 +65,12 @@ def plot(table: pd.DataFrame) -> figure.Figure:
             ax.plot(rows["device_GiB"], rows[column], marker, color=colour, label=told, markersize=7)
         ax.set_title(f"sequences of {length:,} tokens, 64k to 256k a step", loc="left")
         ax.set_ylabel("tokens/s")
-        ax.set_ylim(0, 1.1 * rows["bound_tokens_per_s"].max())
+        ax.set_ylim(lowest, highest)
+        ax.yaxis.set_major_formatter("{x:,.0f}")
         ax.spines[["top", "right"]].set_visible(False)
-    stack[0].legend(loc="lower right", frameon=False)
+    stack[0].legend(
+        loc="lower left", bbox_to_anchor=(0, 1.15), ncols=3, columnspacing=1, handletextpad=0, frameon=False
+    )
     stack[-1].set_xlabel("device memory that a schedule may use (GiB)")
     return figure.figure_of(stack[0])
 
