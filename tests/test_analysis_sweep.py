@@ -175,7 +175,7 @@ def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
 
 def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> None:
     found = prices.read(EXAMPLE)
-    assert found.date == "2026-11-20" and len(found.machines) >= 6 and found.rentals
+    assert found.date == "2026-11-24" and len(found.machines) >= 6 and found.rentals
     assert all("example" in price.source for price in found.machines.values())
 
 
