@@ -22,7 +22,7 @@ from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim.machine import HardwareProfile
 from sim.plan import Plan, plan, splits
-from sim.prediction import memory_of, predict
+from sim.prediction import memory_of, predict, shortage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -175,9 +175,8 @@ def fitting_rates(
             return None
         if built.allocated_bytes(Tier.NVME) and profile.nvme is None:
             break
-        prediction = predict(built, profile)
-        if prediction.fits:
-            rates.append(prediction.tokens_per_s)
+        if shortage(built, profile, memory_of(profile)) is None:
+            rates.append(predict(built, profile).tokens_per_s)
         if len(rates) == FITTING or step.accumulation > MOST:
             break
     return rates

@@ -262,7 +262,7 @@ def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: 
 
 
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
-    with _endless(tmp_path, "--accumulation", "100") as run:  # a step takes a while
+    with _endless(tmp_path, "--accumulation", "400") as run:  # a step takes a while
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGINT)
         while "steps under way" not in run.stderr.readline():
@@ -276,7 +276,7 @@ def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as `timeout` sends it
-    with _endless(tmp_path, "--accumulation", "100") as run:
+    with _endless(tmp_path, "--accumulation", "400") as run:
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGTERM)
         while "steps under way" not in run.stderr.readline():
