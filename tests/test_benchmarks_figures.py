@@ -186,7 +186,8 @@ def test_attention_counts_two_products_forward_and_four_backward(
     flops = 2 * 2 * pairs * model.num_attention_heads * model.head_dim
     assert amounts == pytest.approx([flops, 2 * flops] * len(rows))
     assert all(row["both_TFLOP_s"] == pytest.approx(3 / (1 / 100 + 2 / 50)) for row in rows)
-    assert sum(row["taken"] for row in rows) == 1 and rows[0]["case"].startswith(f"heads of {model.head_dim}, 4 sequences of 16, ")
+    assert sum(row["taken"] for row in rows) == 1
+    assert rows[0]["case"].startswith(f"heads of {model.head_dim}, 4 sequences of 16, ")
 
 
 @pytest.mark.parametrize(
