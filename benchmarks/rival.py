@@ -24,6 +24,7 @@ from megatrain.cores import usable_cores
 from megatrain.here import machine_name
 from schedules import presets
 from schedules.files import write_text
+from schedules.op import Tier
 from sim import hardware
 from sim.plan import plan
 
@@ -44,7 +45,7 @@ def planned(cell: pd.Series) -> dict[str, object]:
         "micro_batches": f"{workload.accumulation} x {workload.micro_batch_size}",
         "predicted_tokens_per_s": found.prediction.tokens_per_s,
         "bound_tokens_per_s": tokens / (found.lower_bound_ns / 1e9),
-        "host_GB": sum(b.nbytes for b in found.schedule.buffers if b.tier == "host") / 1e9,
+        "host_GB": found.schedule.allocated_bytes(Tier.HOST) / 1e9,
         "digest": found.schedule.digest,
     }
 
