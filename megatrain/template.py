@@ -27,7 +27,7 @@ from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS
+from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
 CAUSAL = Attention()
 
@@ -163,6 +163,24 @@ class Block:
         return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
 
 
+class _Products:
+    """A sum of so many matrix products, put into a sink; of many in 16 bits, a sum of sums."""
+
+    def __init__(self, sink: Sink, terms: int) -> None:
+        self._sink, self._left = sink, terms
+        self._together = terms_together(terms, sink.view.element_size())
+        self._some = sink if self._together == terms else Sink(torch.empty_like(sink.view), False)
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add a @ b, one of the terms."""
+        self._some.put_product(a, b)
+        self._left -= 1
+        self._some = self._some.adding()
+        if self._some.view is not self._sink.view and self._left % self._together == 0:
+            self._sink.put(self._some.view)
+            self._sink, self._some = self._sink.adding(), Sink(self._some.view, False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens."""
@@ -189,20 +207,21 @@ class Head:
         norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden
         [batch, seq, hidden], targets int64 [batch, seq]. Overwrites `d_hidden`, of hidden's shape and
         contiguous. Logits exist for `chunk` tokens at a time, so a bf16 table gradient is rounded once per
-        chunk. Without sinks, for frozen weights, theirs are not computed.
+        chunk; of many chunks it is a sum of sums, or the last ones would be lost. Without sinks, for frozen weights,
+        theirs are not computed.
         """
         rows, d_rows, labels = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1]), targets.flatten()
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         d_norm = torch.zeros(norm.shape, dtype=wide, device=hidden.device)
+        table_sum = None if table_sink is None else _Products(table_sink, -(-len(rows) // chunk))
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps)
             part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part, None], total_tokens)
             loss += part_loss
-            if table_sink is not None:
-                table_sink.put_product(d_logits.t(), normed)
-                table_sink = table_sink.adding()
+            if table_sum is not None:
+                table_sum.add(d_logits.t(), normed)
             d_rows[part], d_weight = self.pointwise.rms_backward(d_logits @ table, rows[part], rstd, norm)
             d_norm += d_weight
             del d_logits  # or it would be held while the next chunk's are made

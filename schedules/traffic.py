@@ -17,6 +17,7 @@ EMBED_CHUNK = 1 << 26
 MLP_CHUNK_TOKENS = 8192
 # Nor are more elements of the gradient of a mixture's matrices held outside the slab that they go to.
 EXPERTS_CHUNK = 1 << 29
+FEW_TERMS = 16  # a sum of these in 16 bits is off by half a percent
 
 
 def phases_of(model: ModelSpec, i: int) -> tuple[Phase, ...]:
@@ -60,7 +61,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     if i == model.embed:
         return 0
     if i == model.head:
-        chunks = -(-tokens // LOSS_CHUNK_TOKENS)
+        chunks = _loss_chunks(workload)
         matrix, logits = model.vocab_size * model.hidden_size, tokens * model.vocab_size * b.activation
         if workload.task == "evaluate":
             return chunks * matrix * b.weight + logits
@@ -163,11 +164,23 @@ def _unfused_block_bytes(model: ModelSpec, a: int) -> int:
     return norms * norm + elements * a
 
 
+def terms_together(terms: int, element_bytes: int) -> int:
+    """How many of so many terms are summed by themselves, before their sum is added to that of the others.
+
+    In 16 bits a sum that has grown loses what is added: 5 to 20 % of an output matrix' gradient from 512 chunks.
+    """
+    return terms if terms <= FEW_TERMS or element_bytes >= FP32 else math.isqrt(terms)
+
+
+def _loss_chunks(workload: Workload) -> int:
+    return -(-workload.tokens_per_microbatch // LOSS_CHUNK_TOKENS)
+
+
 def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
     """Estimate of the device bytes a compute op allocates and frees, beside the buffers it names.
 
     Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
-    hidden states, since the norm's backward works in fp32.
+    hidden states, since the norm's backward works in fp32; of many chunks, the projection's gradient of some.
     Backward of a block: the gradient of its largest parameter, of experts EXPERTS_CHUNK at a time, and the
     larger of the MLP's gradients (product, gate, up, and two hidden) and attention's (output, q, k, v,
     two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
@@ -184,8 +197,11 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     takes more still, and 2.4 % in an eager forward of experts.
     """
     if i == model.head:
-        chunk = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch)
-        return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size)
+        chunk, chunks = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch), _loss_chunks(workload)
+        trained = params(model, workload, i) and workload.task == "train"
+        summed = trained and terms_together(chunks, workload.bytes.grad) < chunks
+        some = model.vocab_size * model.hidden_size * workload.bytes.grad if summed else 0
+        return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size) + some
     if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
         return min(model.hidden_size * workload.tokens_per_microbatch, EMBED_CHUNK) * 3 * FP32
     if not model.is_block(i):

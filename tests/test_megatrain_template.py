@@ -338,6 +338,22 @@ def test_a_wider_gradient_buffer_takes_the_same_products():
     assert torch.equal(grads[torch.float32], grads[torch.bfloat16].float())
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_gradient_of_the_output_matrix_loses_nothing_in_a_sum_of_many_chunks(accumulate):
+    norm, table, hidden = torch.ones(12), randn(37, 12, seed=1), randn(1, 2048, 12, seed=2)
+    targets = torch.randint(37, (1, 2048), generator=torch.Generator().manual_seed(3))
+    grads = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        grads[dtype] = torch.full((37, 12), 0.0 if accumulate else math.nan, dtype=dtype)
+        rows = hidden.to(dtype)
+        Head(eps=1e-6).loss_and_grads(
+            norm.to(dtype), table.to(dtype), rows, targets, total_tokens=2048, d_hidden=torch.empty_like(rows),
+            norm_sink=None, table_sink=Sink(grads[dtype], accumulate), chunk=4,
+        )  # fmt: skip
+    error = (grads[torch.bfloat16] - grads[torch.float64]).norm() / grads[torch.float64].norm()
+    assert error < 0.01  # 0.05 if one chunk after another were added in bf16
+
+
 def test_no_tensor_is_as_large_as_all_logits():
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         elements = 0

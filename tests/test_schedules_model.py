@@ -18,7 +18,7 @@ from schedules.flops import attended_pairs, backward_flops, forward_flops, model
 from schedules.hf_config import ARCHITECTURES, REQUIRED, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
-from schedules.traffic import LOSS_CHUNK_TOKENS, op_bytes, pointwise_bytes, product_bytes, workspace_bytes
+from schedules.traffic import FEW_TERMS, LOSS_CHUNK_TOKENS, op_bytes, pointwise_bytes, product_bytes, workspace_bytes
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
 
 # Published totals: the parameter counts shown on the models' Hugging Face pages (safetensors metadata).
@@ -206,6 +206,16 @@ def test_loss_workspace_is_bounded_by_its_chunk() -> None:
     ]
     assert sizes[0] * 2 == sizes[1] == sizes[2]
     assert sizes[1] >= 2 * LOSS_CHUNK_TOKENS * 100 * 4
+
+
+@pytest.mark.parametrize(("changes", "summed"), [({}, 1), ({"precision": "fp32"}, 0), ({"lora_rank": 4}, 0)])
+def test_loss_workspace_has_room_for_a_sum_of_some_of_many_chunks(changes: dict[str, Any], summed: int) -> None:
+    model = spec()
+    few, many = (
+        workspace_bytes(model, model.head, Phase.LOSS, Workload(micro_batch_size=1, seq_len=n, **changes))
+        for n in (FEW_TERMS * LOSS_CHUNK_TOKENS, FEW_TERMS * LOSS_CHUNK_TOKENS + 1)
+    )
+    assert many - few == summed * model.vocab_size * model.hidden_size * 2
 
 
 T, H, Q, KV, F = 16_384, 4096, 4096, 1024, 14_336  # 16k tokens of Llama-3.1-8B
