@@ -279,15 +279,14 @@ class Store:
         return adam.master_weights(*self.kept(verified, i), self._schedule.workload.precision)
 
     def _homes(self, verified: Verified, cls: str, i: int) -> list[Access]:
-        """The buffers that hold a tensor, or its parts, between steps; where the optimizer writes it first."""
+        """The buffers that hold a tensor, or its parts, between steps; those that are not behind then come first."""
         layer = self._schedule.model.layer_name(i)
-        updated = {access for op in self._schedule.ops if op.phase == Phase.ADAM for access in op.writes}
         homes = [
             Access(buffer, held)
             for buffer, held in verified.initial.items()
             if (name := parse(held)).cls == cls and name.layer == layer
         ]
-        return sorted(homes, key=lambda home: home not in updated)
+        return sorted(homes, key=lambda home: home.buffer not in verified.newest)
 
     def _states(self, verified: Verified, i: int) -> list[tuple[slice, list[Access]]]:
         """The parts that layer i's optimizer state is in: of which trained parameters, and their homes."""

@@ -86,6 +86,20 @@ class Contents:
                 fix=f"declare staleness={self._oldest}",
             )
 
+    def newest(self) -> frozenset[str]:
+        """Of the buffers that hold something before the first step, those with what is newest when a step ends.
+
+        Others have a copy that is behind, as an update in a further buffer leaves them.
+        """
+
+        def age(buffer: str) -> tuple[int, int]:
+            return self._held[buffer].version, len(self._held[buffer].updated)
+
+        latest: dict[str, tuple[int, int]] = {}
+        for buffer, tensor in self.initial.items():
+            latest[tensor] = max(latest.get(tensor, age(buffer)), age(buffer))
+        return frozenset(buffer for buffer, tensor in self.initial.items() if age(buffer) == latest[tensor])
+
     def _one_step(self) -> Iterator[Violation]:
         for op in self._schedule.ops:
             found: dict[Access, Content] = {}

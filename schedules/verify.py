@@ -68,6 +68,7 @@ class Verified:
     schedule: Schedule
     digest: str
     initial: dict[str, str]  # buffer -> the tensor it must hold before the first step
+    newest: frozenset[str]  # of these, those with its newest version when a step ends
 
     def allocated_bytes(self) -> dict[Tier, int]:
         """Bytes of buffers per tier."""
@@ -96,7 +97,7 @@ def verify(schedule: Schedule) -> Verified:
     violations = violations or list(wrong_amounts(schedule))
     if violations:
         raise ScheduleError(schedule, violations)
-    return Verified(schedule=schedule, digest=schedule.digest, initial=dict(contents.initial))
+    return Verified(schedule=schedule, digest=schedule.digest, initial=dict(contents.initial), newest=contents.newest())
 
 
 # ---- order

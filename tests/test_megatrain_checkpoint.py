@@ -24,7 +24,8 @@ from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
 from megatrain.train import Trainer
 from schedules import policies, presets, trained
-from schedules.op import Stream
+from schedules.hazards import minimal_waits
+from schedules.op import Access, Kind, Op, Phase, Stream, Tier
 from schedules.program import Program
 from schedules.schedule import Schedule
 from schedules.verify import verify
@@ -143,6 +144,51 @@ def test_a_checkpoint_holds_what_the_optimizer_wrote_and_not_a_copy(tmp_path: Pa
     _, right = train(schedule("resident"), 1, tmp_path)
     assert same(found, right)
     assert same({i: saved.layer(i) for i in found}, right)
+
+
+def updating_in_other_buffers() -> Schedule:
+    """As above, but weights and state live on a drive, so that no home is where the optimizer writes."""
+    p = Program(MODEL, schedule().workload, staleness=1)
+    p.keep_on_nvme(*(t for i in MODEL.layers for t in (p.weight(i), p.state(i))))
+    copies, grads = ({i: p.buffer(f"{what}.{i}") for i in MODEL.layers} for what in ("copy", "grad"))
+    weights, states = (p.slots(f"update.{what}", 2, Tier.HOST) for what in ("weight", "state"))
+    for m in p.workload.microbatches:
+        for i in MODEL.layers[:-1]:
+            p.forward(i, m, weights=copies[i])
+        p.loss(m, weights=copies[MODEL.head], grad=grads[MODEL.head])
+        for i in reversed(MODEL.layers[:-1]):
+            p.backward(i, m, weights=copies[i], grad=grads[i])
+    for i in MODEL.layers:
+        p.offload(p.grad(i), out_of=grads[i])
+        weight = p.prefetch(p.weight(i), into=weights.next(), stream=Stream.NVME_READ)
+        state = p.prefetch(p.state(i), into=states.next(), stream=Stream.NVME_READ)
+        p.prefetch(p.weight(i), into=copies[i], out_of=weight)
+        p.update(i, weights=weight, state=state)
+        p.offload(p.weight(i), out_of=weight, stream=Stream.NVME_WRITE)
+        p.offload(p.state(i), out_of=state, stream=Stream.NVME_WRITE)
+    return p.build(policy="staged")
+
+
+def test_a_checkpoint_holds_the_newest_weights_wherever_they_were_updated(tmp_path: Path) -> None:
+    staged = updating_in_other_buffers()
+    _, found = train(staged, 1, tmp_path, save=True)
+    _, right = train(schedule("resident"), 1, tmp_path)
+    assert same(found, right)
+    assert same({i: checkpoint.read(tmp_path / "checkpoints", staged).layer(i) for i in found}, right)
+
+
+def test_a_buffer_that_is_only_looked_at_is_no_home_of_what_it_holds(tmp_path: Path) -> None:
+    """An op of an exact schedule waits for a slot's weights of the step before, which are behind those on the drive."""
+    plain = policies.build("streamed", MODEL, schedule().workload, MEMORY, nvme=2, nvme_weights=2)
+    last = {access.buffer: access.tensor for op in plain.ops for access in op.writes}
+    buffer, tensor = next((b, t) for b, t in last.items() if b.startswith("weight") and t.startswith("w."))
+    looks = Op(name="look", kind=Kind.PREFETCH, phase=Phase.SYNC, stream=Stream.HOST, reads=(Access(buffer, tensor),))
+    ops = (looks, *plain.ops)
+    looked = replace(plain, ops=ops, waits=minimal_waits(ops))
+    assert verify(looked).initial[buffer] == tensor
+    _, found = train(looked, 2, tmp_path)
+    _, right = train(plain, 2, tmp_path)
+    assert same(found, right)
 
 
 def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:
