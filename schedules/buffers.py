@@ -78,10 +78,13 @@ class Buffers:
         return name
 
     def reserve(self, name: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Memory that a system holds beside the tensors of the language, such as logits kept for a backward."""
+        """Memory that a system holds beside the tensors of the language, such as logits kept for a backward.
+
+        A buffer that is larger already, for what was reserved or put into it before, stays so.
+        """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:  # no file takes a share of a byte
             raise ProgramError(f"reserve({name!r}): bytes are a whole number of at least 0, not {nbytes!r}")
-        self._sizes[self.buffer(name, tier)] = nbytes
+        self._sizes[self.buffer(name, tier)] = max(self._sizes.get(name, 0), nbytes)
 
     def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
         """A ring of `count` buffers of one tier."""

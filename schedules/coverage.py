@@ -56,11 +56,11 @@ class Coverage:
             )
 
     def end_of_step(self) -> Iterator[Violation]:
-        """All ops of a step have been read: every gradient has been applied, or every loss computed."""
+        """All ops of a step have been read: every loss has been computed, and every gradient applied."""
         if self._training:
             yield from self._all_updated()
-        if self._workload.task == "evaluate":
-            yield from self._all_evaluated()
+        if self._training or self._workload.task == "evaluate":
+            yield from self._all_losses()
         self._updated.clear()
         self._begun.clear()
 
@@ -77,7 +77,7 @@ class Coverage:
                     subject=named(self._trained_cls, layer),
                 )
 
-    def _all_evaluated(self) -> Iterator[Violation]:
+    def _all_losses(self) -> Iterator[Violation]:
         losses = Counter(op.microbatch for op in self._schedule.ops if op.phase == Phase.LOSS)
         for m in self._workload.microbatches:
             if losses[m] != 1:

@@ -174,13 +174,15 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
                 op, f"{op.name} is a copy with {len(op.reads)} sources and {len(op.writes)} targets", "name one"
             )
             return
-        source, target = op.reads[0].tensor, op.writes[0].tensor
-        if op.phase == Phase.COPY and source != target:
-            yield _wrong(op, f"{op.name} copies {source} into {target}", "a copy keeps the tensor's name")
+        if op.phase == Phase.COPY:
+            yield from _copied(schedule, op)
+            return
     if op.phase in (Phase.ACCUMULATE, Phase.NORM, Phase.SCALE) and len(op.writes) != 1:
         yield _wrong(op, f"{op.name} ({op.phase}) writes {len(op.writes)} buffers", "write one")
-    if op.kind == Kind.UPDATE and op.layer not in (None, *schedule.model.layers):
-        yield _wrong(op, f"{op.name} updates layer {op.layer}", f"number layers from -1 to {schedule.model.head}")
+    if op.microbatch is not None and op.microbatch not in schedule.workload.microbatches:
+        yield _wrong(op, f"{op.name} is of micro-batch {op.microbatch}", "number micro-batches from 0")
+    if op.layer is not None and op.layer not in schedule.model.layers:
+        yield _wrong(op, f"{op.name} is of layer {op.layer}", f"number layers from -1 to {schedule.model.head}")
     elif op.kind == Kind.UPDATE and op.phase != Phase.SYNC:
         of = "" if op.layer is None else schedule.model.layer_name(op.layer)
         for access in op.writes:
@@ -189,6 +191,24 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
                 yield _wrong(op, f"{op.name} is of {whose} and writes {describe(access.tensor)}", "name its layer")
     if op.phase == Phase.NORM and all(access.tensor == NORM for access in op.reads):
         yield _wrong(op, f"{op.name} (norm) reads no gradient", "name those whose squares it adds")
+
+
+def _copied(schedule: Schedule, op: Op) -> Iterator[Violation]:
+    """A copy keeps the tensor's name, has its layer and micro-batch, and the kind of its way: pictures go by them."""
+    (source,), (target,) = op.reads, op.writes
+    if source.tensor != target.tensor:
+        yield _wrong(op, f"{op.name} copies {source.tensor} into {target.tensor}", "a copy keeps the tensor's name")
+        return
+    name = parse(source.tensor)
+    layer = schedule.model.layer_index(name.layer) if name.layer else None
+    if (op.layer, op.microbatch) != (layer, name.microbatch):
+        of = f"layer {op.layer}, micro-batch {op.microbatch}"
+        fix = f"give it layer {layer}, micro-batch {name.microbatch}"
+        yield _wrong(op, f"{op.name} is of {of}, and copies {describe(source.tensor)}", fix)
+    here, there = (schedule.buffer[access.buffer].tier for access in (source, target))
+    kind = Kind.PREFETCH if _AWAY.index(there) < _AWAY.index(here) else Kind.OFFLOAD
+    if here != there and op.kind != kind:
+        yield _wrong(op, f"{op.name} is called {op.kind} and copies from {here} to {there}", f"call it {kind}")
 
 
 def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collection[int]]:
@@ -275,6 +295,7 @@ def _to_reach(tiers: Mapping[str, Tier], copies: bool) -> str:
     return f"copy {off_host} to the host and queue it on cpu, or {off_device} to the device and queue it on compute"
 
 
+_AWAY = (Tier.DEVICE, Tier.HOST, Tier.NVME)  # each farther from the GPU than the one before
 _AMOUNTS = {"nbytes": "bytes", "flops": "FLOPs", "params": "parameters", "fresh": "fresh bytes"}
 _PHASES_OF = {
     Kind.PREFETCH: (Phase.COPY, Phase.SYNC),

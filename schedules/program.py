@@ -394,7 +394,7 @@ class Program(Buffers):
         ran = {(op.layer, op.phase) for op in self._ops if op.kind == Kind.COMPUTE and op.layer is not None}
         example = {(self.model.layer_kind(i), phase): i for i, phase in ran}
         workspaces = (workspace_bytes(self.model, i, phase, self.workload) for (_, phase), i in example.items())
-        return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces)
+        return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
 
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
         """About how many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches.

@@ -15,6 +15,7 @@ from schedules.flops import op_flops
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
+from schedules.tensor import parse
 from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget, Workload
 
@@ -153,9 +154,18 @@ def also(s: Schedule, name: str, side: str, tensor: str) -> Schedule:
 
 
 def copy_to(source: Access, target: Access, s: Schedule, stream: Stream = Stream.COMPUTE, name: str = "copy") -> Op:
-    nbytes = Amounts(s.model, s.workload).tensor(source.tensor)
-    kind, reads, writes = Kind.PREFETCH, (source,), (target,)
-    return Op(name=name, kind=kind, phase=Phase.COPY, stream=stream, reads=reads, writes=writes, nbytes=nbytes)
+    of = parse(source.tensor)
+    return Op(
+        name=name,
+        kind=Kind.OFFLOAD if s.buffer[target.buffer].tier != Tier.DEVICE else Kind.PREFETCH,
+        phase=Phase.COPY,
+        stream=stream,
+        layer=s.model.layer_index(of.layer),
+        microbatch=of.microbatch,
+        reads=(source,),
+        writes=(target,),
+        nbytes=Amounts(s.model, s.workload).tensor(source.tensor),
+    )
 
 
 def before(s: Schedule, name: str, *new: Op) -> Schedule:
@@ -295,6 +305,17 @@ def a_wait_that_writes(s: Schedule) -> Schedule:
     return after(s, "F.1.0", wait)
 
 
+def a_wait_of_no_layer(s: Schedule) -> Schedule:
+    wait = Op(name="H", kind=Kind.PREFETCH, phase=Phase.SYNC, stream=Stream.HOST, layer=99, reads=(on("w.1"),))
+    return after(s, "F.1.0", wait)
+
+
+def a_copy_of_another_micro_batch(s: Schedule) -> Schedule:
+    output = access_of(s, "F.1.0", "x.1.0")
+    s, host = spare(s, output, "host.x", Tier.HOST)
+    return after(s, "F.1.0", replace(copy_to(output, host, s, Stream.D2H), microbatch=None))
+
+
 def an_update_that_writes_more(s: Schedule) -> Schedule:
     update = op_of(s, "U.1")
     return edited(s, "U.1", writes=(*update.writes, Access("device.g.2", "g.1")))
@@ -358,6 +379,18 @@ def test_what_would_train_something_else_is_refused(change: Callable[[Schedule],
     verify(right)
     with pytest.raises(ScheduleError, match=message):
         verify(change(right))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (a_wait_of_no_layer, "H is of layer 99\n"),
+        (a_copy_of_another_micro_batch, "copy is of layer 1, micro-batch None, and copies the output of layer 1"),
+    ],
+)
+def test_what_would_be_drawn_as_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        verify(change(on_device(MODEL, WORK)))
 
 
 def test_a_gradient_clipped_by_itself_is_clipped_once() -> None:

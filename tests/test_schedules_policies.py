@@ -166,10 +166,11 @@ def test_no_backward_and_no_update_of_a_policy_can_be_left_out(name: str) -> Non
         with pytest.raises(ScheduleError) as raised:
             verify(_without(schedule, op))
         lacking = {v.rule for v in raised.value.violations}
+        assert ("loss coverage" in lacking) == (op.phase == Phase.LOSS), op.name
         if op.phase == Phase.LOSS and policies.trains(name) == "nothing":
-            assert "loss coverage" in lacking, op.name
-        elif op.phase == Phase.LOSS and policies.trains(name) == "adapters":
-            assert lacking == {"stale read"}, op.name  # of what its backward would begin with
+            continue
+        if op.phase == Phase.LOSS and policies.trains(name) == "adapters":
+            assert "stale read" in lacking, op.name  # of what its backward would begin with
         elif op.phase != Phase.BACKWARD or op.layer == TINY.embed:  # the layers below lack more than a gradient
             assert "gradient coverage" in lacking, op.name
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from schedules import presets
 from schedules.program import Program
 from schedules.tensor import parts
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 
 MODEL = replace(presets.load("tiny"), num_hidden_layers=4)
 STEP = Workload(micro_batch_size=1, seq_len=8, precision="fp32")
@@ -77,6 +77,23 @@ def test_whatever_can_block_the_host_does_so_if_asked() -> None:
     p.backward(embed, blocking=True)
     ops = p.build(policy="part").ops
     assert len(ops) == 9 and all(op.blocking for op in ops)
+
+
+def test_what_a_program_takes_can_be_asked_before_its_first_op() -> None:
+    p, room = Program(MODEL, STEP), MemoryBudget(device_bytes=1 << 20, host_bytes=1 << 20)
+    assert p.device_bytes() == 0
+    assert p.blocks_that_fit(room, copies=[1] * 4) == 4
+    p.prefetch(p.weight(0), into=p.buffer("weight"))
+    assert p.device_bytes() == p.nbytes(p.weight(0))
+
+
+def test_a_reservation_never_makes_a_buffer_smaller() -> None:
+    p = Program(MODEL, STEP)
+    p.prefetch(p.weight(0), into=p.buffer("weight"))
+    p.reserve("weight", 10)
+    assert p.build(policy="part").buffer["weight"].nbytes == p.nbytes(p.weight(0))
+    p.reserve("weight", 10**6)
+    assert p.build(policy="part").buffer["weight"].nbytes == 10**6
 
 
 def test_a_gradient_is_clipped_once() -> None:

@@ -435,6 +435,17 @@ def test_an_evaluation_has_one_loss_of_every_micro_batch() -> None:
     assert "the loss of micro-batch 1 is computed 0 times in a step" in found.message
 
 
+def test_a_training_of_adapters_has_one_loss_of_every_micro_batch() -> None:
+    """The head is frozen there: no gradient tells that its loss was computed twice."""
+    schedule = policies.build("lora_streamed", MODEL, replace(PLAIN, accumulation=2), ROOM)
+    verify(schedule)
+    at = schedule.index["L.head.0"] + 1
+    again = replace(schedule.ops[at - 1], name="again")
+    (found,) = problems(replace(schedule, ops=(*schedule.ops[:at], again, *schedule.ops[at:])))
+    assert (found.rule, found.subject) == ("loss coverage", "micro-batch 0")
+    assert "the loss of micro-batch 0 is computed 2 times in a step" in found.message
+
+
 def test_a_norm_that_is_not_there_is_told_where_it_is_read_and_nowhere_else() -> None:
     schedule = streaming(CLIPPED).build(policy="streaming")
     elsewhere = replace(schedule, buffers=(*schedule.buffers, Buffer(name="spare", tier=Tier.HOST, nbytes=8)))
@@ -474,6 +485,17 @@ def test_a_file_cannot_make_the_verifier_count_for_ever() -> None:
         (lambda op: replace(op, writes=(Access("weight0", "w.99"),)), "no layer '99'"),
         (lambda op: replace(op, writes=(Access("weight0", "w.2"),)), "copies w.1 into w.2"),
         (lambda op: replace(op, name="F.1.0"), "the name F.1.0 stands for two ops"),
+        (
+            lambda op: replace(op, layer=99),
+            "P.w.1 is of layer 99, micro-batch None, and copies the weights of layer 1\n"
+            "give it layer 1, micro-batch None",
+        ),
+        (lambda op: replace(op, layer=None), "P.w.1 is of layer None, micro-batch None, and copies"),
+        (lambda op: replace(op, microbatch=0), "P.w.1 is of layer 1, micro-batch 0, and copies"),
+        (
+            lambda op: replace(op, kind=Kind.OFFLOAD),
+            "P.w.1 is called offload and copies from host to device\ncall it prefetch",
+        ),
     ],
 )
 def test_structure_is_checked(change: Callable[[Op], Op], told: str) -> None:
@@ -500,6 +522,11 @@ def test_structure_is_checked(change: Callable[[Op], Op], told: str) -> None:
         (lambda s: edit(s, "F.0.0", lambda op: replace(op, layer=99)), "F.0.0 computes layer 99, micro-batch 0"),
         (lambda s: edit(s, "F.0.0", lambda op: replace(op, microbatch=None)), "layer 0, micro-batch None"),
         (lambda s: edit(s, "N", lambda op: replace(op, writes=op.writes * 2)), "N (norm) writes 2 buffers"),
+        (lambda s: edit(s, "N", lambda op: replace(op, microbatch=7)), "N is of micro-batch 7"),
+        (
+            lambda s: edit(s, "O.g.1", lambda op: replace(op, kind=Kind.PREFETCH)),
+            "O.g.1 is called prefetch and copies from device to host\ncall it offload",
+        ),
     ],
 )
 def test_names_buffers_waits_and_numbers_are_checked(change: Callable[[Schedule], Schedule], told: str) -> None:
@@ -572,7 +599,7 @@ def test_an_update_is_of_the_layer_that_it_writes() -> None:
     schedule = streaming().build(policy="streaming")
     found = problems(edit(schedule, "U.1", lambda op: replace(op, layer=2)))
     assert any("U.1 is of layer 2 and writes the optimizer state of layer 1" in str(v) for v in found)
-    assert "U.1 updates layer 9" in str(problems(edit(schedule, "U.1", lambda op: replace(op, layer=9)))[0])
+    assert "U.1 is of layer 9" in str(problems(edit(schedule, "U.1", lambda op: replace(op, layer=9)))[0])
 
 
 def test_a_layer_has_not_every_phase() -> None:
