@@ -17,6 +17,14 @@ from schedules.errors import Refused
 ROOT = Path(__file__).parent.parent
 BACKEND = "cuda"  # of the smaller trainings
 PATIENCE = 2.5  # times as long as it should take, after which a check is stopped
+NEEDS = {"pytest": ("pytest", "hypothesis"), "megatrain": ("typer", "rich")}  # packages that nothing else needs here
+# Statuses of pytest that tell nothing about what is tested; 1 is that of tests that failed.
+NOT_TESTED = {
+    2: "the tests could not be collected, or were interrupted",
+    3: "an error inside pytest",
+    4: "pytest could not begin",
+    5: "no tests were found",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +76,13 @@ def _train(policy: str, steps: int, *more: str) -> tuple[str, ...]:
 
 
 def checked(check: Check) -> dict[str, Any]:
-    """Run it; the row says whether it passed, and the end of what it said. Raises Refused without pytest."""
-    if importlib.util.find_spec("pytest") is None and "pytest" in check.arguments:
-        raise Refused("left out: the package pytest is not installed")
+    """Run it; the row says whether it passed, and the end of what it said.
+
+    Raises Refused where a package is missing, or pytest does not come to test anything.
+    """
+    module = check.arguments[0]
+    if missing := [name for name in NEEDS.get(module, ()) if importlib.util.find_spec(name) is None]:
+        raise Refused(f"left out: not installed: {', '.join(missing)}")
     command, begun = [sys.executable, "-m", *check.arguments], time.monotonic()
     environment = {**os.environ, **check.environment}
     try:
@@ -82,9 +94,15 @@ def checked(check: Check) -> dict[str, Any]:
         passed, text = False, f"{text}\nstopped after {error.timeout:.0f} s"
     else:
         passed, text = done.returncode == 0, done.stdout + done.stderr
+        if module == "pytest" and done.returncode in NOT_TESTED:
+            raise Refused(f"left out: {NOT_TESTED[done.returncode]}:\n{_end(text)}")
     return {
         "case": f"{check.name}: {' '.join(command[1:])}",
         "passed": passed,
         "check_s": time.monotonic() - begun,
-        "said": text.strip().splitlines()[-15:],
+        "said": _end(text).splitlines(),
     }
+
+
+def _end(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-15:])

@@ -126,9 +126,16 @@ def _beside(body: dict[str, Any]) -> list[str]:
         "",
         "Times as fast as a rival's step of as many tokens that keeps the same state, where both were measured; "
         "MegaTrain's public code is its schedule, run by ours. Against datasheets: as fast as was expected before "
-        "anything was measured (analysis/results/gpu-expected).",
+        "anything was measured (analysis/results/gpu-expected)." + (_stands_in(body) if expected else ""),
         "",
     ]
+
+
+def _stands_in(body: dict[str, Any]) -> str:
+    gpu = body["runs"][0]["gpu"] if body["runs"] else ""
+    if not gpu or gpu_machine.has_datasheet(gpu):
+        return ""
+    return f" There is none of {gpu}: that of `{gpu_machine.datasheet(gpu)}` stands in for it."
 
 
 def _measured(rows: dict[str, dict[str, Row]], part: str) -> dict[str, Row]:

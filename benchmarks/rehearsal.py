@@ -26,6 +26,7 @@ from megatrain import cuda, here, way
 from megatrain.pointwise import PLAIN
 
 MEMORY = 16 << 30
+REHEARSED = "no GPU but a rehearsal of an H200"  # the GPU's name
 NOTHING = (
     "synchronize",
     "set_device",
@@ -105,7 +106,7 @@ def install(gpu: Any) -> None:
         "_sleep": lambda cycles: time.sleep(cycles * 1e-11),
         "is_available": lambda: True,
         "is_current_stream_capturing": _always(False),
-        "get_device_name": lambda index=0: "no GPU but a rehearsal of an H200",
+        "get_device_name": lambda index=0: REHEARSED,
         "get_device_properties": lambda index: properties,
         "max_memory_allocated": _always(0),
         "max_memory_reserved": _always(0),
@@ -120,6 +121,7 @@ def install(gpu: Any) -> None:
     cpu = torch.device("cpu")
     cuda.CudaBackend.device = property(lambda backend: cpu)  # type: ignore[assignment, method-assign]
     gpu_machine.DEVICE = cpu
+    gpu_machine.SHEETS[REHEARSED] = "h200"
     gpu_machine.SIZES = [1 << 14, 1 << 16]
     gpu_machine.WINDOW_S = {"link": 0.002, "product": 0.002}
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}

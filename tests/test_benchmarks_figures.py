@@ -197,8 +197,55 @@ def test_attention_counts_two_products_forward_and_four_backward(
 def test_a_gpus_datasheet_is_found_by_cudas_name_for_it(module: Module, told: str, known: str) -> None:
     machine = module("gpu_machine")
     assert machine.datasheet(told) == known
-    with pytest.raises(Refused, match="no datasheet of NVIDIA T4"):
+    assert set(machine.SHEETS.values()) == set(hardware.names())
+
+
+@pytest.mark.parametrize(
+    ("told", "alike"),
+    [("NVIDIA H100 PCIe", "h100"), ("NVIDIA GB200", "b200"), ("NVIDIA A100-SXM4-80GB", "a100-pcie")],
+)
+def test_where_a_datasheet_of_another_gpu_stands_in_it_is_told(module: Module, told: str, alike: str) -> None:
+    machine, table = module("gpu_machine"), module("gpu_table")
+    assert machine.datasheet(told) == alike and not machine.has_datasheet(told)
+    sentence = f" There is none of {told}: that of `{alike}` stands in for it."
+    assert table._stands_in({"runs": [{"gpu": told}]}) == sentence
+    assert table._stands_in({"runs": [{"gpu": "NVIDIA H200"}]}) == table._stands_in({"runs": []}) == ""
+    with pytest.raises(Refused, match="no datasheet of NVIDIA T4 among those of NVIDIA A100 80GB PCIe, "):
         machine.datasheet("NVIDIA T4")
+
+
+# ---- checks
+
+
+@pytest.mark.parametrize(
+    ("check", "missing"), [("smoke", "pytest"), ("smoke", "hypothesis"), ("races", "typer"), ("races", "rich")]
+)
+def test_a_check_that_lacks_a_package_is_left_out(
+    module: Module, monkeypatch: pytest.MonkeyPatch, check: str, missing: str
+) -> None:
+    checks = module("gpu_checks")
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == missing else name)
+    one = checks.smoke() if check == "smoke" else next(checks.races())
+    with pytest.raises(Refused, match=f"left out: not installed: {missing}"):
+        checks.checked(one)
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [(2, "could not be collected"), (3, "inside pytest"), (4, "could not begin"), (5, "no tests"), (1, None)],
+)
+def test_tests_that_tested_nothing_have_not_failed(
+    module: Module, monkeypatch: pytest.MonkeyPatch, status: int, told: str | None
+) -> None:
+    checks = module("gpu_checks")
+    ended = subprocess.CompletedProcess([], status, "some\n", "no module named so")
+    monkeypatch.setattr(checks.subprocess, "run", lambda command, **options: ended)
+    if told is None:
+        row = checks.checked(checks.smoke())
+        assert row["passed"] is False and row["said"] == ["some", "no module named so"]
+        return
+    with pytest.raises(Refused, match=f"left out: .*{told}.*\nsome\nno module named so"):
+        checks.checked(checks.smoke())
 
 
 # ---- the profile
