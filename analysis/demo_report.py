@@ -26,7 +26,7 @@ SIMULATED_MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "q
 SIMULATED_HARDWARE = "h200"
 SIMULATED_WORKLOAD = Workload(micro_batch_size=16, seq_len=1024)
 PACKAGES = ("torch", "simpy", "numpy", "pandas", "matplotlib")
-SHOWN = "streamed"  # the policy whose steps are drawn
+SHOWN = "streamed"  # the policy whose steps are drawn, where there was room for it
 
 
 def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str], None]) -> Path:
@@ -40,7 +40,7 @@ def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str
     figure.save(figure.figure_of(plots.predicted_against_measured(times)), pictures / "predicted_measured", times)
     losses = loss_table(demo)
     figure.save(figure.figure_of(plots.loss(losses)), pictures / "loss", losses)
-    shown = next(run for run in demo.runs if run.schedule.policy == SHOWN)
+    shown = _shown(demo)
     pair = [(shown.schedule, shown.prediction.trace), (shown.schedule, shown.trained.trace)]
     figure.save(figure.figure_of(gantt.gantt(pair)), pictures / "gantt", gantt.gantt_data(pair))
     _save_memory(shown, demo, pictures / "memory")
@@ -117,6 +117,10 @@ def _rows(demo: Demo, times: pd.DataFrame) -> pd.DataFrame:
     return compare.frame([*predicted, *measured])
 
 
+def _shown(demo: Demo) -> Run:
+    return next((run for run in demo.runs if run.schedule.policy == SHOWN), demo.runs[0])
+
+
 def _save_memory(run: Run, demo: Demo, stem: Path) -> None:
     """Device and host, one under the other."""
     axes = figure.stacked_axes(2, 10, 3.2)
@@ -146,7 +150,7 @@ def _sections(demo: Demo, pictures: Path, timelines: list[Path]) -> list[report.
             pictures=[pictures / "loss.png"],
         ),
         report.Section(
-            title=f"One step of {SHOWN}, predicted and measured",
+            title=f"One step of {_shown(demo).schedule.policy}, predicted and measured",
             pictures=[pictures / "gantt.png", pictures / "memory.png"],
         ),
         report.Section(

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatrain.adam import Adam
-from megatrain.here import backend_of
+from megatrain.fitting import LeftOut, that_fit, told_left_out
+from megatrain.here import backend_of, machine_here
 from megatrain.profile import measure
 from megatrain.session import Trained, train
 from schedules import codec, policies, presets
+from schedules.errors import Refused
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
-from schedules.verify import Verified, verify
+from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
 from sim.machine import HardwareProfile
-from sim.prediction import Prediction, memory_of, predict
+from sim.prediction import Prediction, predict
 
 POLICIES = ("resident", "streamed", "megatrain", "megatrain_released", "zero3_offload")
 
@@ -69,12 +71,28 @@ class Demo:
     runs: list[Run]
 
 
-def measure_machine(folder: Path, progress: Progress, backend: str | None = None) -> HardwareProfile:
-    """Profile this machine for the demo's model and policies; write it to `profile.json`."""
-    chosen = setting(backend)
+def schedules_here(backend: str | None = None) -> tuple[list[Schedule], list[LeftOut]]:
+    """The policies' schedules for this machine's memory that have room in it, and those that have none.
+
+    Raises:
+        InputError: the backend is not on this machine.
+        Refused: none has room.
+    """
+    chosen, at = setting(backend), machine_here(partial(backend_of, backend), None)
+    model = presets.load(chosen.model)
+    found, left = that_fit([policies.build(name, model, chosen.workload, at.budget) for name in POLICIES], at)
+    if not found:
+        raise Refused(f"no step of {model.name} fits this machine: {'; '.join(told_left_out(found, left))}")
+    return found, left
+
+
+def measure_machine(
+    folder: Path, schedules: Sequence[Schedule], progress: Progress, backend: str | None = None
+) -> HardwareProfile:
+    """Profile this machine for these schedules; write it to `profile.json`."""
     profile = measure(
-        presets.load(chosen.model),
-        [verified.schedule for verified in _schedules(chosen, None)],
+        schedules[0].model,
+        schedules,
         progress=progress,
         machine=partial(backend_of, backend),
         parts=folder / "parts",
@@ -83,10 +101,17 @@ def measure_machine(folder: Path, progress: Progress, backend: str | None = None
     return profile
 
 
-def run_all(folder: Path, profile: HardwareProfile, steps: int, progress: Progress, backend: str | None = None) -> Demo:
-    """Build, verify and predict each policy's schedule, then train by it; files are written as they come."""
+def run_all(
+    folder: Path,
+    schedules: Sequence[Schedule],
+    profile: HardwareProfile,
+    steps: int,
+    progress: Progress,
+    backend: str | None = None,
+) -> Demo:
+    """Verify and predict each schedule, then train by it; files are written as they come."""
     chosen = setting(backend)
-    proven = _schedules(chosen, profile)
+    proven = [verify(schedule) for schedule in schedules]
     predictions = []
     for verified in proven:
         schedule = verified.schedule
@@ -104,10 +129,3 @@ def run_all(folder: Path, profile: HardwareProfile, steps: int, progress: Progre
         trained.trace.save(folder / "traces" / f"{schedule.policy}.measured.json")
         runs.append(Run(schedule=schedule, prediction=prediction, trained=trained))
     return Demo(model=proven[0].schedule.model, workload=chosen.workload, lr=chosen.lr, profile=profile, runs=runs)
-
-
-def _schedules(chosen: Setting, profile: HardwareProfile | None) -> list[Verified]:
-    """Each policy's schedule; without a profile yet, for the memory of an H200."""
-    memory = memory_of(profile or hardware.load("h200"))
-    model = presets.load(chosen.model)
-    return [verify(policies.build(name, model, chosen.workload, memory)) for name in POLICIES]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,16 @@ from quick_readings import hurry
 
 from analysis import demo_report
 from megatrain import demo
+from megatrain.here import Here, usable_bytes
+from schedules.errors import Refused
+from schedules.op import Tier
 from schedules.trace import Trace
 from schedules.workload import Workload
+from sim import hardware
+from sim.prediction import peak_bytes
 
 ROOT = Path(__file__).parent.parent
+GIB = 1 << 30
 
 
 def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,8 +33,10 @@ def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(demo.SETTINGS, "cpu", small)
     hurry(monkeypatch)
     monkeypatch.setattr(demo_report, "SIMULATED_MODELS", ("qwen2.5-0.5b",))
-    measured = demo.measure_machine(tmp_path, lambda done, note: None)
-    results = demo.run_all(tmp_path, measured, 6, lambda done, note: None)
+    schedules, left = demo.schedules_here()
+    assert not left
+    measured = demo.measure_machine(tmp_path, schedules, lambda done, note: None)
+    results = demo.run_all(tmp_path, schedules, measured, 6, lambda done, note: None)
     index = demo_report.write(tmp_path, results, "the command", lambda done, note: None)
 
     names = set(demo.POLICIES)
@@ -44,6 +53,26 @@ def test_a_small_demo_writes_everything(tmp_path: Path, monkeypatch: pytest.Monk
             assert (tmp_path / "pictures" / (picture + suffix)).stat().st_size > 0
     timeline = json.loads((tmp_path / "timelines" / "streamed.json").read_text())
     assert {"X", "C", "s", "f"} <= {event["ph"] for event in timeline["traceEvents"]}
+
+
+@pytest.mark.parametrize("gib", [16, 24, 80])
+def test_the_demo_is_built_for_the_memory_that_is_here(gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Here(
+        device="a GPU", on_gpu=True, device_bytes=usable_bytes(gib * GIB), host_bytes=60 * GIB, free_bytes=60 * GIB
+    )
+    monkeypatch.setattr(demo, "machine_here", lambda machine, nvme: at)
+    monkeypatch.setattr(demo, "setting", lambda backend: demo.SETTINGS["cuda"])
+    found, left = demo.schedules_here()
+    names = {schedule.policy for schedule in found}
+    assert names | {schedule.policy for schedule, _ in left} == set(demo.POLICIES)
+    assert {"streamed", "zero3_offload"} <= names and ("resident" in names) == (gib > 16)
+    for schedule in found:
+        assert peak_bytes(schedule, hardware.load("h200"))[Tier.DEVICE] <= at.device_bytes
+    monkeypatch.setattr(demo, "machine_here", lambda machine, nvme: replace(at, device_bytes=GIB))
+    with pytest.raises(
+        Refused, match=r"no step of llama-3\.2-1b fits this machine: resident is not measured: it lacks"
+    ):
+        demo.schedules_here()
 
 
 def test_larger_models_are_compared_with_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:

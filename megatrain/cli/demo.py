@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -17,19 +18,26 @@ def demo(
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps to train with each policy.")] = 40,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
 ) -> None:
-    """Measure this machine, simulate five policies, train with each, and compare the two."""
+    """Measure this machine, simulate five policies, train with each, and compare the two.
+
+    A policy that has no room here is left out, and named.
+    """
     from analysis import demo_report, tables
     from megatrain import demo as demonstration
+    from megatrain.fitting import told_left_out
 
     require_outputs(folders=[out])
+    schedules, left = demonstration.schedules_here(backend)
+    for line in told_left_out(schedules, left):
+        print(f"note: {line}", file=sys.stderr)
     with progress_bar() as progress:
 
         def stage(name: str) -> Callable[[float, str], None]:
             task = progress.add_task(name, total=1.0, note="")
             return lambda done, note: progress.update(task, completed=done, note=note)
 
-        profile = demonstration.measure_machine(out, stage("measuring this machine"), backend)
-        results = demonstration.run_all(out, profile, steps, stage("training with every policy"), backend)
+        profile = demonstration.measure_machine(out, schedules, stage("measuring this machine"), backend)
+        results = demonstration.run_all(out, schedules, profile, steps, stage("training with every policy"), backend)
         finish = stage("writing results")
         index = demo_report.write(out, results, command_line(), finish)
         finish(1.0, "")
