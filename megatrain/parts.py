@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from schedules.errors import Refused
 from schedules.files import write_text
 
 
-def claim(folder: Path, at: Here, way: Way) -> None:
-    """Note in a folder for results where and how they are measured. Raises Refused where it says otherwise already."""
+def claim(folder: Path, at: Here, way: Way, of: Mapping[str, str] | None = None) -> None:
+    """Note in a folder for results where and how they are measured, and `of` what, by name.
+
+    Raises Refused where it says otherwise already.
+    """
     now = {
         "host": machine_name(),
         "device": f"{at.device} as {'a GPU' if at.on_gpu else 'a CPU'}",
@@ -24,12 +27,15 @@ def claim(folder: Path, at: Here, way: Way) -> None:
         "drive": os.fsencode(at.drive or "none").decode(errors="backslashreplace"),
         "ops": str(way),
         "software": versions(),
+        **(of or {}),
     }
     lines = [f"{name}: {value}" for name, value in now.items()]
     owner = folder / "machine.txt"
     was = owner.read_text(encoding="utf-8").splitlines() if owner.is_file() else []
     if differ := [line for line in was if line not in lines]:
-        told = f"{folder} holds what was measured on another machine or in another way ({'; '.join(differ)})"
+        asked = any(line.split(":")[0] in (of or {}) for line in differ)
+        how = "of something else" if asked else "on another machine or in another way"
+        told = f"{folder} holds what was measured {how} ({'; '.join(differ)})"
         raise Refused(f"{told}: remove it, or write elsewhere")
     write_text(owner, "\n".join(lines))
 

@@ -8,6 +8,8 @@ another is measured apart, on pairs of streams. Nothing is fitted to a run that 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +135,9 @@ def _time_ops(
         new = ops - metered if number == 0 else set[str]()
         name = f"ops {schedule.digest} {number}"
         found.append(kept.of(name, lambda s=schedule, m=new: alone(s, *run_on, m)))  # type: ignore[misc]
+        if lacking := new - found[-1]["workspace"].keys():  # in another list others had them
+            more = kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, *run_on))  # type: ignore[misc]
+            found[-1]["workspace"] |= {key: more[key] for key in lacking}
         metered |= ops
     return found
 
@@ -284,6 +289,8 @@ def _whole_machine(
     def update() -> Load:
         return readings.adam_load(model.params(0), workload.precision)
 
+    # what stands beside copies and the optimizer is this model's block, in this workload
+    beside = hashlib.sha256(json.dumps([model.to_dict(), workload.to_dict()]).encode()).hexdigest()[:16]
     works: dict[str, tuple[str, Callable[[], Mapping[str, Any]]]] = {
         "links": ("copies of all sizes", lambda: readings.links(backend, arenas(), compute())),
         "shares": ("cores and memory under load", lambda: readings.shares(backend, arenas(), compute(), update())),
@@ -292,13 +299,14 @@ def _whole_machine(
         "adam": ("the optimizer by threads and precision", lambda: readings.optimizer(backend, arenas(), threads)),
     }
     if nvme is not None:
-        works["nvme"] = (f"the drive at {nvme}", lambda: readings.drive(nvme))
+        works["nvme"] = (f"the drive at {nvme}", lambda: readings.drive(backend, nvme))
         works["nvme_both"] = (f"both ways at {nvme}", lambda: {"shares": readings.drive_both(backend, nvme)})
     found = {}
     try:
         for number, (name, (note, work)) in enumerate(works.items()):
             progress(OPS_SHARE + (1 - OPS_SHARE) * number / len(works), note)
-            found[name] = kept.of(name, lambda work=work: dict(work()))  # type: ignore[misc]
+            part = f"{name} {beside}" if name in ("links", "shares") else name
+            found[name] = kept.of(part, lambda work=work: dict(work()))  # type: ignore[misc]
     finally:
         backend.close()
         torch.set_num_threads(default)  # the readings by threads leave another one as the default

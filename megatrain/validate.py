@@ -107,6 +107,17 @@ class Grid:
         """What is run, all of it."""
         return [schedule for model in self.models for schedule in self.schedules(model, self.held_out)]
 
+    def measured(self) -> dict[str, str]:
+        """What all results in a folder have in common, by name. Shapes to be run may be added to those there."""
+        return {
+            "models": ", ".join(model.name for model in self.models),
+            "policies": ", ".join(self.policies),
+            "profiled shapes": ", ".join(map(named, self.calibrated)),
+            "precision": self.precision,
+            "rounds": str(self.rounds),
+            "steps of a run": str(self.steps),
+        }
+
     def _workload(self, shape: Shape) -> Workload:
         return Workload(micro_batch_size=shape[0], seq_len=shape[1], precision=self.precision)
 
@@ -154,11 +165,11 @@ def profile_and_run(
 
     Raises:
         InputError: ops cannot be computed in the grid's way here.
-        Refused: what is in `folder` is of another machine, drive or way; or what `train` refuses.
+        Refused: what is in `folder` is of another machine, drive, way or grid; or what `train` refuses.
     """
     here = machine_here(partial(backend_of, grid.backend), grid.nvme)
     grid.way.require(on_gpu=here.on_gpu)
-    claim(folder, here, grid.way)
+    claim(folder, here, grid.way, grid.measured())
     path = folder / "profile.json"
     calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
     machine, parts = partial(backend_of, grid.backend), folder / "parts"

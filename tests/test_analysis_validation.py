@@ -18,7 +18,7 @@ from megatrain import profile as profiling
 from megatrain import validate
 from megatrain.validate import Grid, Point
 from schedules import policies, presets
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.op import Phase
 from schedules.schedule import Schedule
 from schedules.trace import COLUMNS, Trace
@@ -206,6 +206,42 @@ def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monke
     validation_report.rebuild(tmp_path)
     assert (tmp_path / "README.md").read_text() == page
     assert (tmp_path / "predicted_measured.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"calibrated": ((1, 16), (4, 16), (2, 32), (8, 64))}, "profiled shapes: 1x16, 4x16, 2x32, 4x64"),
+        ({"policies": ("resident",)}, "policies: resident, streamed"),
+        ({"models": (presets.load("demo"),)}, "models: tiny"),
+        ({"rounds": 2}, "rounds: 1"),
+        ({"steps": 6}, "steps of a run: 5"),
+        ({"precision": "bf16"}, "precision: fp32"),
+        ({"held_out": ((3, 32), (2, 48))}, None),
+    ],
+)
+def test_a_folder_goes_on_with_what_was_profiled_only(
+    change: dict[str, object], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Exception):
+        pass
+
+    def begins(*schedules: object, **more: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr(validate, "time_ops", begins)
+
+    def go(grid: Grid) -> None:
+        validate.profile_and_run(grid, tmp_path, lambda done, note: None, lambda done, note: None)
+
+    with pytest.raises(Begun):
+        go(small())
+    if told is None:  # what is run may be more
+        with pytest.raises(Begun):
+            go(small(**change))
+        return
+    with pytest.raises(Refused, match=rf"measured of something else \({told}\)"):
+        go(small(**change))
 
 
 def test_a_folder_without_a_validation_cannot_be_rebuilt(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ from megatrain import profile
 from megatrain.cpu import CpuBackend
 from megatrain.here import Here
 from megatrain.parts import claim
+from megatrain.representatives import timed_in
 from megatrain.way import PLAINLY, Way
 from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.presets import load
+from schedules.schedule import Schedule
 from schedules.workload import Workload
 
 H100 = Here(device="H100", on_gpu=True, device_bytes=77 * GIB, host_bytes=200 * GIB, free_bytes=200 * GIB)
@@ -56,6 +59,74 @@ def test_results_go_on_in_the_same_way_only(tmp_path: Path) -> None:
     claim(tmp_path, H100, Way(graphs=True))
     with pytest.raises(Refused, match="ops: graphs"):
         claim(tmp_path, H100, PLAINLY)
+
+
+def test_results_of_something_else_are_told(tmp_path: Path) -> None:
+    claim(tmp_path, H100, PLAINLY, {"shapes": "1x16, 2x32", "rounds": "2"})
+    claim(tmp_path, H100, PLAINLY, {"shapes": "1x16, 2x32", "rounds": "2"})
+    with pytest.raises(Refused, match=r"holds what was measured of something else \(shapes: 1x16, 2x32\): remove it"):
+        claim(tmp_path, H100, PLAINLY, {"shapes": "1x16", "rounds": "2"})
+
+
+def test_a_profile_that_was_interrupted_gives_another_model_no_readings_beside_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def reading(name: str) -> Callable[..., dict[str, Any]]:
+        return lambda *arguments: read.append(name) or {}  # type: ignore[func-returns-value]
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("links", "shares", "products", "dram", "optimizer"):
+        monkeypatch.setattr(profile.readings, name, reading(name))
+    monkeypatch.setattr(profile.readings, "Arenas", lambda backend: None)
+    for name in ("block_load", "adam_load"):
+        monkeypatch.setattr(profile.readings, name, lambda *arguments: None)
+    monkeypatch.setattr(profile, "alone", lambda *arguments: {"workspace": dict.fromkeys(arguments[-1], 1)})
+    monkeypatch.setattr(profile, "in_a_run", lambda *arguments: {})
+    monkeypatch.setattr(profile.numbers, "profile_of", interrupted)
+    wider = replace(MODEL, hidden_size=2 * MODEL.hidden_size, num_attention_heads=2 * MODEL.num_attention_heads)
+    longer = replace(SCHEDULES[0].workload, seq_len=32)
+    for model, workload in ((MODEL, SCHEDULES[0].workload), (wider, SCHEDULES[0].workload), (MODEL, longer)):
+        for again in (False, True):
+            schedules = [policies.build("streamed", model, workload, H100.budget)]
+            with pytest.raises(KeyboardInterrupt):
+                profile.measure(model, schedules, progress=lambda done, note: None, parts=tmp_path)
+            assert {"links", "shares"} <= set(read) or again
+            assert not (again and read)
+            read.clear()
+
+
+def test_another_list_of_schedules_finds_the_workspace_of_all_its_ops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = SCHEDULES[0].workload
+    first, second = SCHEDULES[0], policies.build("megatrain", MODEL, workload, H100.budget)
+    timed: list[str] = []
+
+    def alone(schedule: Schedule, *on: Any) -> dict[str, Any]:
+        timed.append(schedule.policy)
+        return {"workspace": dict.fromkeys(on[-1], 1)}
+
+    def workspaces(schedule: Schedule, *on: Any) -> dict[str, int]:
+        return dict.fromkeys(timed_in(schedule), 2)
+
+    monkeypatch.setattr(profile, "alone", alone)
+    monkeypatch.setattr(profile, "workspaces", workspaces)
+
+    def found(*schedules: Schedule) -> list[dict[str, int]]:
+        times = profile.time_ops(schedules, 0, progress=lambda done, note: None, parts=tmp_path)
+        return [one["workspace"] for one in times]
+
+    both = found(first, second)
+    (apart,) = found(second)
+    assert timed == ["streamed", "megatrain"]
+    computed = {op for op in timed_in(second) if op in both[0] or op in both[1]}
+    assert computed and both[1].keys() < computed == apart.keys()
+    assert all(apart[op] == 1 for op in both[1])
+    assert found(first, second) == both
 
 
 @pytest.mark.parametrize(
