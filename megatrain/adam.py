@@ -125,9 +125,12 @@ def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | 
         if source is not None:
             weights.copy_(source)
         return
-    parts = split_state(state, weights.numel(), precision)
-    master = weights.float() if source is None else source.clone()  # storing may change the pattern of a NaN
-    _store(master, weights, parts.low, parts.master)
+    n, parts = weights.numel(), split_state(state, weights.numel(), precision)
+    size = CHUNK[weights.device.type]  # a layer's whole master would take gigabytes beside it
+    for start in range(0, n, size):
+        of = slice(start, start + size)
+        master = weights[of].float() if source is None else source[of].clone()  # storing may change a NaN's pattern
+        _store(master, weights[of], *(None if kept is None else kept[of] for kept in (parts.low, parts.master)))
 
 
 def master_weights(weights: Tensor, state: Tensor, precision: str) -> Tensor:

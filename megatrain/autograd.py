@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from megatrain.backend import POISON
+
 INPUT = "<input>"  # no parameter can have this name
 
 
@@ -293,7 +295,7 @@ class Saved:
     def poison(self) -> None:
         """Overwrite all with one bits, a NaN in every floating type: whoever still reads this shows it."""
         for storage in self.tensors:
-            storage.fill_(0xFF)
+            storage.fill_(POISON)
 
     def _parts(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():

@@ -13,6 +13,7 @@ from schedules.errors import Refused
 from schedules.op import Buffer, Op
 
 Work = Callable[[int], None]  # what one op does in the step of that number
+POISON = 0xFF  # a byte of memory that holds nothing, while faults are sought: a NaN in every floating type
 
 
 class OpFailed(Refused):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from schedules.workload import Workload
 FORMAT = 1
 LAST = "training.json"
 STEP = re.compile(r"step-\d{8,}")
+FINITE_CHUNK = 1 << 20  # elements
 
 Kept = Callable[[int], tuple[Tensor, Tensor]]  # layer -> what is trained of it, flat, and its optimizer state, uint8
 
@@ -90,7 +92,7 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mappin
         target.mkdir(parents=True)
         for i in trained.layers(schedule.model, schedule.workload):
             weights, state = kept(i)
-            if not weights.isfinite().all():
+            if not all_finite(weights):
                 raise Diverged(f"the weights of layer {schedule.model.layer_name(i)} are not finite after step {step}")
             save_file({"weights": weights, "state": state}, _file(target, schedule.model, i))
         about = {**_of(schedule), "step": step, "frozen": dict(frozen or {})}
@@ -106,6 +108,11 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mappin
         raise
     os.sync()
     return target
+
+
+def all_finite(weights: Tensor) -> bool:
+    """Whether these weights, flat, are finite numbers; a part at a time, since masks take memory."""
+    return all(bool(part.isfinite().all()) for part in torch.split(weights, FINITE_CHUNK))
 
 
 def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None, saves: int) -> int:

@@ -17,7 +17,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Diverged
+from megatrain.checkpoint import Diverged, all_finite
 from megatrain.linear import LORA_SCALE
 from megatrain.template import views
 from megatrain.tensor_file import save_file
@@ -152,8 +152,10 @@ def _require_same(config: dict[str, Any], folder: Path, model: ModelSpec) -> Non
     """Raises WeightsError where config.json describes another model; warns where only MAY_BE_CHANGED differ."""
     try:
         other = ModelSpec.from_hf_config(config, model.name)
-    except ModelError:  # what tensors are there tells more
-        return
+    except ModelError as error:  # tensors may be alike all the same, and what is computed with them another thing
+        raise WeightsError(
+            f"the weights in {folder} are of another model than {model.name}, by its config.json: {error}"
+        ) from None
     ours, theirs = model.to_dict(), other.to_dict()
 
     def differing(*keys: str) -> str:
@@ -246,7 +248,7 @@ def write(
 
     def finite(i: int) -> Tensor:
         found = weights(i)
-        if not found.isfinite().all():
+        if not all_finite(found):
             raise Diverged(f"the weights of layer {model.layer_name(i)} are not finite and are not exported")
         return found
 

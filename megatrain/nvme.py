@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
@@ -23,13 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatrain.backend import POISON
 from schedules.errors import Refused
 from schedules.op import Buffer
 
 PIECE = 4 << 20  # bytes of one read or write: enough for a drive's full bandwidth
 DEPTH = 16  # pieces under way at once; one file's pieces go in parallel
 BLOCK = 4096  # what direct access aligns memory, length and place to
-POISON = 0xFF
 
 
 class DriveError(Refused):
@@ -66,10 +67,12 @@ class Drive:
         """A file of the buffer's size, its blocks allocated, full of zeros. Raises DriveError."""
         length = -(-buffer.nbytes // BLOCK) * BLOCK
         try:
-            file = _open_nameless(self.folder, os.O_DIRECT if self.direct else 0)
+            file = _open_nameless(self.folder)
             self._files.append(file)
             if length:
                 os.posix_fallocate(file, 0, length)
+            if self.direct:  # not before: where a file system cannot allocate, the C library writes single bytes
+                _go_direct(file)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise DriveError(
@@ -174,15 +177,23 @@ def _view(memory: Tensor, start: int, stop: int) -> memoryview:
 
 def _has_direct_access(folder: Path) -> bool:
     """Raises OSError where no file can be made."""
-    os.close(_open_nameless(folder))
-    with suppress(OSError):
-        os.close(_open_nameless(folder, os.O_DIRECT))
-        return True
-    return False
+    file = _open_nameless(folder)
+    try:
+        with suppress(OSError):
+            _go_direct(file)
+            return True
+        return False
+    finally:
+        os.close(file)
 
 
-def _open_nameless(folder: Path, flags: int = 0) -> int:
+def _go_direct(file: int) -> None:
+    """What is read and written from now on passes the kernel's cache by. Raises OSError where that cannot be."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def _open_nameless(folder: Path) -> int:
     """A new file on the folder's drive, open to read and write."""
     # over a network a file keeps a name until it is closed, and its folder with it
     with tempfile.TemporaryDirectory(prefix="megatrain-", dir=folder, ignore_cleanup_errors=True) as own:
-        return os.open(Path(own) / "buffer", os.O_RDWR | os.O_CREAT | flags, 0o600)
+        return os.open(Path(own) / "buffer", os.O_RDWR | os.O_CREAT, 0o600)

@@ -147,10 +147,10 @@ def shares(backend: Backend[Any], arenas: Arenas, compute: Load, update: Load) -
     }
 
 
-def drive(folder: Path) -> Found:
+def drive(backend: Backend[Any], folder: Path) -> Found:
     """Bytes per second of a drive by "read or write/bytes of a piece/pieces under way". Raises DriveError."""
     found = Found()
-    memory = torch.empty(DRIVE_FILE // 4, dtype=torch.int32).random_()
+    memory = _host_memory(backend, "drive")
     for piece in PIECES:
         for depth in DEPTHS:
             with Drive(folder, piece=piece, depth=depth) as opened:
@@ -168,11 +168,18 @@ def drive_both(backend: Backend[Any], folder: Path) -> tuple[float, float]:
 
         def load(stream: Stream, verb: str) -> Load:
             slab = opened.allocate(Buffer(name=verb, tier=Tier.NVME, nbytes=DRIVE_FILE))
-            memory = torch.empty(DRIVE_FILE // 4, dtype=torch.int32).random_()
+            memory = _host_memory(backend, verb)
             slab.write(memory)
             return Load(stream=stream, work=functools.partial(getattr(slab, verb), memory))
 
         return together(backend, load(Stream.NVME_READ, "read"), load(Stream.NVME_WRITE, "write"))
+
+
+def _host_memory(backend: Backend[Any], name: str) -> Tensor:
+    """Random bytes in memory as training has it: where that is aligned to pages a drive reads into it directly."""
+    memory = backend.allocate(Buffer(name=name, tier=Tier.HOST, nbytes=DRIVE_FILE))
+    memory.view(torch.int32).random_()
+    return memory
 
 
 def as_used(verb: str) -> str:

@@ -121,7 +121,12 @@ def train(
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         way.require(on_gpu=machine.device.type == "cuda")
-        require_memory(verified, machine.device)
+        require_memory(
+            verified,
+            machine.device,
+            begins=files.resume is None or adapted,
+            saves=files.save is not None or files.export is not None,
+        )
         require_drive(verified, nvme)
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain import adam
 from megatrain.autograd import Saved
+from megatrain.backend import POISON
 from megatrain.checkpoint import Kept
 from megatrain.nvme import Drive, DriveSlab
 from schedules import tensor as tensors
@@ -25,9 +26,9 @@ from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import parse
 from schedules.verify import Verified
+from schedules.workload import Workload
 
-POISON = 0xFF  # all bits one: a NaN in every floating type
-POISON_BLOCK = 1 << 20  # bytes of it on the device
+POISON_BLOCK = 1 << 20  # bytes of POISON on the device
 
 
 class StoreError(Refused):
@@ -207,94 +208,157 @@ class Store:
                 elif in_checkpoints and i in updated:
                     self._begin(verified, i, values(i))
                 else:
-                    self._fill(self._homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
+                    self._fill(homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
 
     def _begin(self, verified: Verified, i: int, values: Tensor) -> None:
         """What is trained of layer i and its optimizer state as before the first step.
 
-        In their place where that is in memory: to allocate gigabytes for each layer takes longer. But a master is made
-        on the host, since a device that is full has no room to do so.
+        In their place where that may be, see `in_place`: to allocate gigabytes for each layer takes longer.
         """
         workload = self._schedule.workload
-        tiers = [Tier.HOST] if workload.precision in adam.MASTERS else [Tier.HOST, Tier.DEVICE]
-        weights, copies = self._place_for(self._homes(verified, trained.cls(workload), i), tiers)
+        tiers = in_place(workload)
+        weights, copies = self._place_for(homes(verified, trained.cls(workload), i), tiers)
         weights = weights.view(float_type(workload.bytes.weight))
-        for of, homes in self._states(verified, i):
-            state, others = self._place_for(homes, tiers)
+        for of, places in states(verified, i):
+            state, others = self._place_for(places, tiers)
             adam.initialise(weights[of], state, workload.precision, values[of])
             self._fill(others, state)
         self._fill(copies, weights)
 
-    def _place_for(self, homes: list[Access], tiers: Collection[Tier]) -> tuple[Tensor, list[Access]]:
-        """Memory for what homes hold, the first of them if it is in one of these tiers, or else the host's; and which
-        homes are then still to be filled."""
-        first, *others = homes
+    def _place_for(self, places: list[Access], tiers: Collection[Tier]) -> tuple[Tensor, list[Access]]:
+        """Memory for what the homes hold, the first of them if it is in one of these tiers, or else the host's; and
+        which are then still to be filled."""
+        first, *others = places
         if self._schedule.buffer[first.buffer].tier in tiers:
             return self.tensor(first), others
-        return torch.empty(self._bytes(first), dtype=torch.uint8), homes
+        return torch.empty(self._bytes(first), dtype=torch.uint8), places
 
     def _go_on(self, verified: Verified, i: int, weights: Tensor, state: Tensor) -> None:
         """What was trained of layer i, and its optimizer state, whole, go where the first step expects them."""
-        self._fill(self._homes(verified, trained.cls(self._schedule.workload), i), weights)
-        for of, homes in self._states(verified, i):
-            if (nbytes := self._bytes(homes[0])) == len(state):
-                self._fill(homes, state)
+        self._fill(homes(verified, trained.cls(self._schedule.workload), i), weights)
+        for of, places in states(verified, i):
+            if (nbytes := self._bytes(places[0])) == len(state):
+                self._fill(places, state)
                 continue
             part = torch.empty(nbytes, dtype=torch.uint8)
             for in_whole, in_part in adam.matched(state, part, len(weights), of, self._schedule.workload.precision):
                 in_part.copy_(in_whole)
-            self._fill(homes, part)
+            self._fill(places, part)
 
-    def _fill(self, homes: list[Access], contents: Tensor) -> None:
-        for home in homes:
+    def _fill(self, places: list[Access], contents: Tensor) -> None:
+        for home in places:
             if slab := self.on_drive(home):
                 slab.write(contents.cpu())
             else:
                 self.tensor(home).copy_(contents)
 
     def kept(self, verified: Verified, i: int) -> tuple[Tensor, Tensor]:
-        """What is trained of layer i and its optimizer state, new, flat, on the CPU. Only between steps."""
+        """What is trained of layer i and its optimizer state, flat, on the CPU. Only between steps.
+
+        Not to be written to, and good until the next step: what lies in memory of the host, whole, is not copied.
+        """
         workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
-        weights = torch.empty(params, dtype=float_type(workload.bytes.weight))
-        self._read(self._homes(verified, trained.cls(workload), i)[0], weights)
+        weights = self._on_cpu(homes(verified, trained.cls(workload), i)[0])
+        found = [(of, self._on_cpu(home)) for of, (home, *_) in states(verified, i)]
+        if len(found) == 1:
+            return weights, found[0][1]
         state = torch.empty(workload.bytes.state_bytes(params), dtype=torch.uint8)
-        for of, (home, *_) in self._states(verified, i):
-            if (nbytes := self._bytes(home)) == len(state):
-                self._read(home, state)
-                continue
-            part = torch.empty(nbytes, dtype=torch.uint8)
-            self._read(home, part)
+        for of, part in found:
             for in_whole, in_part in adam.matched(state, part, params, of, workload.precision):
                 in_whole.copy_(in_part)
         return weights, state
 
-    def _read(self, home: Access, contents: Tensor) -> None:
-        if slab := self.on_drive(home):
-            slab.read(contents)
-        else:
-            contents.copy_(self.tensor(home))
+    def _on_cpu(self, home: Access) -> Tensor:
+        """What a home holds: its own memory if that is the host's, or else new."""
+        slab = self.on_drive(home)
+        if slab is None:
+            return self.tensor(home).cpu()
+        contents = torch.empty(self._bytes(home), dtype=torch.uint8)
+        slab.read(contents)
+        weight = self._schedule.workload.bytes.weight
+        return contents if parse(home.tensor).cls == tensors.STATE else contents.view(float_type(weight))
 
     def master(self, verified: Verified, i: int) -> Tensor:
         """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
         return adam.master_weights(*self.kept(verified, i), self._schedule.workload.precision)
 
-    def _homes(self, verified: Verified, cls: str, i: int) -> list[Access]:
-        """The buffers that hold a tensor, or its parts, between steps; those that are not behind then come first."""
-        layer = self._schedule.model.layer_name(i)
-        homes = [
-            Access(buffer, held)
-            for buffer, held in verified.initial.items()
-            if (name := parse(held)).cls == cls and name.layer == layer
-        ]
-        return sorted(homes, key=lambda home: home.buffer not in verified.newest)
-
-    def _states(self, verified: Verified, i: int) -> list[tuple[slice, list[Access]]]:
-        """The parts that layer i's optimizer state is in: of which trained parameters, and their homes."""
-        model, workload = self._schedule.model, self._schedule.workload
-        homes: dict[str, list[Access]] = {}
-        for home in self._homes(verified, tensors.STATE, i):
-            homes.setdefault(home.tensor, []).append(home)
-        return [(trained.span(model, workload, i, parse(tensor).part), found) for tensor, found in homes.items()]
-
     def _bytes(self, home: Access) -> int:
         return tensor_bytes(home.tensor, self._schedule.model, self._schedule.workload)
+
+
+# ---- where what is trained lies between steps, and what moving it takes for a while
+
+
+def homes(verified: Verified, cls: str, i: int) -> list[Access]:
+    """The buffers that hold a tensor, or its parts, between steps; those that are not behind then come first."""
+    layer = verified.schedule.model.layer_name(i)
+    found = [
+        Access(buffer, held)
+        for buffer, held in verified.initial.items()
+        if (name := parse(held)).cls == cls and name.layer == layer
+    ]
+    return sorted(found, key=lambda home: home.buffer not in verified.newest)
+
+
+def states(verified: Verified, i: int) -> list[tuple[slice, list[Access]]]:
+    """The parts that layer i's optimizer state is in: of which trained parameters, and their homes."""
+    model, workload = verified.schedule.model, verified.schedule.workload
+    found: dict[str, list[Access]] = {}
+    for home in homes(verified, tensors.STATE, i):
+        found.setdefault(home.tensor, []).append(home)
+    return [(trained.span(model, workload, i, parse(tensor).part), of) for tensor, of in found.items()]
+
+
+def filling_bytes(verified: Verified, making: int) -> int:
+    """Of the host's memory, the most that `Store.fill` takes beside the buffers for a layer, which is made anew.
+
+    That is `making` bytes a parameter at first; then its values in fp32, and beside them what cannot be made of them
+    in its place.
+    """
+    model, workload = verified.schedule.model, verified.schedule.workload
+    made = [making * model.params(i) for i in model.layers]
+    begun = [
+        4 * trained.params(model, workload, i) + _bytes_elsewhere(verified, i, in_place(workload))
+        for i in trained.layers(model, workload)
+    ]
+    return max(made + begun)
+
+
+def keeping_bytes(verified: Verified, on_gpu: bool) -> int:
+    """Of the host's memory, the most that `Store.kept` takes beside the buffers for a layer."""
+    model, workload = verified.schedule.model, verified.schedule.workload
+    tiers = [Tier.HOST] if on_gpu else [Tier.HOST, Tier.DEVICE]
+    return max(
+        (
+            _bytes_elsewhere(verified, i, tiers)
+            + (workload.bytes.state_bytes(trained.params(model, workload, i)) if len(states(verified, i)) > 1 else 0)
+            for i in trained.layers(model, workload)
+        ),
+        default=0,
+    )
+
+
+def bytes_within_steps(schedule: Schedule) -> int:
+    """Of the device's buffers, those of activations that no copy touches: they have no memory between steps."""
+    held = {access.buffer for op in schedule.ops for access in op.accesses if parse(access.tensor).cls == tensors.SAVED}
+    copied = {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
+    return sum(b.nbytes for b in schedule.buffers if b.tier == Tier.DEVICE and b.name in held - copied)
+
+
+def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier]) -> int:
+    """Bytes of what is trained of layer i and of its optimizer state, as far as they are not on these tiers."""
+    schedule = verified.schedule
+    found = [homes(verified, trained.cls(schedule.workload), i), *(of for _, of in states(verified, i))]
+    return sum(
+        tensor_bytes(home.tensor, schedule.model, schedule.workload)
+        for home, *_ in found
+        if schedule.buffer[home.buffer].tier not in tiers
+    )
+
+
+def in_place(workload: Workload) -> list[Tier]:
+    """The tiers on which what is trained is made where it will lie.
+
+    A master is made on the host, since a device that is full has no room to do so.
+    """
+    return [Tier.HOST] if workload.precision in adam.MASTERS else [Tier.HOST, Tier.DEVICE]

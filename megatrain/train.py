@@ -235,7 +235,10 @@ class Trainer(Generic[E]):
         return checkpoint.save(folder, self._verified.schedule, self.step, self.kept, self._frozen)
 
     def kept(self, i: int) -> tuple[Tensor, Tensor]:
-        """What is trained of layer i in the type it is computed with, flat, and its optimizer state as bytes; new."""
+        """What is trained of layer i in the type it is computed with, flat, and its optimizer state as bytes.
+
+        Not to be written to, and good until the next step.
+        """
         return self._store.kept(self._verified, i)
 
     def parameters(self, i: int) -> Tensor:

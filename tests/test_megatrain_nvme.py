@@ -84,19 +84,38 @@ def test_what_is_written_is_read(
 
 
 def test_a_drive_without_direct_access_is_used_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
+    told = fcntl.fcntl
 
-    def without(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
+    def without(file: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags, mode)
+        return told(file, command, flags)
 
-    monkeypatch.setattr(os, "open", without)
+    monkeypatch.setattr(fcntl, "fcntl", without)
     with Drive(tmp_path) as drive:
         held, found = slab(drive, 3 * BLOCK), torch.empty(3 * BLOCK, dtype=torch.uint8)
         held.write(torch.full_like(found, 7))
         held.read(found)
         assert not drive.direct and (found == 7).all()
+
+
+def test_blocks_are_allocated_where_the_file_system_itself_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the C library writes a byte into each of them, which direct access would refuse."""
+
+    def by_writing(file: int, offset: int, length: int) -> None:
+        assert offset == 0
+        for at in range(0, length, BLOCK):
+            os.pwrite(file, bytes(1), at + BLOCK - 1)
+
+    monkeypatch.setattr(os, "posix_fallocate", by_writing)
+    with Drive(tmp_path) as drive:
+        if not drive.direct:
+            pytest.skip("this file system has no direct access")
+        held, found = slab(drive, 3 * BLOCK), torch.ones(3 * BLOCK, dtype=torch.uint8)
+        held.read(found)
+        assert not found.any() and fcntl.fcntl(held._file, fcntl.F_GETFL) & os.O_DIRECT
 
 
 def test_slabs_are_zero_until_written_and_nan_when_poisoned(drive: Drive) -> None:

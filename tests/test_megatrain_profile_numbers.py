@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,10 +20,11 @@ from megatrain import profile, profile_numbers, rates, readings
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
 from megatrain.here import Here
+from megatrain.nvme import Drive
 from megatrain.profile_numbers import profile_of
 from megatrain.rates import Load, Rate
 from megatrain.way import PLAINLY
-from schedules.op import Kind, Op, Phase, Stream, Tier, Wait
+from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
 from schedules.workload import PRECISIONS, Workload
@@ -141,10 +143,27 @@ def test_a_drives_rate_is_bytes_per_second_both_ways(tmp_path: Path, monkeypatch
     hurry(monkeypatch)
     seconds = iter([0.5, 0.25, 1.0] * 100)
     monkeypatch.setattr(readings, "_seconds", lambda work: (work(), next(seconds))[1])
-    found = readings.drive(tmp_path)
+    found = readings.drive(CpuBackend(), tmp_path)
     nbytes = readings.DRIVE_FILE
     assert set(found.values()) == {(nbytes, 2 * nbytes, 4 * nbytes)} and readings.as_used("read") in found
     assert {key.rpartition("/")[2] for key in found} == {str(depth) for depth in readings.DEPTHS}
+
+
+def test_a_drive_is_measured_with_memory_as_training_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that begins with a page, as pinned memory does, nothing is copied on the way."""
+
+    class Aligned(CpuBackend):
+        def allocate(self, buffer: Buffer) -> torch.Tensor:
+            return torch.frombuffer(mmap.mmap(-1, buffer.nbytes), dtype=torch.uint8)
+
+    hurry(monkeypatch)
+    monkeypatch.setattr(Drive, "bounce", lambda drive: pytest.fail("aligned memory is copied for nothing"))
+    backend = Aligned()
+    try:
+        readings.drive(backend, tmp_path)
+        readings.drive_both(backend, tmp_path)
+    finally:
+        backend.close()
 
 
 def test_threads_are_counted_in_powers_of_two_up_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatrain import room
+from megatrain import adam, checkpoint, room
 from megatrain.checkpoint import NotSaved
+from megatrain.cpu import CpuBackend
+from megatrain.here import MAKING
+from megatrain.initial import random_parameters
+from megatrain.nvme import Drive
+from megatrain.session import Files, train
+from megatrain.store import Store, bytes_within_steps, filling_bytes, keeping_bytes
+from megatrain.workspace import peak_bytes
 from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 
+BUDGET = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
+CPU = torch.device("cpu")
+
 
 def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = Workload(micro_batch_size=1, accumulation=1, seq_len=16, precision="fp32")
-    budget = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30)
-    step = verify(policies.build("streamed", presets.load("tiny"), workload, budget))
+    step = verify(policies.build("streamed", replace(presets.load("tiny"), vocab_size=1 << 12), workload, BUDGET))
     on_device, on_host = step.allocated_bytes()["device"], step.allocated_bytes()["host"]
+    to_begin = filling_bytes(step, MAKING)
+    more = to_begin - bytes_within_steps(step.schedule)  # activations have no memory before the first step
+    assert 0 < more < to_begin
+    on_host += to_begin
     for device, gpu, ram, lacking in (
-        ("cpu", 0, on_device + on_host, ""),
-        ("cpu", 0, on_device + on_host - 1, "of memory are available on this machine"),
+        ("cpu", 0, on_device + on_host - to_begin + more, ""),
+        ("cpu", 0, on_device + on_host - to_begin + more - 1, "of memory are available on this machine"),
         ("cuda", on_device, on_host, ""),
         ("cuda", on_device - 1, on_host, r"\(device .*\), and .* of the GPU's memory are free"),
         ("cuda", on_device, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
@@ -33,6 +48,64 @@ def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(mon
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu, 10**12))
         with pytest.raises(Refused, match=lacking) if lacking else nullcontext():
             room.require_memory(step, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("policy", "precision", "of_largest"),
+    [
+        ("streamed", "fp32", (8, 0)),
+        ("streamed", "bf16_split", (8, 0)),
+        ("resident", "bf16", (8, 0)),
+        ("resident", "bf16_fp32", (4 + 2 + 12, 0)),  # a master is made on the host
+        ("zero_infinity", "bf16_fp32", (4 + 12, 12)),  # states' home is the drive
+    ],
+)
+def test_what_is_counted_beside_the_buffers_is_what_it_takes(
+    policy: str, precision: str, of_largest: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(adam.CHUNK, "cpu", 1 << 14)  # in proportion to the model
+    monkeypatch.setattr(checkpoint, "FINITE_CHUNK", 1 << 14)
+    model = replace(presets.load("tiny"), vocab_size=1 << 16)
+    workload = Workload(micro_batch_size=1, seq_len=16, precision=precision)
+    step = verify(policies.build(policy, model, workload, BUDGET))
+    largest = max(map(model.params, model.layers))
+    few = largest // 4  # what such a chunk takes
+    with Drive(tmp_path) as drive:
+        store = Store(step.schedule, CpuBackend().allocate, drive=drive)
+        filling = peak_bytes(lambda: store.fill(step, random_parameters(model, 0)), CPU)
+        saving = peak_bytes(
+            lambda: checkpoint.save(tmp_path / "run", step.schedule, 1, lambda i: store.kept(step, i)), CPU
+        )
+    counted = filling_bytes(step, MAKING), keeping_bytes(step, on_gpu=False)
+    assert counted == pytest.approx([of * largest for of in of_largest], rel=0.01)
+    for bytes_counted, bytes_taken in zip(counted, (filling, saving), strict=True):
+        assert bytes_taken == pytest.approx(bytes_counted, abs=few)
+
+
+def test_room_to_begin_and_to_save_is_asked_for_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Workload(micro_batch_size=1, seq_len=16, precision="fp32")
+    step = verify(policies.build("zero_infinity", replace(presets.load("tiny"), vocab_size=1 << 12), workload, BUDGET))
+    needed, kept = step.allocated_bytes(), keeping_bytes(step, on_gpu=False) - bytes_within_steps(step.schedule)
+    buffers = needed["device"] + needed["host"]
+    monkeypatch.setattr(room, "available_memory", lambda: buffers + kept - 1)
+    room.require_memory(step, CPU, begins=False)
+    for options, of in (({"begins": False, "saves": True}, "save"), ({}, "begin")):
+        with pytest.raises(Refused, match=rf"\(device .*, host .*, [0-9.]+ .B more to {of}\), and .* are available"):
+            room.require_memory(step, CPU, **options)
+    asked: list[dict[str, Any]] = []
+
+    def noted(verified: object, device: object, **options: Any) -> None:
+        asked.append(options)
+        raise Refused("no room")
+
+    monkeypatch.setattr("megatrain.session.require_memory", noted)
+    for files in (Files(), Files(save=tmp_path), Files(export=tmp_path), Files(resume=tmp_path)):
+        with pytest.raises(Refused, match="no room"):
+            train(step, steps=1, hyper=lambda step: None, files=files)  # type: ignore[arg-type, return-value]
+    told = [(options["begins"], options["saves"]) for options in asked]
+    assert told == [(True, False), (True, True), (True, True), (False, False)]
 
 
 def test_room_is_asked_for_together_where_folders_share_a_drive(
