@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from megatrain.cli import training_progress
 from megatrain.cli.interrupt import TOGETHER_S
+from megatrain.cli.options import usual_length
 
 ROOT = Path(__file__).parent.parent
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
@@ -394,6 +395,13 @@ def test_a_sequence_longer_than_the_model_was_made_for_is_noted() -> None:
     assert megatrain("compare", "tiny", "-p", "streamed", "-s", "129").stderr.startswith(told)
     step = ("-p", "streamed", "-s", "129", "--tokens", "129", "--vary", "host.memory=64GiB")
     assert megatrain("sweep", "tiny", "-H", "h100", "--prices", "docs/prices.yaml", *step).stderr.startswith(told)
+
+
+def test_a_training_whose_length_was_left_out_has_none_that_the_model_was_not_made_for() -> None:
+    file = str(ROOT / "tests" / "golden" / "streamed.json")  # which says itself how long they are
+    assert [usual_length(target, 256) for target in ("tiny", "demo", file)] == [128, 256, 256]
+    done = megatrain("run", "tiny", "--batch", "1", "--steps", "1", "--json")
+    assert "note:" not in done.stderr and json.loads(done.stdout)["seq_len"] == 128
 
 
 def test_the_version() -> None:

@@ -14,9 +14,6 @@ from megatrain.cli.options import Json, Set, machine_of, print_json, require_out
 if TYPE_CHECKING:
     from schedules.model import ModelSpec
 
-if TYPE_CHECKING:
-    from schedules.model import ModelSpec
-
 
 def models(
     name: Annotated[str | None, typer.Argument(help="A model's name or config.json; all if left out.")] = None,

@@ -120,6 +120,13 @@ def schedule_of(
     return schedule
 
 
+def usual_length(target: str, most: int) -> int:
+    """Tokens of a sequence where none are asked for: `most`, or what the model was made for where that is less."""
+    from schedules import presets
+
+    return most if is_schedule(target) else min(most, presets.load(target).max_position_embeddings)
+
+
 def note_length(model: ModelSpec, seq_len: int) -> None:
     """Say so where sequences are longer than the model was made for; nothing stops them."""
     if seq_len > model.max_position_embeddings:

@@ -23,12 +23,12 @@ from megatrain.cli.options import (
     Policy,
     Precision,
     Recompute,
-    Seq,
     Target,
     machine_of,
     print_json,
     require_outputs,
     schedule_of,
+    usual_length,
     workload_of,
 )
 from megatrain.cli.training_progress import TrainingProgress
@@ -59,7 +59,15 @@ def run(
     ] = None,
     batch: Batch = 4,
     accumulation: Accumulation = 1,
-    seq: Seq = 256,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            "--seq",
+            "-s",
+            min=1,
+            help="Tokens per sequence; if left out 256, or what the model was made for where that is less.",
+        ),
+    ] = None,
     precision: Precision = "fp32",
     clip: Clip = None,
     recompute: Recompute = "none",
@@ -107,7 +115,8 @@ def run(
     require_outputs(files=[trace, log], folders=[save, export])
     profile = machine_of(hardware, None) if hardware else None
     budget = memory_of(profile) if profile else machine_here(partial(backend_of, backend), nvme).budget
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    length = usual_length(target, 256) if seq is None else seq
+    workload = workload_of(batch, accumulation, length, precision, clip, recompute)
     schedule = schedule_of(target, policy, knob, workload, budget, context)
     if expect is not None and not schedule.digest.startswith(expect):
         raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
