@@ -54,6 +54,8 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
         InputError: rows that would stand on top of one another: of several workloads or machines, or of two models or
             policies of one name.
     """
+    from matplotlib.patheffects import withStroke
+
     for _, row in comparison[comparison.duplicated(["model", "label"])].head(1).iterrows():
         raise InputError(
             f"more than one row for {row['model']} and {row['label']}: plot one workload and machine at a time, and "
@@ -76,10 +78,11 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
             written = f"{height:.3g}" + (f"  ({ratio:.2f}x{star})" if np.isfinite(ratio) else "")
         else:
             height, written = 0.0, _short(row["shortage"])
-            ax.bar(x, 0.6 * top, 0.92 * width, fill=False, edgecolor=style.colour, linestyle="--")
+            ax.bar(x, 0.6 * top, 0.92 * width, fill=False, hatch=style.hatch, edgecolor=style.colour, linestyle="--")
         ax.text(
-            x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT, linespacing=1.0
-        )
+            x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT, linespacing=1.0,
+            path_effects=[withStroke(linewidth=3, foreground="white")],  # a hatch runs behind it in a dashed slot
+        )  # fmt: skip
     ax.set_ylim(0, 1.45 * top)
     ax.set_xlim(-0.5, len(models) - 0.5)
     ax.set_xticks(range(len(models)), models)

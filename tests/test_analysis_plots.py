@@ -85,6 +85,14 @@ def test_a_comparison_in_which_nothing_fits_can_be_drawn() -> None:
     assert len(ax.patches) == 1
 
 
+def test_slots_of_one_colour_are_told_apart_by_the_legends_hatches() -> None:
+    nothing, names = MemoryBudget(device_bytes=1, host_bytes=1), ["superoffload", "torchao_offload", "paged_optimizer"]
+    styles = [palette.policy_style(name) for name in names]
+    assert len({style.colour for style in styles}) == 1 and len({style.hatch for style in styles}) == 3
+    ax = plots.throughput(compare([presets.load("tiny")], names, load("h200"), [STEP], nothing))
+    assert {patch.get_hatch() or "" for patch in ax.patches} == {style.hatch for style in styles}
+
+
 def test_rows_that_would_cover_one_another_are_refused(comparison: pd.DataFrame) -> None:
     with pytest.raises(InputError, match="more than one row for demo and resident"):
         plots.throughput(pd.concat([comparison, comparison]))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.hardware import HardwareError, from_json, load, names, override, save, to_json
+from sim.hardware import PROFILES, HardwareError, from_json, load, names, override, save, to_json
 from sim.machine import CEILINGS, NUMBERS, Table, Value, listing, lookup, readings
 from sim.units import UNITS, readable, rounded, to_base
 
@@ -255,11 +255,14 @@ def test_a_measured_time_is_a_whole_number_of_nanoseconds(bad: object) -> None:
         from_json(data, "mine.json")
 
 
-def test_shipped_files_write_each_field_once() -> None:
-    for name in names():
-        text = (Path(__file__).parent.parent / "sim" / "profiles" / f"{name}.json").read_text()
-        assert json.loads(text)["name"] == name
-        assert text.endswith("}\n")
+@pytest.mark.parametrize("name", names())
+def test_shipped_files_write_each_field_once(name: str, tmp_path: Path) -> None:
+    text = (PROFILES / f"{name}.json").read_text()
+    assert text.endswith("}\n")
+    assert load(name).name == name  # which refuses a field that is written twice:
+    (tmp_path / "twice.json").write_text(text.replace('"unit": ', '"unit": "GB/s", "unit": ', 1))
+    with pytest.raises(HardwareError, match=r"twice\.json: field 'unit' appears twice in one object"):
+        load(tmp_path / "twice.json")
 
 
 def test_numbers_for_people_have_four_digits_in_a_unit_of_their_size() -> None:
