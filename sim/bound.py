@@ -3,7 +3,7 @@
 Two lower bounds on the time from step to step. The area of a resource is the time that it alone needs for
 one step's work, however that is ordered. The cycle ratio is the repeating program's own: around a circle of
 things that follow one another, which spans d steps and lasts t at full speed, no d steps take less than t.
-The largest t / d is the period at which the schedule settles when nothing is shared.
+The largest t / d is the period at which the schedule settles when nothing is shared and every stream notices at once.
 """
 
 from __future__ import annotations

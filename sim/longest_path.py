@@ -115,9 +115,11 @@ def evaluate(
     return (end - work).transpose(2, 0, 1), end.transpose(2, 0, 1)
 
 
-def periods(schedule: Schedule, durations: Ints, issue: Ints, *, steps: int = 6) -> NDArray[np.float64]:
-    """Mean time from step to step over the later half of `steps` steps, in ns, shape (batch,)."""
-    _, end = evaluate(schedule, durations, issue, steps)
+def periods(
+    schedule: Schedule, durations: Ints, issue: Ints, wake: Ints | None = None, *, steps: int = 6
+) -> NDArray[np.float64]:
+    """Mean time from step to step over the later half of `steps` steps, in ns, shape (batch,); see `evaluate`."""
+    _, end = evaluate(schedule, durations, issue, steps, wake)
     step_end = np.maximum.accumulate(end.max(axis=2), axis=1)
     first = steps // 2 - 1
     return (step_end[:, -1] - step_end[:, first]) / (steps - 1 - first)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Stream, Tier
-from schedules.schedule import Knob, Schedule
+from schedules.schedule import Knob
 from schedules.trace import Ints
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import demands
@@ -29,12 +29,13 @@ FASTER = 0.9  # what the ops of a class are multiplied with to see what they hol
 SAMPLES = 200  # of a noisy step
 USUAL_NOISE = 0.02  # of an op on a quiet machine, for `spread` where it was not measured
 PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops"), ("gpu.memory_bandwidth",)
+HOST_ADAM, ON_HOST = "host.adam_params_per_s", "/adam/host/"  # its rate, and what is in the keys of its times
 RATES = (
     ("GPU, matrix products", PRODUCTS),
     ("GPU, memory bandwidth", DEVICE_MEMORY),
     ("link, host to device", ("links.h2d.bandwidth", "links.duplex")),
     ("link, device to host", ("links.d2h.bandwidth", "links.duplex")),
-    ("host memory bandwidth", ("host.memory_bandwidth", "host.adam_params_per_s")),
+    ("host memory bandwidth", ("host.memory_bandwidth", HOST_ADAM)),
     ("NVMe, read and write", ("nvme.read", "nvme.write")),
 )
 LINKS = (("H2D", Stream.H2D, "links.h2d.bandwidth"), ("D2H", Stream.D2H, "links.d2h.bandwidth"))
@@ -54,11 +55,11 @@ class Spread:
 
 def spread(prediction: Prediction, noise: float, *, seed: int = 0) -> Spread:
     """How throughput varies if every op's duration does, independently; a step takes the mean of several."""
-    base, issue = _durations(prediction)
+    base = _durations(prediction)
     factors = np.random.default_rng(seed).lognormal(0.0, noise, (SAMPLES, len(base)))
-    found = periods(prediction.schedule, _whole(base * factors), np.tile(issue, (SAMPLES, 1)))
-    scale = prediction.period_ns / _period(prediction.schedule, base, issue)
-    tokens = prediction.schedule.workload.tokens_per_step / (found * scale / 1e9)
+    first, *found = _periods(prediction, np.vstack([base, base * factors]))
+    scale = prediction.period_ns / first
+    tokens = prediction.schedule.workload.tokens_per_step / (np.array(found) * scale / 1e9)
     p5, p50, p95 = (float(value) for value in np.percentile(tokens, (5, 50, 95)))
     return Spread(p5=p5, p50=p50, p95=p95, noise=noise)
 
@@ -79,14 +80,14 @@ def criticality(prediction: Prediction) -> dict[str, float]:
     ops had, sharing included; the largest share of the step first.
     """
     schedule = prediction.schedule
-    base, issue = _durations(prediction)
+    base = _durations(prediction)
     classes: dict[str, list[int]] = {}
     for position, op in enumerate(schedule.ops):
         classes.setdefault(stream_class(op), []).append(position)
     rows = np.tile(base, (1 + len(classes), 1)).astype(np.float64)
     for row, members in enumerate(classes.values(), start=1):
         rows[row, members] *= FASTER
-    found = periods(schedule, _whole(rows), np.tile(issue, (len(rows), 1)))
+    found = _periods(prediction, rows)
     gains = {
         name: float(1.0 - period / found[0]) / (1.0 - FASTER) for name, period in zip(classes, found[1:], strict=True)
     }
@@ -243,16 +244,19 @@ def _largest(fits: Callable[[int], bool]) -> int:
 # ---- evaluation
 
 
-def _durations(prediction: Prediction) -> tuple[Ints, Ints]:
-    """What each op took in the last whole step simulated, sharing included, and what issuing it takes; ns, [ops]."""
+def _durations(prediction: Prediction) -> Ints:
+    """What each op took in the last whole step simulated, sharing included; ns, [ops]."""
     trace, count = prediction.trace, len(prediction.schedule.ops)
-    took = (trace.end_ns - trace.start_ns).reshape(trace.steps, count)[-2]
-    issue = np.array([cost.issue_ns for cost in demands(prediction.schedule, prediction.profile)], dtype=np.int64)
-    return took.astype(np.int64), issue
+    took: Ints = (trace.end_ns - trace.start_ns).reshape(trace.steps, count)[-2].astype(np.int64)
+    return took
 
 
-def _period(schedule: Schedule, durations: Ints, issue: Ints) -> float:
-    return float(periods(schedule, durations[None, :], issue[None, :])[0])
+def _periods(prediction: Prediction, durations: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the schedule with these durations in ns, [batch, ops], and what issuing and noticing take on its machine."""
+    costs, batch = demands(prediction.schedule, prediction.profile), (len(durations), 1)
+    issue = np.tile(np.array([cost.issue_ns for cost in costs], dtype=np.int64), batch)
+    wake = np.tile(np.array([cost.wake_ns for cost in costs], dtype=np.int64), batch)
+    return periods(prediction.schedule, _whole(durations), issue, wake)
 
 
 def _whole(durations: NDArray[np.float64]) -> Ints:
@@ -265,9 +269,17 @@ def _again(prediction: Prediction, profile: HardwareProfile) -> float:
 
 
 def _scaled(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> HardwareProfile | None:
-    """The machine with these numbers multiplied; None if it has none of them."""
+    """The machine with these numbers multiplied, and what was timed of the CPU's optimizer where its rate is one; None
+    if it has none of them."""
     changes = list(_assignments(profile, paths, factor))
-    return override(profile, changes) if changes else None
+    if not changes:
+        return None
+    scaled = override(profile, changes)
+    if HOST_ADAM not in paths or scaled.measured is None or scaled.measured.op_times is None:
+        return scaled
+    table = scaled.measured.op_times
+    times = {key: round(ns / factor) if ON_HOST in key else ns for key, ns in table.values.items()}
+    return replace(scaled, measured=replace(scaled.measured, op_times=replace(table, values=times)))
 
 
 def _assignments(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from timed_profile import timed
 
 from schedules import policies, presets
 from schedules.model import ModelSpec
@@ -71,6 +72,22 @@ def test_bandwidth_that_is_required_is_enough_and_a_tenth_less_is_not() -> None:
 
     assert period(needed * 1.01) < period(needed * 0.5)
     assert whatif.required_bandwidth(predicted(8, resident=10)) == {"H2D": None, "D2H": None}
+
+
+def test_more_host_memory_bandwidth_makes_a_timed_optimizer_of_the_cpu_faster() -> None:
+    """By as much as where it follows from a rate."""
+    model, workload = shallow(4), Workload(micro_batch_size=1, seq_len=512)
+    profile = timed(model, [workload])
+    schedule = policies.build("streamed", model, workload, memory_of(profile))
+    prediction = predict(schedule, profile)
+    assert whatif.marginal_gains(prediction)["host memory bandwidth, +25%"] > 0.1
+
+
+def test_what_ops_hold_up_counts_the_time_until_streams_notice() -> None:
+    """Where noticing takes a second each time, no op matters."""
+    prediction = predicted(4, "issue.wake=1s")
+    assert prediction.period_ns > 5e9 and max(whatif.criticality(prediction).values()) < 0.2
+    assert max(whatif.criticality(predicted(4)).values()) > 0.5
 
 
 def test_spread_grows_with_noise_and_vanishes_without() -> None:
