@@ -14,7 +14,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +32,7 @@ from sim import hardware
 from sim.candidate import cost
 from sim.cost import TooLong
 from sim.machine import HardwareProfile
-from sim.placement_bound import NoPlacement, placement_bound
-from sim.plan import plan, splits
+from sim.plan import bound_of_any_split, plan, splits
 from sim.prediction import Prediction, memory_of, predict
 from sim.worker import begin_to_work, lost_ones_told
 
@@ -225,21 +224,30 @@ def _named(point: Point) -> Found:
             refused = error
             continue
         if prediction.does_not_fit is None:
-            return prediction, knobs, _bound_ns(schedule, point.profile)
+            return prediction, knobs, _bound_ns(schedule, point)
         refused = prediction.does_not_fit
     assert refused is not None, "a step has at least one micro-batch"
     raise refused
 
 
-def _bound_ns(schedule: Schedule, profile: HardwareProfile) -> float:
+def _bound_ns(schedule: Schedule, point: Point) -> float:
     """Of any exact schedule that trains all of the model; 0 where this one is none, or the bound knows of none."""
     workload = schedule.workload
     if schedule.staleness or workload.task != "train" or workload.lora_rank is not None:
         return 0.0
-    try:
-        return placement_bound(schedule.model, workload, profile).period_ns
-    except NoPlacement:
-        return 0.0
+    key = replace(point, policy=PLAN, source="").key  # all policies share it
+    if key not in _bounds:
+        _bounds[key] = bound_of_any_split(
+            point.model,
+            point.profile,
+            seq_len=point.seq_len,
+            tokens_per_step=point.tokens_per_step,
+            precision=point.precision,
+        )
+    return _bounds[key]
+
+
+_bounds: dict[str, float] = {}  # by point, in ns
 
 
 # ---- what neighbours found

@@ -63,9 +63,12 @@ class Places:
         self.updates = [i for i in landing if i not in self.late]
         self.updates += sorted(self.late, key=lambda i: (i not in first, i))
 
-        # what of blocks' states lives on a drive, some of these blocks' weights, and gradients that have to wait
+        # what of blocks' states lives on a drive, some of these blocks' weights, and gradients that have to wait; first
+        # of the late ones, whose traffic falls into the forward, when the drive has nothing else to do
         elsewhere = [(i, part) for i in self.streamed for part in self.parts if (i, part) not in self.staying]
-        self.nvme_states = spread(elsewhere, nvme)
+        late, soon = ([state for state in elsewhere if (state[0] in self.late) is then] for then in (True, False))
+        self.nvme_states = spread(late, nvme)
+        self.nvme_states |= spread(soon, nvme - len(self.nvme_states))
         on_nvme = {i for i, _ in self.nvme_states}
         self.nvme_weights = spread(sorted(on_nvme), nvme_weights)
         self.nvme_grads = {i for i in self.nvme_weights if i in self.late and self.landings[i] == 1}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from schedules.errors import InputError, ProgramError
@@ -17,7 +17,7 @@ from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
-from sim.cost import MissingCost, Unmeasured
+from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.coverage import command
 from sim.findings import Progress
 from sim.machine import HardwareProfile
@@ -121,12 +121,8 @@ def plan(
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
-    steps = [
-        replace(workload, recompute=mode)
-        for workload in splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
-        for mode in model.recompute_modes
-    ]
-    steps = _that_can_be_written(model, steps)
+    asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
+    steps = _that_can_be_written(model, _all_ways(model, asked))
     finished = True
     limit: PlacementBound | None = None
     bounded: list[tuple[PlacementBound, Workload]] = []
@@ -148,13 +144,11 @@ def plan(
     if search.found.best is None or search.found.chosen is None or limit is None:
         if not finished:
             raise KeyboardInterrupt
-        if lacking is not None and (search.found.best is not None or search.found.shortest is None):
+        if lacking is not None:  # of a candidate or a split that has room
             raise MissingCost(lacking, measure_with)
         if search.found.best is None and search.found.too_long is not None:
             raise search.found.too_long
-        told = search.found.room.nothing_fits(steps[-1], search.found.shortest)
-        others = f"; others were not measured, as they would be by: {measure_with}"
-        raise NothingFits(told + others if measure_with else told)
+        raise NothingFits(search.found.room.nothing_fits(steps[-1], search.found.shortest))
     verify(search.found.best.schedule)
     return Plan(
         prediction=search.found.best,
@@ -166,6 +160,27 @@ def plan(
         left_out=left_out,
         measure_with=measure_with,
     )
+
+
+def bound_of_any_split(
+    model: ModelSpec, profile: HardwareProfile, *, seq_len: int, tokens_per_step: int, precision: str = "bf16"
+) -> float:
+    """In ns, no exact schedule of this step is faster, however it is split; 0 where the bound knows of none.
+
+    It knows of none where nothing could fit, a measured profile lacks a time, or all splits have ops that take
+    too long.
+    """
+    steps = _that_can_be_written(model, _all_ways(model, splits(seq_len, tokens_per_step, None, None, precision, None)))
+    try:
+        bounded, unmeasured = by_bound(model, profile, memory_of(profile), steps)
+    except TooLong:
+        return 0.0
+    return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)
+
+
+def _all_ways(model: ModelSpec, steps: Iterable[Workload]) -> list[Workload]:
+    """Each split with every mode of recompute."""
+    return [replace(workload, recompute=mode) for workload in steps for mode in model.recompute_modes]
 
 
 def _that_can_be_written(model: ModelSpec, steps: Sequence[Workload]) -> list[Workload]:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from schedules import policies
 from schedules.errors import InputError, Refused
@@ -31,6 +34,7 @@ from sim.refine import refine
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
+NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
 LAST = 6  # of so many parts of the effort, one is kept for a last refinement
@@ -46,8 +50,9 @@ FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3, "slots": 1},
 )
 SHARED_INPUTS = (2, 4)  # blocks that run forward again from one input, to begin with
-THRIFTIEST = 3  # how many are tried, those that leave least on the drive
+THRIFTIEST = 6  # how many are tried, those that leave least on the drive
 MANY = 100  # candidates judged at once where few are expected to beat the best
+LATE = (1000, 24, 8)  # of so many blocks, one is updated late, to begin with
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 
 _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
@@ -72,9 +77,9 @@ def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str
 
 
 def by_bound(
-    model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget, steps: list[Workload]
+    model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget, steps: Sequence[Workload]
 ) -> tuple[list[tuple[PlacementBound, Workload]], list[Unmeasured]]:
-    """The splits that could fit, the fewest micro-batches first, each with its bound.
+    """The splits that could fit, in the order of `steps`, each with its bound.
 
     And of those that a measured profile has no times for, what it lacks. Raises TooLong where all splits have ops that
     take too long.
@@ -91,12 +96,26 @@ def by_bound(
         except TooLong as error:  # smaller micro-batches have shorter ops
             too_long.append(error)
             continue
-        if len({other.accumulation for _, other in found}) > SPLITS:
-            found.pop()
-            break  # smaller micro-batches move more for what they do, and take longer to look at
     if len(too_long) == len(steps) > 0:
         raise too_long[-1]
     return found, unmeasured
+
+
+def worth_searching(bounded: list[tuple[PlacementBound, Workload]]) -> list[tuple[PlacementBound, Workload]]:
+    """Of many ways to split a step some: smaller micro-batches move more for what they do, and take longer to look at.
+
+    They are spread from the fewest micro-batches that could fit to the fewest that have nearly the least bound, which
+    falls with their number where memory is short.
+    """
+    counts = sorted({workload.accumulation for _, workload in bounded})
+    if len(counts) <= SPLITS:
+        return bounded
+    least = min(found.period_ns for found, _ in bounded)
+    enough = min(w.accumulation for found, w in bounded if found.period_ns <= least * (1.0 + NEARLY_LEAST))
+    counts = counts[: max(counts.index(enough) + 1, SPLITS)]
+    even = np.geomspace(counts[0], counts[-1], SPLITS)
+    some = counts if len(counts) == SPLITS else [min(counts, key=lambda n: abs(math.log(n / at))) for at in even]
+    return [(found, workload) for found, workload in bounded if workload.accumulation in some]
 
 
 class Search:
@@ -124,12 +143,15 @@ class Search:
         self.one_block = False  # weights and gradients may come one block at a time
 
     def all_of(self, steps: list[Workload], bounded: list[tuple[PlacementBound, Workload]]) -> None:
-        """Search all splits that could fit, `bounded`, and at the end every named policy."""
-        if max((workload.accumulation for _, workload in bounded), default=1) >= LONG:
-            self.a_part_first([workload for _, workload in bounded])
+        """Search the splits that could fit, `bounded`, and at the end every named policy."""
+        some = worth_searching(bounded)
+        if max((workload.accumulation for _, workload in some), default=1) >= LONG:
+            self.a_part_first([workload for _, workload in some])
         aside = self.found.effort // LAST
         self.found.effort -= aside
-        self.splits(bounded)
+        self.splits(some)
+        if self.found.best is None:
+            self.thriftiest([workload for _, workload in bounded])
         self.found.effort = max(self.found.effort, 0) + aside
         self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
         self.found.share = 0.9
@@ -162,6 +184,14 @@ class Search:
         if not self._has_begun(bounded):
             self.one_block = True
             self.modes(bounded)
+
+    def thriftiest(self, steps: list[Workload]) -> None:
+        """Try what takes the least memory, until something fits: smaller micro-batches than were searched may."""
+        for workload in reversed(steps):
+            least = self.found.room.thriftiest(workload)
+            self.found.evaluate(*(least.with_knobs({"order": order}) for order in ("layers", "microbatches")))
+            if self.found.best is not None:
+                return
 
     def modes(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search all modes of recompute, the likeliest first."""
@@ -218,7 +248,7 @@ class Search:
         of_part = Search(self.found.model, self.found.profile, self.found.budget, self.found.judge, told)
         of_part.found.effort = self.found.effort // 2
         bounded, _ = by_bound(self.found.model, self.found.profile, self.found.budget, parts)
-        of_part.splits(bounded)
+        of_part.splits(worth_searching(bounded))
         self.found.effort -= self.found.effort // 2 - of_part.found.effort
         best: dict[Workload, Candidate] = {}
         for candidate, tried in sorted(of_part.found.tried.items(), key=lambda item: item[1].cost_ns):
@@ -321,17 +351,21 @@ class Search:
         """
         if start.workload.grad_clip is not None:
             return
-        start = start.with_knobs({"resident": self.least})
         if not start.value("nvme"):
-            there = start.with_knobs(late)
+            there = start.with_knobs({"resident": self.least, **late})
             if stay := min(most, self.found.room.stays(there)):
                 self.found.evaluate(there.with_knobs({"stay": stay}))
             return
-        thrifty = [start.with_knobs({**few, "every": every}) for every in SHARED_INPUTS for few in FEW_BUFFERS]
-        thrifty.sort(key=lambda candidate: self.found.room.on_the_drive(self._staying(candidate)))
+        ways = itertools.product(sorted({0, 1, self.least}), (1, *SHARED_INPUTS), FEW_BUFFERS)
+        thrifty = [
+            self._staying(start.with_knobs({"resident": resident, "every": every, **few}))
+            for resident, every, few in ways
+        ]
+        thrifty.sort(key=self.found.room.on_the_drive)
+        usual = [self._staying(start.with_knobs({"resident": self.least, **few})) for few in FEW_BUFFERS]
         effort = self.found.effort
-        for there in map(self._staying, (*(start.with_knobs(few) for few in FEW_BUFFERS), *thrifty[:THRIFTIEST])):
-            self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, self.found.model.num_hidden_layers // 8)))
+        for there in dict.fromkeys((*usual, *thrifty[:THRIFTIEST])):
+            self.found.evaluate(*(there.with_knobs({"defer": self.found.model.num_hidden_layers // n}) for n in LATE))
         self.found.effort = effort  # there are few: what follows may still take its own
 
     def _staying(self, candidate: Candidate) -> Candidate:

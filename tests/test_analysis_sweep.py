@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from matplotlib.text import Text
+from timed_profile import timed
 
 from analysis import buying, costs, prices, sweep, tables
 from analysis.figure import figure_of
@@ -237,11 +238,28 @@ def test_a_policy_has_the_knobs_it_is_given() -> None:
 def test_a_row_is_what_was_found_with_its_gap_to_the_bound_of_any_schedule() -> None:
     (point,) = some(["h200"], names=["resident"])
     row = sweep.evaluate(point)
-    workload = Workload(micro_batch_size=row["micro_batch_size"], seq_len=16, accumulation=row["accumulation"])
-    bound_s = placement_bound(point.model, workload, point.profile).period_ns / 1e9
+    steps = [
+        Workload(micro_batch_size=4 // n, seq_len=16, accumulation=n, recompute=mode)
+        for n in (1, 2, 4)
+        for mode in point.model.recompute_modes
+    ]
+    bound_s = min(placement_bound(point.model, workload, point.profile).period_ns for workload in steps) / 1e9
     assert row["gap"] == pytest.approx(row["step_s"] / bound_s - 1) and row["gap"] > 0
     assert row["tokens_per_s"] == pytest.approx(64 / row["step_s"])
-    assert row["flops_per_token"] == pytest.approx(model_flops_per_step(point.model, workload) / 64)
+    assert row["flops_per_token"] == pytest.approx(model_flops_per_step(point.model, steps[0]) / 64)
+
+
+def test_all_policies_of_a_point_have_one_bound_however_they_split_the_step() -> None:
+    rows = [sweep.evaluate(point) for point in some(["h200"], vary=["gpu.memory=0.5MB"])]
+    assert [row["accumulation"] for row in rows] == [4, 1]
+    assert rows[0]["bound_s"] == rows[1]["bound_s"] > 0
+
+
+def test_what_was_measured_for_one_policy_fits_without_a_bound() -> None:
+    (point,) = some(["h200"], names=["resident"])
+    point = replace(point, profile=timed(MODEL, [Workload(micro_batch_size=4, seq_len=16)], names=["resident"]))
+    row = sweep.evaluate(point)
+    assert row["fits"] and row["gap"] is None and row["step_s"] > 0
 
 
 def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:

@@ -30,15 +30,15 @@ from schedules.tensor import parts
 from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
-from sim.candidate import DRIVE_GAIN
+from sim.candidate import DRIVE_GAIN, Case, judges
 from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
 from sim.cost import timed as timed_ops
 from sim.machine import HardwareProfile, Measured
 from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
-from sim.plan import Plan, plan, splits
+from sim.plan import Plan, bound_of_any_split, plan, splits
 from sim.prediction import memory_of, peak_bytes, predict
 from sim.room import Room
-from sim.search import EFFORT, LONG, PART, NothingFits, Search
+from sim.search import EFFORT, LONG, PART, NothingFits, Search, by_bound, worth_searching
 
 ROOMY = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40)
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
@@ -337,6 +337,52 @@ def test_plan_is_never_slower_than_a_named_policy(
         prediction = predict(schedule, profile)
         if prediction.fits:
             assert 0 < period <= prediction.period_ns, policy
+
+
+def test_the_bound_of_a_plan_holds_for_splits_that_are_not_searched() -> None:
+    """It falls with the size of micro-batches where memory is short, and there are ten that could fit."""
+    model, profile = shallow(4), replace(machine("rtx4090", device_gb=4.0, host_gb=50.0), nvme=None)
+    found = plan(model, profile, seq_len=512, tokens_per_step=60 * 512, effort=0)
+    counts = (3, 4, 5, 6, 10, 12, 15, 20, 30, 60)
+    steps = [step(60 // n, accumulation=n, recompute=mode) for n in counts for mode in model.recompute_modes]
+    bounded, _ = by_bound(model, profile, memory_of(profile), steps)
+    assert found.lower_bound_ns == min(bound.period_ns for bound, _ in bounded)
+    ours = {tried.workload.accumulation for tried in found.tried if tried.policy == "streamed"}
+    assert found.lower_bound_ns < min(bound.period_ns for bound, workload in bounded if workload.accumulation in ours)
+    assert found.lower_bound_ns == bound_of_any_split(model, profile, seq_len=512, tokens_per_step=60 * 512)
+
+
+@pytest.mark.parametrize(
+    ("falls_until", "searched"), [(3, [3, 4, 5, 6, 8, 9]), (9, [3, 4, 5, 6, 8, 9]), (90, [3, 6, 12, 24, 45, 90])]
+)
+def test_splits_are_searched_down_to_the_size_from_which_smaller_gain_nothing(
+    falls_until: int, searched: list[int]
+) -> None:
+    counts = [3, 4, 5, 6, 8, 9, 10, 12, 15, 18, 20, 24, 30, 36, 40, 45, 60, 72, 90, 120, 180, 360]
+    bounded = [
+        (
+            PlacementBound(period_ns=1e9 + 9e9 / min(n, falls_until), areas_ns={}, placed={}),
+            step(360 // n, accumulation=n),
+        )
+        for n in counts
+    ]
+    found = worth_searching(bounded)
+    assert [workload.accumulation for _, workload in found] == searched
+    assert worth_searching(bounded[:5]) == bounded[:5]
+
+
+def test_where_nothing_searched_fits_the_thriftiest_of_any_split_is_tried() -> None:
+    model, steps = shallow(1), [step(24 // n, accumulation=n) for n in (1, 6, 12, 24)]
+    profile = replace(hardware.load("rtx4090"), nvme=None)
+    least = Room(model, profile, memory_of(profile)).thriftiest(steps[-1]).with_knobs({"order": "microbatches"})
+    schedule = policies.build(least.policy, model, steps[-1], memory_of(profile), **dict(least.knobs))
+    small = hardware.override(profile, [f"gpu.memory={peak_bytes(schedule, profile)[Tier.DEVICE]}bytes"])
+    with judges(Case(model, small, memory_of(small)), 1) as judge:
+        search = Search(model, small, memory_of(small), judge)
+        search.thriftiest(steps[:-1])
+        assert search.found.best is None
+        search.thriftiest(steps)
+    assert search.found.best is not None and search.found.workload == steps[-1]
 
 
 def test_where_ours_fit_in_small_micro_batches_only_others_are_tried_in_larger_ones() -> None:
