@@ -31,7 +31,8 @@ class Kept:
     to a drive, and come back. inputs: the block's input goes to the host and comes back, whatever else the block
     keeps. inputs_on_nvme: of these blocks, those whose inputs go on to a drive. slack: how many visits of a block lie
     between its own and the moment its buffer is needed again, or filled again. every: of so many blocks that run
-    forward again one keeps its input, and they run forward again together.
+    forward again one keeps its input, and they run forward again together: for all that their backwards need, or if
+    `nested` for their inputs alone, so that each runs forward once more just before its backward.
     """
 
     on_device: Collection[int] = ()
@@ -41,6 +42,7 @@ class Kept:
     inputs_on_nvme: Collection[int] = ()
     slack: int = 1
     every: int = 1
+    nested: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 1:

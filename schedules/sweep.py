@@ -122,12 +122,12 @@ class _Sweep:
             for i in piece[:-1]:
                 slot = self._weights(i)
                 for m in self._group:
-                    p.recompute(i, m, weights=slot, output=True)
+                    p.recompute(i, m, weights=slot, keep="input" if kept.nested else "all", output=True)
             for i in reversed(piece):
                 slot, buffer = self._weights(i), self._grad(i)
                 for m in self._group:
                     self.travel.come()
-                    if i == piece[-1] and kept.recomputes(i):
+                    if kept.recomputes(i) and (i == piece[-1] or kept.nested):
                         p.recompute(i, m, weights=slot)
                     p.backward(i, m, weights=slot, grad=buffer)
                 self._done(i, buffer or p.home(p.grad(i)))

@@ -35,7 +35,8 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
             "slabs": [1, 2, 4, 8],
             "slots": [1, 2, 3, 4],
             "grad_slots": [1, 2],
-            "every": [1, 2, 4],
+            "every": [1, 2, 4, 8],
+            "nested": [False, True],
         }
     if not ONE_BLOCK.keys().isdisjoint(known):
         space |= {"slots": [1, 2, 3, 4], "grad_slots": [1, 2]}

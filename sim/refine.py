@@ -8,7 +8,14 @@ from sim.findings import Findings
 from sim.knob_space import knob_space
 from sim.room import Room
 
-FREES = ("resident", "every", "slots", "grad_slots", "inputs")  # knobs that leave more room on the device, or less
+FREES = (
+    "resident",
+    "every",
+    "nested",
+    "slots",
+    "grad_slots",
+    "inputs",
+)  # knobs that leave more room on the device, or less
 WORTH_A_STEP = 1e-4  # by what fraction a step must be faster to be taken
 
 
@@ -32,6 +39,8 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
         for name, values in space.items():
             if name == "parts" and not (at.value("through") or at.value("stay") or at.value("nvme")):
                 continue  # of nothing
+            if name == "nested" and at.value("every") == 1:
+                continue
             if at.value(name) not in values:  # the search began with it
                 values = [at.value(name), *values]
             here = values.index(at.value(name))

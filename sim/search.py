@@ -49,8 +49,9 @@ FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3},
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3, "slots": 1},
 )
-SHARED_INPUTS = (2, 4)  # blocks that run forward again from one input, to begin with
-THRIFTIEST = 6  # how many are tried, those that leave least on the drive
+# blocks that run forward again from one input, to begin with: for all that backward needs, or nested
+SHARED_INPUTS: dict[bool, tuple[int, ...]] = {False: (1, 2, 4), True: (4, 8)}
+THRIFTIEST = {False: 6, True: 3}  # how many of these are tried, those that leave least on the drive
 MANY = 100  # candidates judged at once where few are expected to beat the best
 LATE = (1000, 24, 8)  # of so many blocks, one is updated late, to begin with
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
@@ -356,15 +357,17 @@ class Search:
             if stay := min(most, self.found.room.stays(there)):
                 self.found.evaluate(there.with_knobs({"stay": stay}))
             return
-        ways = itertools.product(sorted({0, 1, self.least}), (1, *SHARED_INPUTS), FEW_BUFFERS)
-        thrifty = [
-            self._staying(start.with_knobs({"resident": resident, "every": every, **few}))
-            for resident, every, few in ways
-        ]
-        thrifty.sort(key=self.found.room.on_the_drive)
+        thrifty: list[Candidate] = []
+        for nested, inputs in SHARED_INPUTS.items():
+            ways = itertools.product(sorted({0, 1, self.least}), inputs, FEW_BUFFERS)
+            some = [
+                self._staying(start.with_knobs({"resident": resident, "every": every, "nested": nested, **few}))
+                for resident, every, few in ways
+            ]
+            thrifty += sorted(some, key=self.found.room.on_the_drive)[: THRIFTIEST[nested]]
         usual = [self._staying(start.with_knobs({"resident": self.least, **few})) for few in FEW_BUFFERS]
         effort = self.found.effort
-        for there in dict.fromkeys((*usual, *thrifty[:THRIFTIEST])):
+        for there in dict.fromkeys((*usual, *thrifty)):
             self.found.evaluate(*(there.with_knobs({"defer": self.found.model.num_hidden_layers // n}) for n in LATE))
         self.found.effort = effort  # there are few: what follows may still take its own
 

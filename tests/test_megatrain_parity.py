@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "zero_infinity, activations=nvme": {"activations": "nvme", "params_on_nvme": True},
     "resident, activations=nvme": {"keep": 1, "activations": "nvme"},
     "streamed, every=2": {"keep": 1, "every": 2},
+    "streamed, every=3, nested": {"keep": 1, "every": 3, "nested": True},
     "streamed, hold=2": {"hold": 2, "resident": 1, "slots": 1},
     "streamed, hold=3, order=microbatches": {"hold": 3, "order": "microbatches", "defer": 1},
     "streamed, singly=2": {"singly": 2, "hold": 1, "resident": 1},

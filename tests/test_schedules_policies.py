@@ -248,6 +248,7 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
             "nvme_inputs": st.integers(0, 7),
             "nvme_offload": st.integers(0, 7),
             "every": st.integers(1, 4),
+            "nested": st.booleans(),
             "hold": st.integers(0, 7),
             "order": st.sampled_from(["layers", "microbatches"]),
             "singly": st.integers(0, 7),
@@ -416,6 +417,31 @@ def test_no_more_blocks_keep_theirs_than_fit_whatever_the_others_do(name: str, k
         taken = device_peak(policies.build(name, model, step, memory, **knobs))
         # one block more or less may take as much
         assert taken == max((peak for peak in peaks if peak <= budget), default=peaks[0])
+
+
+def test_nested_blocks_run_forward_once_more_and_hold_the_activations_of_one_at_a_time() -> None:
+    together, nested = (
+        policies.build("streamed", blocks(9), workload(accumulation=2), ROOM, keep=0, every=3, nested=nested)
+        for nested in (False, True)
+    )
+    again = Counter(op.layer for op in nested.ops if op.phase == Phase.RECOMPUTE)
+    assert again == {i: 2 if i % 3 == 2 else 4 for i in range(9)}  # two micro-batches; the last of three need not
+    assert phases(together)[Phase.RECOMPUTE] == 18
+    held = [sum(b.name.startswith("saved") for b in schedule.buffers) for schedule in (together, nested)]
+    assert held == [5, 1]  # of two blocks' two micro-batches, and one more
+
+
+def test_the_drive_has_the_states_of_late_blocks_first() -> None:
+    """Whose traffic falls into the forward, when no others are updated."""
+
+    def on_drive(nvme: int) -> set[str]:
+        schedule = policies.build("streamed", blocks(8), workload(accumulation=1), ROOM, defer=2, nvme=nvme, parts=2)
+        homes = {access.tensor for op in schedule.ops if op.stream == Stream.NVME_READ for access in op.writes}
+        return {tensor for tensor in homes if tensor.startswith("o.")}
+
+    late = on_drive(4)
+    assert len(late) == 4 and len({tensor.split(".")[1][0] for tensor in late}) == 2
+    assert len(on_drive(6)) == 6 and on_drive(6) > late > on_drive(3)
 
 
 def test_megatrain_loads_each_layer_up_to_three_times_and_computes_four_forwards() -> None:

@@ -57,6 +57,7 @@ def policy(
     inputs: int = 0,
     slack: int = 1,
     every: int = 1,
+    nested: bool = False,
     defer: int = 0,
     resident: int = 0,
     hold: int = 0,
@@ -83,6 +84,7 @@ def policy(
             do not fit the device together.
         slack: how many visits ahead of their need activations come back, and after their making they leave.
         every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
+        nested: whether these then make only their inputs again, and each runs once more just before its backward.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
         hold: how many of the other blocks, evenly spread, have their weights on the device, and with
@@ -135,6 +137,7 @@ def policy(
             inputs_on_nvme=spread(sorted(leaving), nvme_inputs),
             slack=slack,
             every=every,
+            nested=nested,
         )
         step = StreamedStep(
             model, workload, places, kept, slots=slots, grad_slots=grad_slots, slabs=slabs, nvme_slots=nvme_slots
