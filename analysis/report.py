@@ -92,12 +92,16 @@ def _origin(origin: Origin) -> list[str]:
 
 
 def _reasons(comparison: pd.DataFrame) -> list[str]:
-    """Why rows do not fit, in full."""
-    lacking = comparison[~comparison["fits"].astype(bool)]
-    if not len(lacking):
-        return []
-    rows = [f"- {row['label']}, {row['model']}: {row['reason']}" for row in tables.records(lacking)]
-    return ["What does not fit, and why:", "", *rows, ""]
+    """Why rows do not fit, or have no prediction, in full."""
+    lines: list[str] = []
+    unknown = comparison["fits"].isna()
+    for heading, rows in (
+        ("What does not fit, and why:", comparison[~unknown & ~comparison["fits"].astype(bool)]),
+        ("What is not predicted, and why:", comparison[unknown]),
+    ):
+        told = [f"- {row['label']}, {row['model']}: {row['reason']}" for row in tables.records(rows)]
+        lines += [heading, "", *told, ""] if told else []
+    return lines
 
 
 def _section(folder: Path, section: Section) -> list[str]:

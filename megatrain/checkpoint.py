@@ -165,6 +165,8 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     """
     complete = [folder] if (folder / LAST).is_file() else _complete(folder)
     incomplete = [path for path in _steps(folder) if not (path / LAST).is_file()]
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder}")
     if not complete:
         but = f" but {incomplete[-1].name}, which is incomplete: its save was interrupted" if incomplete else ""
         raise CheckpointError(f"there is no checkpoint in {folder}{but}")

@@ -200,7 +200,8 @@ def _files(folder: Path) -> dict[str, str]:
         with safetensors.safe_open(folder / WHOLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), WHOLE)
     except FileNotFoundError:
-        raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}") from None
+        what = f"{folder} has neither {INDEX} nor {WHOLE}" if folder.is_dir() else f"there is no folder {folder}"
+        raise WeightsError(what) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
 

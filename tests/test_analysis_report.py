@@ -47,6 +47,17 @@ def test_the_report_names_origin_digests_errors_and_what_does_not_fit(
     assert len(pd.read_csv(path.parent / "comparison.csv")) == len(comparison)
 
 
+def test_what_was_not_measured_is_not_said_not_to_fit(
+    comparison: pd.DataFrame, measured: pd.DataFrame, tmp_path: Path
+) -> None:
+    unknown = comparison[comparison["fits"]].assign(fits=None, reason="no measured time for it").head(1)
+    both = pd.concat([comparison, unknown])
+    text = report.write_report(tmp_path, "Demo", ORIGIN, comparison=both, predicted_measured=measured).read_text()
+    does_not_fit, not_predicted = text.split("What does not fit, and why:")[1].split("What is not predicted, and why:")
+    assert "no measured time for it" not in does_not_fit and not_predicted.count(": no measured time for it") == 1
+    assert does_not_fit.count("\n- ") == (~comparison["fits"]).sum()
+
+
 def test_every_link_leads_to_a_file(comparison: pd.DataFrame, measured: pd.DataFrame, tmp_path: Path) -> None:
     picture = tmp_path / "demo" / "pictures" / "throughput"
     figure.save(figure.figure_of(plots.throughput(comparison)), picture, comparison)

@@ -67,6 +67,8 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["verify", "nowhere.json"], 2, "cannot read nowhere.json"),
         (["run", "tiny", "--steps", "1", "--expect", "ffff"], 1, "not ffff"),
         (["run", "tiny", "--steps", "1", "--resume", "/proc"], 2, "there is no checkpoint in /proc"),
+        (["run", "tiny", "--steps", "1", "--resume", "/no/such"], 2, "there is no folder /no/such"),
+        (["run", "tiny", "--steps", "1", "--weights", "/no/such"], 2, "there is no folder /no/such"),
         (["run", "tiny", "--steps", "1", "--weights", "/proc"], 2, "/proc has neither model.safetensors.index.json"),
         (["run", "tiny", "--steps", "1", "--data", "nowhere.npy"], 2, "nowhere.npy cannot be read: No such file"),
         (["run", "tiny", "--steps", "1", "--save", "/proc/nowhere"], 2, "nowhere: the folder /proc takes no files"),
