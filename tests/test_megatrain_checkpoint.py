@@ -415,7 +415,7 @@ def test_tensors_of_another_size_or_type_are_told_before_they_are_trained_from(t
 )
 def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_path: Path) -> None:
     of, folder = schedule(), tmp_path / "checkpoints"
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match="there is no folder"):
         checkpoint.read(folder, of)
     train(of, 1, tmp_path, save=True)
     with pytest.raises(CheckpointError, match=told):
