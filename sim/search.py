@@ -53,7 +53,7 @@ FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
 SHARED_INPUTS: dict[bool, tuple[int, ...]] = {False: (1, 2, 4), True: (4, 8)}
 THRIFTIEST = {False: 6, True: 3}  # how many of these are tried, those that leave least on the drive
 MANY = 100  # candidates judged at once where few are expected to beat the best
-LATE = (1000, 24, 8)  # of so many blocks, one is updated late, to begin with
+LATE = (24, 8)  # of so many blocks, one is updated late, to begin with; or none is
 EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
 
 _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
@@ -366,9 +366,9 @@ class Search:
             ]
             thrifty += sorted(some, key=self.found.room.on_the_drive)[: THRIFTIEST[nested]]
         usual = [self._staying(start.with_knobs({"resident": self.least, **few})) for few in FEW_BUFFERS]
-        effort = self.found.effort
+        effort, blocks = self.found.effort, self.found.model.num_hidden_layers
         for there in dict.fromkeys((*usual, *thrifty)):
-            self.found.evaluate(*(there.with_knobs({"defer": self.found.model.num_hidden_layers // n}) for n in LATE))
+            self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, *(blocks // of for of in LATE))))
         self.found.effort = effort  # there are few: what follows may still take its own
 
     def _staying(self, candidate: Candidate) -> Candidate:

@@ -160,8 +160,8 @@ def test_a_drive_is_measured_with_memory_as_training_has_it(tmp_path: Path, monk
     monkeypatch.setattr(Drive, "bounce", lambda drive: pytest.fail("aligned memory is copied for nothing"))
     backend = Aligned()
     try:
-        readings.drive(backend, tmp_path)
-        readings.drive_both(backend, tmp_path)
+        assert all(min(rates) > 0 for rates in readings.drive(backend, tmp_path).values())
+        assert min(readings.drive_both(backend, tmp_path)) > 0
     finally:
         backend.close()
 

@@ -351,7 +351,7 @@ def test_the_gradient_of_the_output_matrix_loses_nothing_in_a_sum_of_many_chunks
             norm_sink=None, table_sink=Sink(grads[dtype], accumulate), chunk=4,
         )  # fmt: skip
     error = (grads[torch.bfloat16] - grads[torch.float64]).norm() / grads[torch.float64].norm()
-    assert error < 0.01  # 0.05 if one chunk after another were added in bf16
+    assert error < 0.01  # 0.03 if one chunk after another were added in bf16
 
 
 def test_no_tensor_is_as_large_as_all_logits():
