@@ -39,8 +39,8 @@ class Check:
 
 def tests(name: str, *chosen: str, takes_s: float) -> Check:
     options = ("-p", "no:cacheprovider", "-q", "-x" if chosen else "--tb=short")
-    files = ("tests/test_megatrain_cuda.py", "tests/test_megatrain_adam_gpu.py")
-    return Check(name=name, arguments=("pytest", *options, *files, *chosen), takes_s=takes_s)
+    # not those by Triton's interpreter, which no GPU runs: it is sensitive to NumPy's version
+    return Check(name=name, arguments=("pytest", *options, "tests/test_megatrain_cuda.py", *chosen), takes_s=takes_s)
 
 
 def smoke() -> Check:

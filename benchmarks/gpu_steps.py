@@ -9,7 +9,6 @@ import contextlib
 import re
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from torch.autograd import DeviceType
 
 from megatrain.adam import Adam
 from megatrain.backend import Work
-from megatrain.cuda import CudaBackend, spinning
+from megatrain.cuda import CudaBackend, handed_over, launched_ahead, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, serial
 from megatrain.initial import repeated_parameters
@@ -34,7 +33,7 @@ from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
-from sim.cost import issue_kind, timed
+from sim.cost import timed
 from sim.machine import HardwareProfile
 from sim.prediction import predict
 
@@ -43,7 +42,6 @@ B = TypeVar("B", bound=CudaBackend)
 
 PLANNING_S = 120.0  # at most
 WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
-AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # that an op's launches come before it then, in steps of up to so many tokens
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
 
@@ -180,10 +178,8 @@ def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> R
 
 def _handing_over(backend: CudaBackend) -> dict[str, float]:
     """Median host time, ns, to hand over an op, by its kind; of the steps after the warm-up."""
-    found: dict[str, list[int]] = defaultdict(list)
     events, backend.events = backend.events or [], None
-    for op, event in events[len(events) * WARM_UP // (WARM_UP + STEPS) :]:
-        found[issue_kind(op)].append(event.host_ns)
+    found = handed_over(events[len(events) * WARM_UP // (WARM_UP + STEPS) :])
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -195,11 +191,10 @@ def alone_steps(case: Case) -> int:
 def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case) -> list[int]:
     """Each op's time, ns, with nothing beside it."""
     steps = alone_steps(case)
-    # a GPU with nothing to do would wait for each launch of an op, which the issue costs are for
-    ahead = (lambda: AHEAD_S) if schedule.workload.tokens_per_step <= AHEAD_UP_TO else None
     works = case.way.prepare(schedule, trainer.works())
-    trainer.issue_by(Executor(verify(serial(schedule)), backend, works, delay_s=ahead, record=True))
-    trainer.run(steps)
+    trainer.issue_by(Executor(verify(serial(schedule)), backend, works, record=True))
+    with launched_ahead(backend, schedule.workload):
+        trainer.run(steps)
     trace = trainer.trace()
     spans = (trace.end_ns - trace.start_ns).reshape(steps, -1)[-1]
     return [int(span) for span in spans]

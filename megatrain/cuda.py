@@ -14,14 +14,15 @@ import os
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.backend import Task, Work
+from megatrain.backend import Backend, Task, Work
 from megatrain.cores import usable_cores
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.pinned import PinError, cpus_beside, pinned
@@ -30,12 +31,15 @@ from schedules.errors import Refused
 from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
+from schedules.workload import Workload
+from sim.cost import issue_kind
 from sim.units import scaled
 
 IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
 SYNCHRONISATIONS = 5  # times that the two clocks are read side by side; the closest pair counts
 READINGS = 4  # of the clocks that are remembered: those that the steps in flight lie between
+AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `launched_ahead`; tokens of a micro-batch
 SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
 SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said
 
@@ -161,6 +165,7 @@ class CudaBackend(CpuBackend):
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         self.events: list[tuple[Op, DeviceEvent]] | None = None  # a list, to be told of every op handed over
+        self.ahead_s = 0.0  # that the GPU spins before each op, see `launched_ahead`
 
     @property
     def device(self) -> torch.device:
@@ -196,11 +201,12 @@ class CudaBackend(CpuBackend):
         if not self._begun:
             self._begun = True
             torch.cuda.synchronize()  # memory was filled on another stream than those that use it
+        delay_s = max(task.delay_s, self.ahead_s)
         event = DeviceEvent(
             self._streams[task.op.stream],
             self._clock,
             lambda error: self._fail(task, error),
-            functools.partial(self.spin, round(task.delay_s * 1e9)) if task.delay_s else None,
+            functools.partial(self.spin, round(delay_s * 1e9)) if delay_s else None,
         )
         if self.events is not None:
             self.events.append((task.op, event))
@@ -243,6 +249,31 @@ class CudaBackend(CpuBackend):
             event.finish()
             ahead.append(event)
             del item, task, waits, event  # or they would live until the next task comes
+
+
+@contextlib.contextmanager
+def launched_ahead(backend: Backend[Any], workload: Workload) -> Iterator[None]:
+    """Within, a GPU spins for AHEAD_S before each of its ops, so that the host launches all of it meanwhile.
+
+    By itself an op would otherwise last as long as its launches, which in a step come before it: they are what handing
+    over costs. Ops of more than AHEAD_UP_TO tokens last longer than their launches anyway.
+    """
+    if not isinstance(backend, CudaBackend) or workload.tokens_per_microbatch > AHEAD_UP_TO:
+        yield
+        return
+    backend.ahead_s = AHEAD_S
+    try:
+        yield
+    finally:
+        backend.ahead_s = 0.0
+
+
+def handed_over(events: Iterable[tuple[Op, DeviceEvent]]) -> dict[str, list[int]]:
+    """What it took the host to hand ops over, ns, by their kind in a profile's `issue`."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for op, event in events:
+        found[issue_kind(op)].append(event.host_ns)
+    return dict(found)
 
 
 def let_segments_grow() -> None:

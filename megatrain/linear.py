@@ -35,8 +35,9 @@ def _with_adapters(params: Mapping[str, Tensor], name: str, x: Tensor, y: Tensor
     if (down := params.get(f"{name}.lora_A.weight")) is None:
         return y
     (inner,) = _products(x, [down], [None], True)
-    (outer,) = _products(inner, [params[f"{name}.lora_B.weight"]], [None], output)
-    return added(y, LORA_SCALE * outer, output)
+    # scaled here, where it is narrow: by a power of two, all products have the same bits as if they were scaled later
+    (outer,) = _products(LORA_SCALE * inner, [params[f"{name}.lora_B.weight"]], [None], output)
+    return added(y, outer, output)
 
 
 def added(a: Tensor, b: Tensor, output: bool) -> Tensor:

@@ -22,6 +22,7 @@ from megatrain import readings
 from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
+from megatrain.cuda import CudaBackend, DeviceEvent, handed_over, launched_ahead
 from megatrain.data import RandomTokens
 from megatrain.executor import serial
 from megatrain.here import machine_here, machine_name
@@ -33,7 +34,7 @@ from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes
 from schedules.errors import Refused
 from schedules.model import ModelSpec
-from schedules.op import Kind, Stream, Tier
+from schedules.op import Kind, Op, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
@@ -164,7 +165,9 @@ def alone(
     Also, by signature for those in `metered`, the `workspace` of compute ops in bytes; these are measured in a first
     step, which is warm-up and not told.
     """
-    trace, workspace = _run(serial(schedule), ALONE_STEPS + way.warm_up, machine(), nvme, way, metered)
+    backend = machine()
+    with launched_ahead(backend, schedule.workload):
+        trace, workspace = _run(serial(schedule), ALONE_STEPS + way.warm_up, backend, nvme, way, metered)
     shape = (ALONE_STEPS + way.warm_up, len(schedule.ops))
     columns = (trace.issue_ns, trace.start_ns, trace.end_ns)
     issue, start, end = (column.reshape(shape)[way.warm_up :] for column in columns)
@@ -210,11 +213,15 @@ def in_a_run(
     schedule: Schedule, machine: Machine = this_cpu, nvme: Path | None = None, way: Way = PLAINLY
 ) -> dict[str, Any]:
     """Of a real run, ns: `woken`, how long after what released it each op started where its stream stood idle by then;
-    `issued`, by kind, what the host took from one issue to the next where it had nothing to wait for.
+    `issued`, by kind, what the host took from one issue to the next where it had nothing to wait for; `handed`, by
+    kind, what it took to hand an op over to a GPU.
 
     What releases an op is its issue, or the end of an op of another stream that it waits for.
     """
-    trace, _ = _run(schedule, WOKEN_STEPS, machine(), nvme, way)
+    backend, events = machine(), list[tuple[Op, DeviceEvent]]()
+    if isinstance(backend, CudaBackend):
+        backend.events = events
+    trace, _ = _run(schedule, WOKEN_STEPS, backend, nvme, way)
     count, woken = len(schedule.ops), list[int]()
     issued: dict[str, list[int]] = {}
     waits = [[(schedule.index[w.on], w.distance) for w in schedule.waits_of[op.name]] for op in schedule.ops]
@@ -230,7 +237,8 @@ def in_a_run(
         # between steps the host does more than issue; a host op is not handed over
         if step >= way.warm_up and index and not before.blocking and Stream.HOST not in (before.stream, op.stream):
             issued.setdefault(issue_kind(op), []).append(int(trace.issue_ns[row] - trace.issue_ns[row - 1]))
-    return {"woken": woken, "issued": issued}
+    handed = handed_over(events[len(events) * way.warm_up // WOKEN_STEPS :])
+    return {"woken": woken, "issued": issued, "handed": handed}
 
 
 def _run(

@@ -195,7 +195,11 @@ def _measured(
         values = {name: _three(rate) for name, rate in whole[part].items() if name != "copy"}
         return Readings(values=values, unit=unit, source=f"{source}; least, median and most of one reading's windows")
 
-    of_host: dict[str, Sequence[float]] = {f"issue/{kind}": times for kind, times in _issued(streams).items()}
+    of_host: dict[str, Sequence[float]] = {
+        f"{told}/{kind}": times
+        for told, name in (("issue", "issued"), ("handing over", "handed"))
+        for kind, times in _by_kind(streams, name).items()
+    }
     of_host |= {"woken": [ns for part in streams for ns in part["woken"]], "gap between serial ops": ops.gaps}
     return Measured(
         op_times=table({k: _typical(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
@@ -272,22 +276,25 @@ def _share_of(steps: Sequence[tuple[str, Op, float]], dram: float) -> float:
     return min(1.0, statistics.median(rates) / dram) if rates else 1.0
 
 
-def _issued(streams: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+def _by_kind(streams: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for part in streams:
-        for kind, times in part["issued"].items():
+        for kind, times in part[name].items():
             found.setdefault(kind, []).extend(times)
     return found
 
 
 def _issue(gaps: Sequence[float], streams: Sequence[Mapping[str, Any]], value: Tell) -> Issue:
-    """By kind, from one issue to the next; a blocking wait is the rest of the gap between serialised ops."""
-    issued, gap = _issued(streams), statistics.median(gaps)
+    """By kind, from one issue to the next, or what handing over to a GPU takes, by threads that take turns; a blocking
+    wait is the rest of the gap between serialised ops."""
+    issued, handed, gap = _by_kind(streams, "issued"), _by_kind(streams, "handed"), statistics.median(gaps)
     medians = {kind: statistics.median(times) for kind, times in issued.items()}
     # a kind that no run hands over freely is taken to cost what the others do
     usual = statistics.median(ns for times in issued.values() for ns in times) if issued else gap / 2
 
     def handing(kind: str) -> Value:
+        if launched := handed.get(kind):
+            return value(statistics.median(launched), "ns", f"handing over, median of {len(launched)}")
         times = issued.get(kind)
         note = f"from issue to issue, median of {len(times)}" if times else "as other ops"
         return value(medians.get(kind, usual), "ns", note)

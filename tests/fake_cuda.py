@@ -126,7 +126,9 @@ class FakeGpu:
             call()
 
     def sleep(self, cycles: int) -> None:
-        self.spun.append((getattr(self._here, "stream", "default"), cycles))
+        stream = getattr(self._here, "stream", "default")
+        self.spun.append((stream, cycles))
+        self.write(("spin", stream))
 
 
 class FakeBackend(CudaBackend):

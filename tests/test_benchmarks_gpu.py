@@ -324,6 +324,16 @@ gpu.main()"""
     assert rows["smoke"]["smoke"]["passed"] is True and rows["dram"]
 
 
+def test_on_a_gpu_no_test_is_run_that_has_nothing_to_say_of_it() -> None:
+    """Such as those by Triton's interpreter, which fail with some versions of NumPy: the check would seem to."""
+    code = """import gpu_checks
+from pathlib import Path
+files = {name for check in (gpu_checks.smoke(), *gpu_checks.checks()) for name in check.arguments if ".py" in name}
+assert files and all("no GPU here" in (gpu_checks.ROOT / name).read_text() for name in files), files"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_noise_chooses_no_way_and_a_case_has_one_name() -> None:
     code = """import dataclasses
 from types import SimpleNamespace

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_megatrain_adam import (
@@ -26,17 +27,28 @@ from megatrain import adam
 from megatrain.adam import Adam, initialise, master_weights, split_state, step
 from schedules.workload import PRECISIONS
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+TritonError = pytest.importorskip("triton.runtime.errors").TritonError
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
 )  # of numpy, the interpreter's processor
 
 
+def _counting(n, at):
+    for i in range(n):
+        tl.store(at, i)
+
+
 @pytest.fixture(scope="module")
 def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
+        try:
+            triton.jit(_counting)[(1,)](2, torch.zeros(1, dtype=torch.int32))
+        except TritonError as error:  # of Triton 3.6 from NumPy 2.4 on, triton#9171
+            pytest.skip(f"Triton {triton.__version__} cannot interpret a loop with NumPy {np.__version__}: {error}")
         module = importlib.import_module("megatrain.native.adam_gpu")
         yield importlib.reload(module)
     importlib.reload(module)

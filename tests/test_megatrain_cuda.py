@@ -23,7 +23,7 @@ from fake_cuda import FAST, MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRu
 from hand_written import WRITERS, small
 from torch import Tensor
 
-from megatrain import adam, cuda
+from megatrain import adam, cuda, profile
 from megatrain import pinned as pinning
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
@@ -40,6 +40,7 @@ from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.verify import verify
 from schedules.workload import PRECISIONS
+from sim.cost import issue_kind
 
 
 @pytest.fixture
@@ -202,6 +203,40 @@ def test_an_artificial_delay_lasts_as_long_on_the_gpu(gpu: FakeGpu) -> None:
     backend.close()
     cycles = round(3 * cuda.SPIN_CYCLES / FAST)  # a calibrating kernel lasts from one tick to the next
     assert gpu.spun[-2:] == [(Stream.H2D, cycles), ("default", cycles)]
+
+
+def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU spins until all of it is there, and the reading begins after that; a host's ops begin at once."""
+    monkeypatch.setattr("megatrain.cpu.time.sleep", lambda s: pytest.fail("an op of the host waited"))
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    on_device = [op for op in schedule.ops if op.stream in DEVICE_STREAMS]
+    found = profile.alone(schedule, lambda: FakeBackend(gpu))
+    assert len(found["durations_ns"]) == profile.ALONE_STEPS
+    for stream in DEVICE_STREAMS:
+        lines = [line[0] for line in gpu.log if line[0] in ("spin", "record") and line[1] == stream]
+        steps, ops = profile.ALONE_STEPS + 1, sum(op.stream == stream for op in on_device)
+        assert lines == ["spin", "record", "record"] * (steps * ops)
+    cycles = round(cuda.AHEAD_S * 1e9 / 1e6 * cuda.SPIN_CYCLES / FAST)
+    assert {line for line in gpu.spun if line[0] != "default"} == {(op.stream, cycles) for op in on_device}
+    gpu.spun.clear()
+    monkeypatch.setattr(cuda, "AHEAD_UP_TO", WORKLOAD.tokens_per_microbatch - 1)
+    profile.alone(schedule, lambda: FakeBackend(gpu))  # ops are long
+    profile.alone(schedule, CpuBackend)
+    assert not gpu.spun
+
+
+def test_in_a_run_launches_are_timed_and_nothing_spins(gpu: FakeGpu) -> None:
+    schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
+    kinds = [issue_kind(op) for op in schedule.ops if op.stream in DEVICE_STREAMS]
+    handed = profile.in_a_run(schedule, lambda: FakeBackend(gpu))["handed"]
+    steps = profile.WOKEN_STEPS - 1
+    assert {kind: len(times) for kind, times in handed.items()} == {k: steps * kinds.count(k) for k in set(kinds)}
+    assert all(ns > 0 for times in handed.values() for ns in times) and not gpu.spun
+    backend = FakeBackend(gpu)
+    with cuda.launched_ahead(backend, WORKLOAD):
+        assert backend.ahead_s == cuda.AHEAD_S
+    assert not backend.ahead_s
+    backend.close()
 
 
 # ---- what goes wrong

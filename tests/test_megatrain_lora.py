@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import initial
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
-from megatrain.linear import LORA_SCALE
+from megatrain.linear import LORA_SCALE, linear
 from megatrain.template import templates, views
 from megatrain.train import Trainer
 from schedules import policies, presets, trained
@@ -51,6 +53,38 @@ def test_adapters_do_what_weights_with_their_product_added_would_do() -> None:
     found, right = block.forward({**params, **adapters}, x), block.forward(merged, x)
     assert not torch.allclose(right, block.forward(params, x), atol=1e-2)
     assert torch.allclose(found, right, rtol=1e-4, atol=1e-4)
+
+
+class Made(TorchDispatchMode):
+    """Elements of what operations other than matrix products write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.add):
+            self.elements.append(found.numel())
+        return found
+
+
+@pytest.mark.parametrize("output", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_between_the_adapters_is_scaled_and_not_what_they_make(dtype: torch.dtype, output: bool) -> None:
+    """The same bits, since the scale is a power of two, and nothing of an output that nobody reads."""
+    rows, wide, rank = 24, 40, 4
+    shapes = {"p.weight": (wide, 16), "p.lora_A.weight": (rank, 16), "p.lora_B.weight": (wide, rank)}
+    params = {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
+    x, dy = torch.randn(rows, 16).to(dtype).requires_grad_(), torch.randn(rows, wide).to(dtype)
+    weight, down, up = params.values()
+    right = x @ weight.t() + LORA_SCALE * ((x @ down.t()) @ up.t())
+    with Made() as made:
+        found = linear(params, "p", x, output=output)
+    assert made.elements == [rows * rank] + [rows * wide] * output
+    assert torch.equal(found, right) or not output
+    for one, other in zip(*(torch.autograd.grad(y, [down, up], dy) for y in (found, right)), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_only_adapters_change_and_training_begins_with_the_model_as_it_is() -> None:

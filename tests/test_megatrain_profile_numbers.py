@@ -211,7 +211,7 @@ def test_streams_are_told_to_wake_only_where_they_stood_idle(monkeypatch: pytest
     told = profile.in_a_run(schedule)
     assert told["woken"] == [5, 20, 7, 3] * 2  # of the steps after the warm-up
     assert sorted(told["issued"]) == ["compute", "update"]
-    assert told["issued"] == {"compute": [10, 20] * 2, "update": [4] * 2}
+    assert told["issued"] == {"compute": [10, 20] * 2, "update": [4] * 2} and told["handed"] == {}
 
 
 def test_ops_alone_are_told_by_duration_and_by_the_gap_to_the_next_issue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,12 @@ def whole() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def built(*, on_gpu: bool, change: Callable[[dict[str, Any]], None] = lambda known: None) -> HardwareProfile:
+def built(
+    *,
+    on_gpu: bool,
+    change: Callable[[dict[str, Any]], None] = lambda known: None,
+    handed: dict[str, list[int]] | None = None,
+) -> HardwareProfile:
     row = [duration_ns(place, op) for place, op in enumerate(SCHEDULE.ops)]
     late = [ns * 1000 for ns in row]  # twice the machine was stopped
     part = {
@@ -270,7 +275,10 @@ def built(*, on_gpu: bool, change: Callable[[dict[str, Any]], None] = lambda kno
         "gaps_ns": [[5000.0] * (len(row) - 1)] * SAMPLES,
         "workspace": {"op": 7, "other": 5},
     }
-    streams = [{"woken": [100, 300], "issued": {"compute": [10, 20, 30]}}, {"woken": [200], "issued": {"copy": [40]}}]
+    streams = [
+        {"woken": [100, 300], "issued": {"compute": [10, 20, 30]}, "handed": handed or {}},
+        {"woken": [200], "issued": {"copy": [40]}, "handed": {}},
+    ]
     here = Here(
         device="a machine", on_gpu=on_gpu, device_bytes=1 << 36, host_bytes=1 << 37, free_bytes=1, drive_bytes=123,
     )  # fmt: skip
@@ -298,6 +306,11 @@ def test_a_profile_has_the_lines_means_and_medians_of_what_was_read(on_gpu: bool
     traffic = statistics.median(op.nbytes / (2 * op.params) for op in updates) * 1e9
     assert host.adam_efficiency.value == pytest.approx(min(1.0, traffic / dram))
     assert [one.value for one in (issue.compute, issue.copy, issue.update, issue.sync)] == [20, 40, 25, 4975]
+    launched = built(on_gpu=on_gpu, handed={"compute": [700, 100, 500]})  # the issuing thread waits for none of it
+    costs = launched.issue
+    assert [one.value for one in (costs.compute, costs.copy, costs.update, costs.sync)] == [500, 40, 25, 4975]
+    assert launched.measured is not None and launched.measured.host is not None
+    assert launched.measured.host.values["handing over/compute"][1] == 500
     assert issue.wake is not None and issue.wake.value == 200
     assert nvme is not None and (nvme.read.value, nvme.write.value, nvme.capacity.value) == (3e9, 2e9, 123)
     assert nvme.both.value == pytest.approx(1.3)
