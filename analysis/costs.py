@@ -33,9 +33,13 @@ def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataF
     return table
 
 
+def more_host_bytes(machine: str, host_bytes: float) -> float:
+    """What a machine with that much host memory has beyond its profile, by name or path; below zero where less."""
+    return host_bytes - hardware.load(machine).host.memory.value
+
+
 def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
-    machine = hardware.load(row["machine"])
-    more_bytes = row["host_memory"] - machine.host.memory.value
+    more_bytes = more_host_bytes(row["machine"], row["host_memory"])
     price = prices.of(row["machine"], more_host_bytes=more_bytes)
     worn = 1.0 / row["drive_days"] / 24 if row.get("drive_days") else 0.0  # drives an hour
     wear = worn * price.drive

@@ -113,7 +113,8 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     ax.set_xlabel(f"time within the step ({unit})")
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    _legend(ax, [name for name in OP_COLOURS if name in set(data["class"])])
+    title = "labels in boxes are layers" if data["label"].any() else ""  # a recording knows of none
+    _legend(ax, [name for name in OP_COLOURS if name in set(data["class"])], title)
     return ax
 
 
@@ -211,7 +212,11 @@ def _joined(boxes: Sequence[Box]) -> list[Box]:
             runs[-1].append(box)
         else:
             runs.append([box])
-    return [(run[0][0], run[0][1], (run[0][2] + run[-1][2]) / 2, run[0][3]) for run in runs]
+    middles = [(run[0][2] + run[-1][2] + run[-1][3]) / 2 for run in runs]
+    return [
+        (cls, label, middle - width / 2, width)
+        for ((cls, label, _, width), *_), middle in zip(runs, middles, strict=True)
+    ]
 
 
 def _middle(box: Box) -> float:
@@ -223,7 +228,7 @@ def _apart(one: Box, other: Box, letter: float) -> bool:
     return _middle(other) - _middle(one) > letter * (len(one[1] + other[1]) / 2 + 0.5)
 
 
-def _legend(ax: Axes, names: Sequence[str], title: str = "labels in boxes are layers") -> None:
+def _legend(ax: Axes, names: Sequence[str], title: str) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=OP_COLOURS[name], label=name) for name in names]

@@ -139,11 +139,11 @@ def about(prediction: Prediction) -> str:
     )
 
 
-def drawing(found: Page) -> list[str]:
-    """The steady step as text, with its length and legend."""
+def drawing(found: Page, columns: int | None = None) -> list[str]:
+    """The steady step as text, with its length and legend; its lanes in as many columns, if they would need more."""
     picture = found.picture
     head = f"{about(picture)}: step of {seconds(picture.period_ns / 1e9)}"
-    return [head, "", *text_gantt(picture.schedule, picture.trace), "", LEGEND, SMALL]
+    return [head, "", *text_gantt(picture.schedule, picture.trace, columns), "", LEGEND, SMALL]
 
 
 # ---- pages

@@ -15,6 +15,7 @@ from sim import hardware
 
 HOURS_A_MONTH = 730.5  # a year of 8,766 hours over 12
 DIVISORS = ("gpus", "mfu", "lifetime_months", "utilisation")  # no zeros
+SHARES = ("mfu", "utilisation")  # of one, not of a hundred
 _HEAD = "currency: USD, date: 2026-11-20, electricity_per_kwh: 0.20, each on a line of its own"
 _RENTAL = '- {name: "8 x H100", machine: h100, gpus: 8, mfu: 0.40, rent_per_hour: 22.0, source: "offer of 2026-11-01"}'
 
@@ -165,6 +166,11 @@ def read(path: Path) -> Prices:
         str(path),
         _HEAD,
     )
+    for rental in found.rentals:
+        try:
+            hardware.load(rental.machine)
+        except InputError as error:
+            raise PriceError(f"{path}: a rental: {error}") from None
     return found
 
 
@@ -176,9 +182,10 @@ def _checked(cls: type[Any], entry: object, where: str, example: str) -> Any:
         if name not in known:
             raise PriceError(f"{where}: {name!r} is unknown; known are {', '.join(known)}")
         kind = str(known[name].type)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
         if kind.startswith(("float", "int")) and not (number and 0 <= value <= sys.float_info.max):
-            raise PriceError(f"{where}: {name} must be a number of at least zero, not {value!r}")
+            whole = "whole " if kind == "int" else ""
+            raise PriceError(f"{where}: {name} must be a {whole}number of at least zero, not {value!r}")
         if name in DIVISORS and not value:
             raise PriceError(f"{where}: {name} must be more than zero")
         if kind == "str" and not (isinstance(value, str) and value):
@@ -190,6 +197,7 @@ def _checked(cls: type[Any], entry: object, where: str, example: str) -> Any:
     found = cls(**entry)
     if cls is MachinePrice and found.buy is None and found.rent_per_hour is None:
         raise PriceError(f"{where}: give buy or rent_per_hour; as in  {example}")
-    if cls is Prices and not 0 < found.utilisation <= 1:
-        raise PriceError(f"{where}: utilisation must lie above 0 and up to 1, not {found.utilisation}")
+    for name in SHARES:
+        if not 0 < getattr(found, name, 1) <= 1:
+            raise PriceError(f"{where}: {name} must lie above 0 and up to 1, not {getattr(found, name)}")
     return found

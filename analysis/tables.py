@@ -283,11 +283,17 @@ def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
         kept = f", {first['precision']}" if rows["precision"].nunique() == 1 else ""
         again = "".join(f", recompute {mode}" for mode in rows["recompute"].unique() if mode != "none")
         yield (
-            f"{first['model']} ({first['params_b']:.2f} B parameters), {first['source']} on {first['machine']}; step: "
+            f"{first['model']} ({parameters(first['params_b'])}), {first['source']} on {first['machine']}; step: "
             f"{first['accumulation']} x {first['micro_batch_size']} sequences of {first['seq_len']} tokens"
             f"{kept}{again}",
             rows.sort_values("tokens_per_s", ascending=False, na_position="last", kind="stable"),
         )
+
+
+def parameters(billions: float) -> str:
+    """A model's size in words: "7.62 B parameters", "12.8 M parameters" of one whose billions would say little."""
+    size = f"{billions:.2f} B" if billions >= 0.1 else f"{billions * 1e3:.3g} M"
+    return f"{size} parameters"
 
 
 def markdown(frame: pd.DataFrame, columns: Sequence[Column], *, note: str = "") -> str:

@@ -22,16 +22,19 @@ LETTERS = {
 }
 LEGEND = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items()) + ", . idle"
 SMALL = "small letters: for less than half of the span"
+SPANS = 88
 
 
-def text_gantt(schedule: Schedule, trace: Trace, width: int = 88) -> list[str]:
+def text_gantt(schedule: Schedule, trace: Trace, columns: int | None = None) -> list[str]:
     """One line per stream; a letter is what ran for most of its span, a dot where the stream was mostly idle.
 
-    Small letters stand for work of less than half of the span: it would be lost otherwise.
+    Small letters stand for work of less than half of the span: it would be lost otherwise. A line has 88 letters, or
+    fewer where only so many `columns` are there, the stream's name included.
     """
     since, until = steady_step(trace)
-    edges = np.linspace(since, until, width + 1)
     pad = max(len(str(stream)) for stream in schedule.streams)
+    width = SPANS if columns is None else max(1, min(SPANS, columns - pad - 2))
+    edges = np.linspace(since, until, width + 1)
     lines = []
     for stream in schedule.streams:
         busy = {name: np.zeros(width) for name in LETTERS}

@@ -1,10 +1,11 @@
-"""Tables on a terminal: nothing of them is cut off. Without pandas, so that planning stays quick."""
+"""Tables and words on a terminal: nothing of them is cut off. Without pandas, so that planning stays quick."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -32,6 +33,18 @@ class Column:
     number: bool = True
     spare: bool = False
     folds: bool = False
+
+
+def print_words(text: str) -> None:
+    """Print text for people: wrapped where a terminal is narrower than its lines, as it is where there is none."""
+    columns = terminal_columns()
+    print(text if columns is None else "\n\n".join(_wrapped(part, columns) for part in text.split("\n\n")))
+
+
+def terminal_columns() -> int | None:
+    """How wide the terminal on stdout is; None where there is none."""
+    console = Console()
+    return console.width if console.is_terminal else None
 
 
 def print_table(
@@ -145,3 +158,15 @@ def _print_in_lines(console: Console, title: str, texts: Sequence[Sequence[str]]
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=_PIPE)
+
+
+def _wrapped(paragraph: str, columns: int) -> str:
+    """A paragraph that has a line too long: filled anew, but for indented lines, of which each stands for itself."""
+    if max(map(len, paragraph.split("\n"))) <= columns:
+        return paragraph
+    found = []
+    for indent, lines in groupby(paragraph.split("\n"), key=lambda line: line[: len(line) - len(line.lstrip())]):
+        for text in lines if indent else [" ".join(lines)]:
+            margin = {"initial_indent": indent, "subsequent_indent": indent}
+            found += textwrap.wrap(text.strip(), columns, **margin, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(found)

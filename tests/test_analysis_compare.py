@@ -212,6 +212,11 @@ def test_memory_of_small_models_is_told_in_mb(comparison: pd.DataFrame) -> None:
         assert f"| {peak * 1e3:.1f} MB |" in text
 
 
+def test_sizes_of_models_have_digits_that_tell_them_apart() -> None:
+    told = [tables.parameters(params / 1e9) for params in (53_536, 12_786_048, 494_032_768, 32_763_876_352)]
+    assert told == ["0.0535 M parameters", "12.8 M parameters", "0.49 B parameters", "32.76 B parameters"]
+
+
 def test_large_numbers_have_all_their_digits_before_the_point() -> None:
     frame = pd.DataFrame({"stream": ["cpu", "h2d"], "class": "Adam", "ops": 1, "step_s": 1.0, "moves_s": [-25.0, 0.5]})
     told = tables.markdown(frame, tables.TRACE_MOVES)

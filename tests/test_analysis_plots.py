@@ -18,7 +18,7 @@ from matplotlib.text import Annotation, Text
 
 from analysis import figure, palette, plots, trace_diff
 from analysis.compare import compare
-from analysis.gantt import gantt, gantt_data, steady_step
+from analysis.gantt import _joined, gantt, gantt_data, steady_step
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.op import Tier
@@ -160,6 +160,21 @@ def test_labels_of_layers_are_regular_and_never_on_one_another() -> None:
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     layers = {int(text.get_text()) for text in ax.texts if text.get_text().isdecimal()}
     assert max(layers) >= 10 and all(layer % 2 == 0 or layer % 5 == 0 for layer in layers)
+
+
+def test_the_legend_speaks_of_labels_only_where_there_are_some(run: tuple[Schedule, Trace]) -> None:
+    schedule, trace = run
+    bare = replace(schedule, ops=tuple(replace(op, layer=None) for op in schedule.ops))
+    for of, told in ((schedule, "labels in boxes are layers"), (bare, "")):
+        (legend,) = figure.figure_of(gantt([(of, trace)])).legends
+        assert legend.get_title().get_text() == told
+
+
+def test_a_label_for_several_boxes_stands_in_their_middle() -> None:
+    """Of micro-batches that took unlike times as well: 2 and 8 are 10, from 1 to 11."""
+    boxes = [("forward", "3", 1.0, 2.0), ("forward", "3", 3.0, 8.0), ("forward", "4", 11.5, 1.0)]
+    joined = _joined(boxes)
+    assert [(label, start + width / 2) for _, label, start, width in joined] == [("3", 6.0), ("4", 12.0)]
 
 
 def test_no_label_stands_where_a_stream_is_idle_for_long() -> None:

@@ -104,12 +104,12 @@ def test_a_drawing_in_letters_by_hand() -> None:
         digest=schedule.digest, machine="none", source="predicted", op=np.array([0, 1]), step=zeros, issue_ns=zeros,
         start_ns=start, end_ns=end, waited_on=np.array([ISSUE, 0]),
     )  # fmt: skip
-    assert text_gantt(schedule, trace, width=10) == [
+    assert text_gantt(schedule, trace, columns=19) == [
         "h2d      PPP.......",
         "compute  ...FFFFFFF",
     ]
     late = replace(trace, start_ns=np.array([0, 38]))
-    assert text_gantt(schedule, late, width=10)[1] == "compute  ...fFFFFFF"
+    assert text_gantt(schedule, late, columns=19)[1] == "compute  ...fFFFFFF"
 
 
 def test_the_command_lists_explains_and_writes(tmp_path: Path) -> None:

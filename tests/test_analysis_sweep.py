@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,6 +211,23 @@ def test_a_price_file_that_says_too_little_is_told(tmp_path: Path, text: str, to
     file.write_text(text)
     with pytest.raises(PriceError, match=told):
         prices.read(file)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("mfu: 40", "a rental: mfu must lie above 0 and up to 1, not 40"),
+        ("gpus: 8.5", "a rental: gpus must be a whole number of at least zero, not 8.5"),
+        ("machine: h1000", "a rental: no hardware profile is called 'h1000'"),
+    ],
+)
+def test_a_rental_that_means_nothing_is_told_before_a_sweep(tmp_path: Path, changed: str, told: str) -> None:
+    key = changed.partition(":")[0]
+    text, count = re.subn(rf"{key}: [^,]+", changed, EXAMPLE.read_text(encoding="utf-8"))
+    assert count == 1
+    (tmp_path / "prices.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(PriceError, match=told):
+        prices.read(tmp_path / "prices.yaml")
 
 
 def test_a_machine_without_a_price_is_told() -> None:

@@ -99,6 +99,9 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["plan", "tiny", "-b", "3", "-a", "10000000", "-s", "16"], 2, "too many to simulate"),
         (["sweep", "tiny", "--prices", "docs/prices.yaml", "--train-tokens", "inf"], 2, "--train-tokens"),
         (["profile", "tiny", "--shape", "1" * 5000 + "x1"], 2, "is no shape"),
+        (["profile", "tiny", "-p", "streamed,streamd"], 2, "no policy is called 'streamd'"),
+        (["validate", "-m", "tiny", "--calibrate", "1x16,2x"], 2, "'2x' is no shape"),
+        (["models", ""], 2, "config.json"),
     ],
 )
 def test_bad_input_is_told_without_a_traceback(command: list[str], code: int, told: str) -> None:

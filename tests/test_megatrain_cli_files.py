@@ -17,8 +17,9 @@ from test_megatrain_cli import ROOT, megatrain
 from timed_profile import timed
 from typer.testing import CliRunner
 
+from analysis.text_gantt import SPANS
 from megatrain import cli, here
-from megatrain.cli.bars import goes_on, stages
+from megatrain.cli.bars import goes_on, progress_bar, stages
 from megatrain.cli.options import command_line
 from megatrain.here import Here
 from schedules import codec, policies, presets
@@ -258,6 +259,16 @@ def test_a_sweep_takes_models_and_machines_in_any_spelling(tmp_path: Path) -> No
     assert found[0] == found[1] == found[2] and found[0][0]["model"] == "tiny"
 
 
+def test_a_price_of_memory_that_is_missing_is_told_before_the_sweep(tmp_path: Path) -> None:
+    """A sweep takes minutes: what it cannot be priced without is better known before."""
+    example = (ROOT / "docs" / "prices.yaml").read_text(encoding="utf-8")
+    (tmp_path / "prices.yaml").write_text(re.sub("(?m)^host_memory_per_gb:.*$", "", example), encoding="utf-8")
+    step = ["-p", "resident", "-t", "16", "-s", "16", "-H", "h100", "--vary", "host.memory=128GB", "--workers", "1"]
+    _, error = called("sweep", "tiny", *step, "--prices", str(tmp_path / "prices.yaml"), "-o", str(tmp_path / "out"))
+    assert isinstance(error, InputError) and "add host_memory_per_gb to the price file" in str(error)
+    assert not (tmp_path / "out" / "rows.jsonl").exists()
+
+
 def test_a_machine_is_a_profile_in_build_and_run() -> None:
     assert called("build", "tiny", "--profile", "rtx4090")[1] is None
     _, error = called("run", "tiny", "--profile", "h2000")
@@ -302,6 +313,36 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path: Path) -> None:
     ):
         _, error = called(*command)
         assert isinstance(error, InputError) and str(error) == told, command
+
+
+def test_a_trace_of_another_version_or_of_no_step_is_not_drawn(step: Path, tmp_path: Path) -> None:
+    whole, other = tmp_path / "whole.json", tmp_path / "other.json"
+    assert called("simulate", str(step), "--trace", str(whole))[1] is None
+    document = json.loads(whole.read_text())
+    nothing = {column: [] for column in document["columns"]}
+    for changed, told in (
+        ({"format": "megatrain-trace/9"}, "megatrain-trace/9"),
+        ({"columns": nothing}, "other.json holds no op of any step"),
+    ):
+        other.write_text(json.dumps(document | changed))
+        _, error = called("timeline", str(other), str(step), "--out", str(tmp_path / "beside"))
+        assert isinstance(error, InputError) and told in str(error) and "not a schedule" not in str(error)
+    assert not (tmp_path / "beside" / "gantt.png").exists()
+
+
+@pytest.mark.parametrize("columns", [50, 80, None])
+def test_words_are_as_wide_as_the_terminal(columns: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not cut in the middle of a word; a lane of the picture stays in a line. A pipe gets them as the file has them."""
+    if columns is not None:  # as rich is told of a terminal
+        for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(columns))):
+            monkeypatch.setenv(name, value)
+    words, picture = policies.explain("zero_offload"), called("policies", "zero_offload")[0]
+    told = picture.partition("where states live, in bytes per parameter:")[0]
+    assert told.split()[: len(words.split())] == words.split()
+    assert (words in told) == (columns is None)
+    assert columns is None or max(map(len, told.split("\n"))) <= columns
+    lanes = re.findall(r"^(?:compute|host)  +\S+$", told, re.MULTILINE)
+    assert len(lanes) == 2 and {len(lane) for lane in lanes} == {columns or 9 + SPANS}
 
 
 def test_an_interrupted_sweep_says_that_it_goes_on(
@@ -349,6 +390,17 @@ def test_stages_are_shown_only_where_they_take_long(
             time.sleep(0.3)
             begin("proving")
         assert ("building" in capsys.readouterr().err) is shown
+
+
+def test_a_bar_on_a_narrow_terminal_cuts_nothing_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "40")):
+        monkeypatch.setenv(name, value)
+    with progress_bar() as bar:
+        bar.update(bar.add_task("simulating", total=1.0, note=""), completed=1.0, note="a-model-of-a-long-name")
+    told = re.sub(r"\x1b\[[\d;?]*\w|\s", "", capsys.readouterr().err)
+    assert told.endswith("a-model-of-a-long-name")
 
 
 def test_page_of_results_takes_a_folder_whose_name_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ def adversary(
     """Find machines and shapes where one policy loses most to another: when not to use it."""
     from analysis import adversary as adversaries
     from analysis import tables
+    from megatrain.terminal import print_words
     from schedules.files import write_text
 
     require_outputs(files=[out])
@@ -53,7 +54,8 @@ def adversary(
             print(f"at none of {points} points do both fit: nothing can be said")
         else:
             for loss in found[:top]:
-                print(loss.words(first, second), end="\n\n")
+                print_words(loss.words(first, second))
+                print()
             wins = sum(loss.ratio < 1 for loss in found)
             shapes = f"{len(found)} shapes at which both fit; at {wins} of them {first} is faster wherever it was tried"
-            print(f"predicted, on machines around {machine.name}: {shapes}")
+            print_words(f"predicted, on machines around {machine.name}: {shapes}")

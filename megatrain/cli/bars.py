@@ -91,7 +91,7 @@ def _columns(left: bool) -> Sequence[ProgressColumn]:
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(BAR, table_column=Column(no_wrap=True, width=BAR)),
         Time(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=False)),
+        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=False, overflow="fold")),
     )
 
 

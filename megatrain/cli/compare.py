@@ -56,6 +56,7 @@ def compare(
     """Predict every policy on every model of a list, beside ZeRO-3 offload."""
     from analysis import compare as comparison
     from analysis import figure, plots, tables
+    from megatrain.terminal import print_words
     from schedules import policies, presets
 
     require_outputs(folders=[out])
@@ -86,9 +87,10 @@ def compare(
         else:
             tables.show_comparison(frame)
             for lacking in frame["reason"][frame["fits"].isna()].head(1):
-                print(f"The first that is not predicted: {lacking}")
+                print_words(f"The first that is not predicted: {lacking}")
             if policy is None:
                 others = [name for name in policies.names() if name not in chosen]
-                print(f"Left out, since they do not train every weight: {', '.join(others)}. See them with --policy.")
+                told = f"{', '.join(others)}. See them with --policy."
+                print_words(f"Left out, since they do not train every weight: {told}")
     if out is not None and not as_json:
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")

@@ -24,12 +24,12 @@ def models(
     from schedules import presets
     from sim.units import scaled
 
-    chosen = [name] if name else presets.names()
+    chosen = presets.names() if name is None else [name]
     specs = [presets.load(model) for model in chosen]
     if as_json:
         print_json([{**spec.to_dict(), "total_params": spec.total_params, "bytes": _bytes(spec)} for spec in specs])
         return
-    if name:
+    if name is not None:
         (spec,) = specs
         print_table(f"{spec.name}: {spec.architecture}", ["", ""], _shape(spec))
         kept = _bytes(spec)
@@ -150,7 +150,7 @@ def policies(
     as_json: Json = False,
 ) -> None:
     """List the policies, or explain one: its knobs, its bytes, its speed and a picture of a step."""
-    from megatrain.terminal import print_table
+    from megatrain.terminal import print_table, print_words, terminal_columns
     from schedules import policies as known
 
     require_outputs(folders=[out])
@@ -159,7 +159,7 @@ def policies(
     if out is not None:
         from analysis import policy_pages
 
-        chosen = [name] if name else known.names()
+        chosen = known.names() if name is None else [name]
         with stages() as begin:
             begin("simulating and drawing")
             policy_pages.write(out, chosen)
@@ -175,7 +175,9 @@ def policies(
     from analysis import policy_pages
 
     page = policy_pages.page(name)
-    print(page.words, "", *policy_pages.drawing(page), "", sep="\n")
+    print_words(page.words)
+    for line in ["", *policy_pages.drawing(page, terminal_columns()), ""]:
+        print_words(line)
     print_table(
         f"where states live, in bytes per parameter: {policy_pages.about(page.numbers)}",
         policy_pages.STATES_HEADING,

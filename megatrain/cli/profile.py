@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from megatrain.cli.bars import goes_on, progress_bar, stages
-from megatrain.cli.options import Accumulation, Batch, Clip, Precision, Seq, require_outputs, shape_of, workload_of
+from megatrain.cli.options import (
+    Accumulation,
+    Batch,
+    Clip,
+    Precision,
+    Seq,
+    listed,
+    require_outputs,
+    shape_of,
+    workload_of,
+)
 from schedules.errors import Refused
 from schedules.workload import RECOMPUTED
 
@@ -37,7 +47,9 @@ def profile(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A policy whose ops are timed. Repeatable; all if left out."),
+        typer.Option(
+            "--policy", "-p", help="A policy whose ops are timed, or several: a,b. Repeatable; all if left out."
+        ),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, to measure that too.")] = None,
@@ -69,12 +81,13 @@ def profile(
     way, machine = Way(fused=fused, graphs=graphs), partial(backend_of, backend)
     here = machine_here(machine, nvme)
     way.require(on_gpu=here.on_gpu)
-    shapes = [shape_of(text) for text in shape] if shape else shapes_up_to(batch, seq)
+    shapes = [shape_of(text) for text in listed(shape or [])] or shapes_up_to(batch, seq)
+    chosen = listed(policy or []) or known.comparable()
 
     def built(shapes: list[tuple[int, int]], of: ModelSpec) -> list[Schedule]:
-        modes = dict.fromkeys(recompute or ["none"])
+        modes = dict.fromkeys(listed(recompute or []) or ["none"])
         workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
-        return [known.build(name, of, w, here.budget) for w in workloads for name in policy or known.comparable()]
+        return [known.build(name, of, w, here.budget) for w in workloads for name in chosen]
 
     with stages() as begin:
         begin("choosing what to measure")

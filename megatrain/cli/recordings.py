@@ -74,7 +74,7 @@ def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
     schedules, traces = {}, []
     for path in files:
         with path.open(errors="replace") as opened:
-            is_trace = FORMAT in opened.read(200)
+            is_trace = FORMAT.partition("/")[0] in opened.read(200)  # of any version: what reads it tells the wrong one
         if is_trace:
             traces.append((path, Trace.read(path)))
         elif is_schedule(str(path)):
@@ -88,4 +88,6 @@ def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
         if trace.digest not in schedules:
             raise InputError(f"{path} is of schedule {trace.digest[:8]}, whose file was not given")
         trace.check(schedules[trace.digest])
+        if not trace.steps:
+            raise InputError(f"{path} holds no op of any step: there is nothing to draw")
     return [(schedules[trace.digest], trace) for _, trace in traces]

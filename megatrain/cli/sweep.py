@@ -88,8 +88,9 @@ def sweep(
         tokens_per_step=tokens,
         precision=precision,
     )
-    for point in points:
-        paid.of(point.machine)  # tells what is missing before anything is computed
+    for point in points:  # tells what is missing before anything is computed
+        memory = point.profile.host.memory.value
+        paid.of(point.machine, more_host_bytes=costs.more_host_bytes(point.machine, memory))
     with goes_on(), progress_bar() as bar:
         task = bar.add_task("sweeping", total=len(points), note="")
         rows = sweeps.run(

@@ -27,7 +27,9 @@ def validate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy", "-p", help='A policy, with any knobs: "streamed nvme=4". Repeatable; five if left out.'
+            "--policy",
+            "-p",
+            help='A policy, with any knobs: "streamed nvme=4"; or several: a,b. Repeatable; five if left out.',
         ),
     ] = None,
     calibrate: Annotated[
@@ -56,10 +58,10 @@ def validate(
     usual = grids.usual(backend)
     grid = replace(
         usual,
-        models=tuple(presets.load(name) for name in listed(model)) if model else usual.models,
-        policies=tuple(policy) if policy else usual.policies,
-        calibrated=tuple(map(shape_of, calibrate)) if calibrate else usual.calibrated,
-        held_out=tuple(map(shape_of, hold_out)) if hold_out else usual.held_out,
+        models=tuple(presets.load(name) for name in listed(model or [])) or usual.models,
+        policies=tuple(listed(policy or [])) or usual.policies,
+        calibrated=tuple(map(shape_of, listed(calibrate or []))) or usual.calibrated,
+        held_out=tuple(map(shape_of, listed(hold_out or []))) or usual.held_out,
         precision=precision or usual.precision,
         rounds=rounds,
         steps=steps,
