@@ -7,12 +7,12 @@ needs and what it leaves behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.coverage import Coverage, parts_are
+from schedules.coverage import Coverage
 from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
@@ -64,7 +64,8 @@ class Contents:
         """Violations in program order; each op's first of a kind only, since later steps repeat it.
 
         Three steps are read, and more while what is read grows older: not all of a declared staleness shows earlier.
-        What is behind by a step more than something else was copied from it, so that there is a buffer per step.
+        Only the newest is updated, so what is behind by a step more than something else was copied from it: there is a
+        buffer per step.
         """
         seen: set[tuple[str, str, str]] = set()
         most = min(self._schedule.staleness, len(self._schedule.buffers)) + 2
@@ -151,7 +152,7 @@ class Contents:
                 op=op.name,
                 on=held.writer,
                 buffer=buffer,
-                message=f"{op.name} reads {describe(held.tensor)} while only {parts_are(held.updated)} updated",
+                message=f"{op.name} reads {describe(held.tensor)} while only {_parts_are(held.updated)} updated",
                 fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
             )
         if held.ended_by:
@@ -230,6 +231,8 @@ class Contents:
         reads, writes = needed(self._schedule, op)
         missing = [f"read {t}" for t in reads if t not in {a.tensor for a in op.reads}]
         missing += [f"write {t}" for t in writes if t not in {a.tensor for a in op.writes}]
+        if op.phase == Phase.RECOMPUTE and not op.writes:  # it would be taken to compute less than it does
+            missing.append("write its output, or what its backward needs")
         if missing:
             yield Violation(
                 rule="incomplete op",
@@ -307,17 +310,23 @@ class Contents:
         yield from self._coverage.updates_once(op, weights, part, found[weights], updated)
         yield from self._coverage.whole_gradient(op, gradient, found[gradient])
         yield from self._coverage.clips_once(op, gradient, found)
-        if found[weights].version != found[state].version:
+        for access in (weights, state):
+            yield from self._up_to_date(op, access, found[access])
+        self._write(op, weights, updated)
+        self._write(op, state, replace(found[state], version=found[state].version + 1))
+
+    def _up_to_date(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
+        """What is updated has had every update so far: else several copies could take turns, each trained by a part."""
+        if content.version != self._step and parse(access.tensor).layer not in self._coverage.miscounted:
             yield Violation(
                 rule="stale read",
                 op=op.name,
-                buffer=weights.buffer,
-                message=f"{op.name} updates version {found[weights].version} of {weights.tensor} with version "
-                f"{found[state].version} of its state",
-                fix="update the copy of the weights that the last update wrote",
+                on=content.writer,
+                buffer=access.buffer,
+                message=f"{op.name} updates {describe(access.tensor)} in version {content.version} where version "
+                f"{self._step} is due (counted in updates); {content.writer} wrote it",
+                fix="update the copy that the last update wrote",
             )
-        self._write(op, weights, updated)
-        self._write(op, state, replace(found[state], version=found[state].version + 1))
 
     def _sync(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         yield from ()
@@ -338,3 +347,8 @@ _RULES = {
     Phase.ADAM: Contents._adam,
     Phase.SYNC: Contents._sync,
 }
+
+
+def _parts_are(parts: Sequence[str]) -> str:
+    """These parts as the subject of a sentence: 'parts 0of4, 1of4 are'."""
+    return f"part{'s' if len(parts) > 1 else ''} {', '.join(parts)} {'are' if len(parts) > 1 else 'is'}"

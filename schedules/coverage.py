@@ -28,9 +28,8 @@ class Coverage:
         self._schedule, self._workload = schedule, schedule.workload
         self._trained_cls = trained.cls(schedule.workload)
         self.layers = tuple(sorted(map(schedule.model.layer_name, trained.layers(schedule.model, schedule.workload))))
-        found = {op.phase for op in schedule.ops}
-        self._training = bool(self.layers) and not found.isdisjoint({Phase.ADAM, Phase.BACKWARD, Phase.LOSS})
-        self.no_norm = self._training and self._workload.grad_clip is not None and Phase.NORM not in found
+        clips = bool(self.layers) and self._workload.grad_clip is not None
+        self.no_norm = clips and not any(op.phase == Phase.NORM for op in schedule.ops)
         self.miscounted: set[str] = set()
         self._updated: dict[str, str] = {}  # layer -> the op that updated it, or the last part of it, in this step
         self._begun: set[str] = set()  # layers of which something was updated in this step
@@ -57,10 +56,8 @@ class Coverage:
 
     def end_of_step(self) -> Iterator[Violation]:
         """All ops of a step have been read: every loss has been computed, and every gradient applied."""
-        if self._training:
-            yield from self._all_updated()
-        if self._training or self._workload.task == "evaluate":
-            yield from self._all_losses()
+        yield from self._all_updated()
+        yield from self._all_losses()
         self._updated.clear()
         self._begun.clear()
 
@@ -112,7 +109,7 @@ class Coverage:
     def updates_once(
         self, op: Op, weights: Access, part: Part | None, before: Content, after: Content
     ) -> Iterator[Violation]:
-        """An update of a layer, or of a part of it, is the first of the step; parts are those of one division."""
+        """An update of a layer, or of a part of it, is the first of the step."""
         layer, done = parse(weights.tensor).layer, before.updated
         what = f"layer {layer}" if part is None else f"part {part} of layer {layer}"
         if (first := self._updated.get(layer)) is not None or str(part) in done:
@@ -125,15 +122,6 @@ class Coverage:
                 message=f"{op.name} updates {what} a second time in one step"
                 + ("" if first is None else f", after {first}"),
                 fix="update every layer exactly once",
-            )
-        elif not set(done) <= set(map(str, tensors.parts(part.of) if part else ())):
-            yield Violation(
-                rule="gradient coverage",
-                op=op.name,
-                on=before.writer,
-                buffer=weights.buffer,
-                message=f"{op.name} updates {what}, of which {parts_are(done)} already updated",
-                fix="divide a layer in one way",
             )
         self._begun.add(layer)
         if after.version > before.version:
@@ -185,8 +173,3 @@ class Coverage:
                 message=f"{op.name} clips by {lacks if missing or not norm else 'a norm that counts a layer twice'}",
                 fix="read the norm after every layer's gradient has been added to it once",
             )
-
-
-def parts_are(parts: Sequence[str]) -> str:
-    """These parts as the subject of a sentence: 'parts 0of4, 1of4 are'."""
-    return f"part{'s' if len(parts) > 1 else ''} {', '.join(parts)} {'are' if len(parts) > 1 else 'is'}"

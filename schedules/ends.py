@@ -1,4 +1,4 @@
-"""The embedding and the head, which are much larger than a block: they have buffers of their own."""
+"""The embedding and the head, which are of another size than blocks: they have buffers of their own."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.amounts import Amounts
-from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
+from schedules.op import DEVICE_STREAMS, DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.program import MOST_OPS
 from schedules.schedule import Schedule
@@ -22,56 +22,10 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
         message = f"the step has {count:,} micro-batches, and may have {MOST_OPS:,} ops"
         yield Violation(rule="structure", op="", subject="micro-batches", message=message, fix="give fewer")
         return
-    names: set[str] = set()
-    for op in schedule.ops:
-        if op.name in names:
-            yield _wrong(op, f"the name {op.name} stands for two ops", "give every op its own name")
-        names.add(op.name)
-    if not schedule.ops:
-        yield Violation(rule="structure", op="", message="the schedule has no ops", fix="add some")
-    seen: set[str] = set()
-    for buffer in schedule.buffers:
-        if buffer.name in seen:
-            yield Violation(
-                rule="structure",
-                op="",
-                buffer=buffer.name,
-                message=f"the name {buffer.name} stands for two buffers",
-                fix="give every buffer its own name",
-            )
-        seen.add(buffer.name)
-        if buffer.nbytes < 0:
-            yield Violation(
-                rule="structure",
-                op="",
-                buffer=buffer.name,
-                message=f"buffer {buffer.name} has {buffer.nbytes} bytes",
-                fix="give it the bytes of the largest tensor it holds",
-            )
-    for wait in schedule.waits:
-        for name in (wait.op, wait.on):
-            if name not in names:
-                yield Violation(
-                    rule="structure",
-                    op="",
-                    message=f"wait {wait.op} on {wait.on}: there is no op {name}",
-                    fix="name an op of this schedule",
-                )
-        if wait.distance not in (0, 1):
-            yield Violation(
-                rule="structure",
-                op=wait.op if wait.op in names else "",
-                message=f"wait {wait.op} on {wait.on} has distance {wait.distance}",
-                fix="use 0 for this step or 1 for the step before",
-            )
-    updating: dict[Stream, Op] = {}
-    for op in schedule.ops:
-        if op.phase == Phase.ADAM and op.stream not in DEVICE_STREAMS:
-            updating.setdefault(op.stream, op)
-    for first, other in pairwise(updating.values()):
-        # an update takes all threads already: on two streams they would be counted twice
-        what = f"{first.name} updates on {first.stream} and {other.name} on {other.stream}"
-        yield _wrong(other, what, "let the CPU run all its updates on one stream")
+    yield from _ops_named_once(schedule)
+    yield from _sized_buffers(schedule)
+    yield from _known_waits(schedule)
+    yield from _updates_on_one_stream(schedule)
     amounts = Amounts(schedule.model, schedule.workload)
     ill = False
     for op in schedule.ops:
@@ -80,6 +34,7 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
         yield from found or [*_op_form(schedule, op), *_op_reach(schedule, op)]
     if not ill:
         yield from _saved_apart(schedule)
+        yield from _divided_in_one_way(schedule)
 
 
 def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:
@@ -99,6 +54,51 @@ def wrong_amounts(schedule: Schedule) -> Iterator[Violation]:
                     f"{op.name} declares {found} {unit}; this model and step need {of_step}",
                     "give it those of the workload",
                 )
+
+
+def _ops_named_once(schedule: Schedule) -> Iterator[Violation]:
+    if not schedule.ops:
+        yield _wrong(None, "the schedule has no ops", "add some")
+    seen: set[str] = set()
+    for op in schedule.ops:
+        if op.name in seen:
+            yield _wrong(op, f"the name {op.name} stands for two ops", "give every op its own name")
+        seen.add(op.name)
+
+
+def _sized_buffers(schedule: Schedule) -> Iterator[Violation]:
+    seen: set[str] = set()
+    for buffer in schedule.buffers:
+        name = buffer.name
+        if name in seen:
+            yield _wrong(None, f"the name {name} stands for two buffers", "give every buffer its own name", name)
+        seen.add(name)
+        if buffer.nbytes < 0:
+            fix = "give it the bytes of the largest tensor it holds"
+            yield _wrong(None, f"buffer {name} has {buffer.nbytes} bytes", fix, name)
+
+
+def _known_waits(schedule: Schedule) -> Iterator[Violation]:
+    ops = {op.name: op for op in schedule.ops}
+    for wait in schedule.waits:
+        what = f"wait {wait.op} on {wait.on}"
+        for name in (wait.op, wait.on):
+            if name not in ops:
+                yield _wrong(None, f"{what}: there is no op {name}", "name an op of this schedule")
+        if wait.distance not in (0, 1):
+            fix = "use 0 for this step or 1 for the step before"
+            yield _wrong(ops.get(wait.op), f"{what} has distance {wait.distance}", fix)
+
+
+def _updates_on_one_stream(schedule: Schedule) -> Iterator[Violation]:
+    """Those of the CPU: an update takes all its threads already, and on two streams they would be counted twice."""
+    first: dict[Stream, Op] = {}
+    for op in schedule.ops:
+        if op.phase == Phase.ADAM and op.stream not in DEVICE_STREAMS:
+            first.setdefault(op.stream, op)
+    for one, other in pairwise(first.values()):
+        what = f"{one.name} updates on {one.stream} and {other.name} on {other.stream}"
+        yield _wrong(other, what, "let the CPU run all its updates on one stream")
 
 
 def _op_accesses(schedule: Schedule, op: Op, amounts: Amounts) -> Iterator[Violation]:
@@ -148,15 +148,35 @@ def _saved_apart(schedule: Schedule) -> Iterator[Violation]:
                 yield _wrong(op, what, fix, access.buffer, on=by.name)
 
 
+def _divided_in_one_way(schedule: Schedule) -> Iterator[Violation]:
+    """A layer's optimizer state is whole or in parts, the same for all ops, or a checkpoint would have it twice."""
+    first: dict[str, tuple[Op, str, int]] = {}  # layer -> who touched its state first, what of it, in how many parts
+    told: set[str] = set()
+    for op in schedule.ops:
+        for access in op.accesses:
+            name = parse(access.tensor)
+            if name.cls != tensors.STATE or name.layer in told:
+                continue
+            of = name.part.of if name.part else 1
+            by, tensor, others = first.setdefault(name.layer, (op, access.tensor, of))
+            if of != others:
+                told.add(name.layer)
+                what = f"{by.name} touches {describe(tensor)}, {op.name} {describe(access.tensor)}"
+                yield _wrong(op, what, "divide a layer in one way", access.buffer, on=by.name)
+
+
 def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
     """Kind, phase and stream must go together, and each phase must name what it cannot do without."""
     if op.phase not in _PHASES_OF[op.kind]:
         yield _wrong(op, f"{op.name} is a {op.kind} of phase {op.phase}", f"{op.kind} has {_list(_PHASES_OF[op.kind])}")
         return
-    if (op.kind == Kind.COMPUTE) != (op.stream == Stream.COMPUTE and op.phase in _PHASES_OF[Kind.COMPUTE]):
+    if op.kind == Kind.COMPUTE and op.stream != Stream.COMPUTE:
         yield _wrong(op, f"{op.name} ({op.phase}) is queued on {op.stream}", "compute ops run on the compute stream")
     if op.phase == Phase.SYNC and op.stream != Stream.HOST:
         yield _wrong(op, f"{op.name} synchronises on stream {op.stream}", "only the host synchronises")
+    elif op.kind == Kind.UPDATE and op.stream in DRIVE_STREAMS:
+        # one thread would run what is predicted of all
+        yield _wrong(op, f"{op.name} ({op.phase}) is queued on {op.stream}", "queue it on cpu: a drive's streams copy")
     if op.kind == Kind.COMPUTE and (
         op.layer not in schedule.model.layers or op.microbatch not in schedule.workload.microbatches
     ):
@@ -313,8 +333,9 @@ _PHASES_OF = {
 }
 
 
-def _wrong(op: Op, message: str, fix: str, buffer: str = "", on: str = "") -> Violation:
-    return Violation(rule="structure", op=op.name, on=on, buffer=buffer, message=message, fix=fix)
+def _wrong(op: Op | None, message: str, fix: str, buffer: str = "", on: str = "") -> Violation:
+    """`op`: where it shows; None where it is about no op that there is."""
+    return Violation(rule="structure", op=op.name if op else "", on=on, buffer=buffer, message=message, fix=fix)
 
 
 def _some(buffers: Iterable[str]) -> str:

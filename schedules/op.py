@@ -46,6 +46,7 @@ class Stream(StrEnum):
 
 
 DEVICE_STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)  # queues of the GPU; the others are threads of the host
+DRIVE_STREAMS = (Stream.NVME_READ, Stream.NVME_WRITE)  # of these, those that only copy
 
 
 class Tier(StrEnum):

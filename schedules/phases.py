@@ -107,6 +107,9 @@ def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     if op.phase not in (phases := phases_of(model, i)):
         yield f"{op.name} computes {op.phase} of layer {model.layer_name(i)}", f"that layer has {', '.join(phases)}"
         return
+    if op.phase == Phase.BACKWARD and i not in trained.layers(model, schedule.workload):
+        yield f"{op.name} computes the gradient of layer {model.layer_name(i)}, which is not trained", "leave it out"
+        return
     must, may = needed(schedule, op)
     summed = {access for access in op.writes if parse(access.tensor).cls in tensors.GRADIENTS}
     if read := [access for access in op.reads if access.tensor not in must and access not in summed]:
@@ -160,11 +163,14 @@ def _norm(op: Op) -> Iterator[tuple[str, str]]:
 
 
 def _in_place(op: Op) -> Iterator[tuple[str, str]]:
-    """Gradients that are scaled or cleared where they are."""
+    """A gradient that is scaled where it is, by the norm if there is one, or gradients that are cleared."""
     if others := [access for access in op.writes if parse(access.tensor).cls not in tensors.GRADIENTS]:
         yield f"{op.name} ({op.phase}) writes {_names(others)}", "name a gradient"
     if op.phase == Phase.SCALE and not set(op.writes) <= set(op.reads):
         yield f"{op.name} scales {_names(op.writes)} without reading it", "read what it writes"
+    used = {tensors.NORM, *(access.tensor for access in op.writes)} if op.phase == Phase.SCALE else set[str]()
+    if others := [access for access in op.reads if access.tensor not in used]:
+        yield f"{op.name} ({op.phase}) reads {_names(others)}", "leave out what it has no use for"
 
 
 def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
@@ -178,6 +184,9 @@ def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
     made = {trained.cls(schedule.workload), tensors.STATE}
     if others := tuple(access for access in op.writes if parse(access.tensor).cls not in made):
         yield f"{op.name} (adam) writes {_names(others)}", "it makes what is trained and its optimizer state"
+    read = made | tensors.GRADIENTS | {tensors.NORM}
+    if others := tuple(access for access in op.reads if parse(access.tensor).cls not in read):
+        yield f"{op.name} (adam) reads {_names(others)}", "leave out what it has no use for"
     for accesses in (op.reads, op.writes):
         for classes in (tensors.GRADIENTS, {tensors.STATE}):
             found = [access for access in accesses if parse(access.tensor).cls in classes]

@@ -162,6 +162,9 @@ class Program(Buffers):
         writes = [self._new(self.output(i, m))] if output else []
         if keep == "all":
             writes.append(self._new(self.saved(i, m)))
+        if not writes:
+            at = f"({self.model.layer_name(i)}, {m})"
+            raise ProgramError(f'recompute{at} would make nothing: call it with keep="all", output=True, or both')
         reads = [(self._activations.where(source), source)]
         self._compute(phase, i, m, weights, reads=reads, writes=writes, blocking=blocking)
         if keep == "nothing":

@@ -158,7 +158,7 @@ class Streamed:
     """Weights and gradients of a step in which all layers only pass through the device.
 
     Blocks go through `slots` buffers for weights and two for gradients; what still stands in a slot is not
-    loaded again. Embedding and head, much larger, have buffers of their own: their weights come once a step,
+    loaded again. Embedding and head, of another size, have buffers of their own: their weights come once a step,
     and their gradients add up in place. `fetch(i, buffer)` loads layer i's weights into a device buffer and
     returns it; the micro-batches run in that many `groups`, one after another.
     """

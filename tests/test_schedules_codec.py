@@ -42,6 +42,12 @@ def test_round_trip_is_byte_for_byte(schedule: Schedule, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
 
 
+def test_a_schedule_has_one_text(schedule: Schedule) -> None:
+    turned = replace(schedule, knobs=dict(reversed(schedule.knobs.items())))
+    assert dumps(turned) == dumps(schedule)
+    assert ' "waits": []\n}\n' in dumps(replace(schedule, waits=()))
+
+
 def test_digest_covers_what_is_executed_and_nothing_else(schedule: Schedule) -> None:
     assert replace(schedule, policy="other", knobs={}).digest == schedule.digest
     first, *rest = schedule.ops
@@ -74,7 +80,10 @@ def test_a_truncated_file_is_refused(schedule: Schedule, cut: int) -> None:
         (("ops", 1, "stream"), "gpu", "ops[1].stream is 'gpu'"),
         (("ops", 0, "nbytes"), -4, "ops[0].nbytes must be a whole number of at least 0, not -4"),
         (("buffers", 0, "nbytes"), 10**400, "buffers[0].nbytes must be a number of 64 bits, not one of 401 digits"),
+        (("ops", 0, "nbytes"), 2**63, "ops[0].nbytes must be a number of 64 bits"),
+        (("ops", 0, "name"), 5, "ops[0].name must be a non-empty string, not 5"),
         (("ops", 0, "nbytes"), 1.5, "ops[0].nbytes must be a whole number"),
+        (("ops", 0, "reads"), ["ab"], "ops[0].reads[0] must be a pair [buffer, tensor], not 'ab'"),
         (("ops", 0, "reads"), [["a"]], "ops[0].reads[0] must be a pair [buffer, tensor]"),
         (("ops", 0, "reads"), [["a", "w.0"], ["a", 1]], "ops[0].reads[1] must be a pair [buffer, tensor]"),
         (("ops", 0, "reads"), {"a": "w.0"}, "ops[0].reads must be a list of [buffer, tensor] pairs"),
@@ -167,6 +176,12 @@ def test_a_knob_beyond_all_numbers_is_refused(schedule: Schedule) -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(CodecError, match=r"cannot read .*gone\.json"):
         read(tmp_path / "gone.json")
+
+
+def test_a_file_of_another_kind_is_told_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text('{"format": "megatrain-trace/1"}')
+    with pytest.raises(CodecError, match=r"trace\.json is a trace, not a schedule$"):
+        read(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "half \ud800", "a\nb", "\x9b1m"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import schedule_of
 
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Kind, Op, Phase, Stream, Wait
+from schedules.verify import _races
 
 STEPS = 4  # unrolled by the oracle
 
@@ -100,6 +102,19 @@ def test_waits_point_backward_and_cross_streams(ops: list[Op]) -> None:
         assert wait.distance in (0, 1)
         assert wait.distance == 1 or index[wait.on] < index[wait.op]
         assert ops[index[wait.on]].stream != ops[index[wait.op]].stream
+
+
+@settings(max_examples=60)
+@given(programs(), st.data())
+def test_the_verifier_finds_a_race_where_the_oracle_does(ops: list[Op], data: st.DataObject) -> None:
+    """Whatever the waits: some of those needed, and some that nobody needs."""
+    needed = minimal_waits(ops)
+    kept = data.draw(st.lists(st.sampled_from(needed), unique=True)) if needed else []
+    places = st.integers(0, len(ops) - 1)
+    for at, on, distance in data.draw(st.lists(st.tuples(places, places, st.integers(0, 1)), max_size=2)):
+        if distance or on < at:
+            kept.append(Wait(op=ops[at].name, on=ops[on].name, distance=distance))
+    assert bool(list(_races(schedule_of(ops, kept)))) == bool(unordered(ops, kept))
 
 
 def test_double_buffer_by_hand() -> None:

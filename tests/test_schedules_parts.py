@@ -65,8 +65,8 @@ def test_parts_are_of_every_parameter_once(precision: str, of: int, hidden: int,
         assert sum(bytes_of) == tensor_bytes(f"o.{name}", model, workload)
 
 
-def in_parts(updates: Sequence[Part | None]) -> Schedule:
-    """All on the host but block 0's state, on a drive; it is updated in these parts."""
+def in_parts(updates: Sequence[Part | None], *, copied: Sequence[Part | None] = ()) -> Schedule:
+    """All on the host but block 0's state, on a drive; it is updated in these parts, and these are copied besides."""
     model, p = MODEL, Program(MODEL, STEP)
     w, g, passing = p.slots("weight", 2), p.slots("grad", 2), p.slots("passing", 2, Tier.HOST)
     p.keep_on_nvme(*(p.state(0, part) for part in set(updates)))
@@ -90,6 +90,8 @@ def in_parts(updates: Sequence[Part | None]) -> Schedule:
             continue
         for part in updates:
             update(part)
+    for part in copied:
+        p.prefetch(p.state(0, part), into=p.buffer("copy", Tier.HOST), stream=Stream.CPU)
     return p.build(policy="in_parts")
 
 
@@ -133,9 +135,17 @@ def test_a_part_updated_twice_is_told() -> None:
 
 def test_a_layer_is_divided_in_one_way() -> None:
     text = told(in_parts((Part(0, 2), Part(2, 4), Part(3, 4))))
-    assert "U.0.2of4 updates part 2of4 of layer 0, of which part 0of2 is already updated" in text
-    assert "divide a layer in one way" in text
-    assert "U.0 updates layer 0, of which part 0of2 is already updated" in told(in_parts((Part(0, 2), None)))
+    state = "of the optimizer state of layer 0"
+    assert f"P.o.0.0of2 touches part 0of2 {state}, P.o.0.2of4 part 2of4 {state}" in text
+    assert "divide a layer in one way" in text and text.startswith("1 problem in ")
+    assert f"touches part 0of2 {state}, P.o.0 the optimizer state of layer 0" in told(in_parts((Part(0, 2), None)))
+
+
+@pytest.mark.parametrize("copied", [None, Part(1, 2)])
+def test_what_is_copied_of_a_state_is_divided_as_it_is_updated(copied: Part | None) -> None:
+    """A checkpoint would keep both, the one that nobody updates over the one that is trained."""
+    assert "divide a layer in one way" in told(in_parts(QUARTERS, copied=[copied]))
+    assert verify(in_parts(QUARTERS, copied=[Part(1, 4)]))
 
 
 def test_a_state_that_did_not_go_back_is_stale() -> None:
@@ -143,9 +153,8 @@ def test_a_state_that_did_not_go_back_is_stale() -> None:
     lost = "O.o.0.2of4"
     ops = tuple(op for op in schedule.ops if op.name != lost)
     waits = tuple(wait for wait in schedule.waits if lost not in (wait.op, wait.on))
-    assert "U.0.2of4 updates version 1 of w.0 with version 0 of its state" in told(
-        replace(schedule, ops=ops, waits=waits)
-    )
+    text = told(replace(schedule, ops=ops, waits=waits))
+    assert "U.0.2of4 updates part 2of4 of the optimizer state of layer 0 in version 0 where version 1 is due" in text
 
 
 def test_more_parts_than_there_is_of_a_layer_are_refused() -> None:

@@ -105,6 +105,18 @@ def scaled_without_reading(s: Schedule) -> Schedule:
     return without_clipping(after(s, "N", replace(scaling(s), reads=(Access("norm", "norm"),))))
 
 
+def scaled_by_no_norm(s: Schedule) -> Schedule:
+    return without_clipping(after(s, "N", replace(scaling(s), reads=(on("g.1"),))))
+
+
+def scaled_by_half_of_the_norm(s: Schedule) -> Schedule:
+    norm = op_of(s, "N")
+    half = len(norm.reads) // 2
+    s = before(s, "N", replace(norm, name="N0", reads=norm.reads[:half]))
+    s = edited(s, "N", reads=(*norm.reads[half:], norm.writes[0]))
+    return without_clipping(after(s, "N0", scaling(s)))
+
+
 def another_layers_output(s: Schedule) -> Schedule:
     output = next(access for access in op_of(s, "F.1.0").writes if access.tensor == "x.1.0")
     return edited(s, "F.0.0", writes=(*op_of(s, "F.0.0").writes, output))
@@ -305,6 +317,11 @@ def a_wait_that_writes(s: Schedule) -> Schedule:
     return after(s, "F.1.0", wait)
 
 
+def a_wait_of_the_device(s: Schedule) -> Schedule:
+    wait = Op(name="H", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE, reads=(on("w.1"),))
+    return after(s, "F.1.0", wait)
+
+
 def a_wait_of_no_layer(s: Schedule) -> Schedule:
     wait = Op(name="H", kind=Kind.PREFETCH, phase=Phase.SYNC, stream=Stream.HOST, layer=99, reads=(on("w.1"),))
     return after(s, "F.1.0", wait)
@@ -319,6 +336,73 @@ def a_copy_of_another_micro_batch(s: Schedule) -> Schedule:
 def an_update_that_writes_more(s: Schedule) -> Schedule:
     update = op_of(s, "U.1")
     return edited(s, "U.1", writes=(*update.writes, Access("device.g.2", "g.1")))
+
+
+def a_gradient_of_what_is_frozen(s: Schedule) -> Schedule:
+    """The executor has no place for it, of no bytes as it is."""
+    s = on_device(MODEL, replace(s.workload, lora_rank=2, grad_clip=None))
+    back = next(access for access in op_of(s, "B.0.0").writes if access.tensor == "d.embed.0")
+    s = replace(s, buffers=(*s.buffers, Buffer(name="none", tier=Tier.DEVICE, nbytes=0)))
+    gradient = (Access("none", "g.embed"),)
+    op = replace(op_of(s, "B.0.0"), name="B.embed.0", layer=MODEL.embed, reads=(back,), writes=gradient)
+    return after(s, "B.0.0", op)
+
+
+def added_to_a_gradient(s: Schedule, more: str) -> Schedule:
+    add = replace(scaling(s, "A"), phase=Phase.ACCUMULATE, reads=(on("g.1"), on(more)))
+    return after(s, "B.1.0", add)
+
+
+def weights_added_to_a_gradient(s: Schedule) -> Schedule:
+    return added_to_a_gradient(s, "w.1")
+
+
+def another_layers_gradient_added(s: Schedule) -> Schedule:
+    return added_to_a_gradient(s, "g.2")
+
+
+def an_output_added_to(s: Schedule) -> Schedule:
+    """As gradients are: but it is written over."""
+    forward, output = op_of(s, "F.1.0"), access_of(s, "F.1.0", "x.1.0")
+    again = replace(forward, name="R", phase=Phase.RECOMPUTE, reads=(*forward.reads, output), writes=(output,))
+    return after(s, "F.1.0", again)
+
+
+def activations_saved_by_a_backward(s: Schedule) -> Schedule:
+    s, saved = spare(s, access_of(s, "F.1.0", "s.1.0"))
+    return edited(s, "B.1.0", writes=(*op_of(s, "B.1.0").writes, saved))
+
+
+def weights_cleared_as_a_gradient(s: Schedule) -> Schedule:
+    """In every step, the first too, before they are read: they are not what the step begins with."""
+    clear = replace(scaling(s, "Z"), phase=Phase.ZERO, reads=(), writes=(Access(on("w.1").buffer, "g.1"),))
+    return before(s, "F.1.0", clear)
+
+
+def a_recompute_of_nothing(s: Schedule) -> Schedule:
+    """It would run all of the block, and be taken to leave out what only its output needs."""
+    again = replace(op_of(s, "F.1.0"), name="R", phase=Phase.RECOMPUTE, writes=())
+    return after(s, "F.1.0", again)
+
+
+def an_update_that_reads_more(s: Schedule) -> Schedule:
+    s, kept = spare(s, access_of(s, "F.1.0", "s.1.0"))
+    return edited(s, "U.1", reads=(*op_of(s, "U.1").reads, kept))
+
+
+def a_scale_that_reads_more(s: Schedule) -> Schedule:
+    scale = scaling(s)
+    return without_clipping(after(s, "N", replace(scale, reads=(*scale.reads, on("w.1")))))
+
+
+def a_zero_that_reads(s: Schedule) -> Schedule:
+    clear = replace(scaling(s, "Z"), phase=Phase.ZERO, reads=(on("g.1"),))
+    return after(s, "U.1", clear)
+
+
+def a_norm_on_a_drives_stream(s: Schedule) -> Schedule:
+    """One thread would run what is predicted of all."""
+    return edited(two_slots(MODEL, s.workload), "N", stream=Stream.NVME_READ)
 
 
 def replaced(s: Schedule, name: str, old: Access, new: Access) -> tuple[Access, ...]:
@@ -340,6 +424,8 @@ def nothing_added(s: Schedule) -> Schedule:
         (clipped_and_clipped_in_the_update, "U.1 reads the norm for the gradient of layer 1, which S.g.1 has clipped"),
         (clipped_twice, "S2.g.1 reads the norm for the gradient of layer 1, which S.g.1 has clipped"),
         (norm_of_a_clipped_gradient, "N2 takes the norm of the gradient of layer 1, which S.g.1 has clipped"),
+        (scaled_by_no_norm, r"S\.g\.1 clips by no global norm"),
+        (scaled_by_half_of_the_norm, r"S\.g\.1 clips by a norm without layers \w"),
         (scaled_without_reading, "S.g.1 scales g.1 without reading it"),
         (another_layers_output, r"F.0.0 \(forward of layer 0\) writes x.1.0"),
         (recompute_as_backward, r"B.1.0 \(recompute of layer 1\) writes d.0.0, g.1"),
@@ -372,6 +458,12 @@ def nothing_added(s: Schedule) -> Schedule:
         ),
         (from_drive_to_drive, r"copy \(copy\) moves the weights of layer 1 from nvme to nvme"),
         (from_device_to_drive, "a drive and the device have no link"),
+        (weights_added_to_a_gradient, r"A adds w\.1 to g\.1\n +add up gradients of one layer"),
+        (another_layers_gradient_added, r"A adds g\.2 to g\.1\n +add up gradients of one layer"),
+        (an_output_added_to, r"R \(recompute of layer 1\) reads x\.1\.0\n"),
+        (activations_saved_by_a_backward, r"B\.1\.0 \(backward of layer 1\) writes s\.1\.0\n"),
+        (weights_cleared_as_a_gradient, "F.1.0 reads the weights of layer 1 from device.w.1, which then holds nothing"),
+        (a_gradient_of_what_is_frozen, r"B\.embed\.0 computes the gradient of layer embed, which is not trained"),
     ],
 )
 def test_what_would_train_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
@@ -384,6 +476,7 @@ def test_what_would_train_something_else_is_refused(change: Callable[[Schedule],
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (a_wait_of_the_device, "H synchronises on stream compute\n"),
         (a_wait_of_no_layer, "H is of layer 99\n"),
         (a_copy_of_another_micro_batch, "copy is of layer 1, micro-batch None, and copies the output of layer 1"),
     ],
@@ -391,6 +484,35 @@ def test_what_would_train_something_else_is_refused(change: Callable[[Schedule],
 def test_what_would_be_drawn_as_something_else_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         verify(change(on_device(MODEL, WORK)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (an_update_that_reads_more, r"U\.1 \(adam\) reads s\.1\.0\n"),
+        (a_scale_that_reads_more, r"S\.g\.1 \(scale\) reads w\.1\n"),
+        (a_zero_that_reads, r"Z \(zero\) reads g\.1\n"),
+        (a_recompute_of_nothing, r"R \(recompute of layer 1\) does not write its output, or what its backward needs"),
+        (a_norm_on_a_drives_stream, r"N \(norm\) is queued on nvme_read\n +queue it on cpu: a drive's streams copy"),
+    ],
+)
+def test_what_would_be_predicted_as_something_else_is_refused(
+    change: Callable[[Schedule], Schedule], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        verify(change(on_device(MODEL, WORK)))
+
+
+def test_a_buffer_of_the_host_that_held_activations_may_hold_something_else() -> None:
+    """Which does not end with the backward that uses the activations up."""
+    s = on_device(MODEL, WORK)
+    saved, output = access_of(s, "F.1.0", "s.1.0"), access_of(s, "F.0.0", "x.0.0")
+    s, host = spare(s, saved, "host.s", Tier.HOST)
+    s, elsewhere = spare(s, output)
+    kept = Access(host.buffer, output.tensor)
+    s = after(s, "F.1.0", copy_to(saved, host, s, Stream.D2H, "away"), copy_to(host, saved, s, Stream.H2D, "back"))
+    s = after(s, "back", copy_to(output, kept, s, Stream.D2H, "keep"))
+    assert verify(after(s, "B.1.0", copy_to(kept, elsewhere, s, Stream.H2D, "again")))
 
 
 def test_a_gradient_clipped_by_itself_is_clipped_once() -> None:
@@ -499,6 +621,8 @@ def test_weights_that_are_never_updated_are_found_whatever_the_staleness(stalene
     )
     with pytest.raises(ScheduleError, match="reads the weights of layer 1 in version 0 where"):
         verify(wrong)
+    with pytest.raises(ScheduleError, match="declared is a staleness of 1000000000000, found one of"):
+        verify(replace(wrong, staleness=10**12))  # which is not waited for
 
 
 def test_the_cpu_runs_its_updates_on_one_stream() -> None:

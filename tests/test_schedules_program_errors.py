@@ -51,6 +51,7 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.slots("more", 2, "gpu"), "buffer more0: a tier is device, host or nvme, not 'gpu'"),
         (lambda p: p.evict(p.output(1, 0), tier="disk"), "a tier is device, host or nvme, not 'disk'"),
         (lambda p: p.synchronize(kind="wait"), "H: a kind is prefetch, compute, offload or update, not 'wait'"),
+        (lambda p: p.slots("more", 0), "more: a ring needs at least one slot, not 0"),
         (lambda p: p.slots("slot", 2), r"slots\('slot', 2\): there is a buffer slot0 already; give the ring another"),
         (lambda p: p.forward(1, keep="inputs"), "keep is all, input or nothing, not 'inputs'"),
         (lambda p: p.evict(p.weight(1)), r"only activations are evicted.*offload\(\) copy the weights of layer 1"),
@@ -63,6 +64,10 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.prefetch(p.weight(1), into="slot9"), "P.w.1: there is no buffer slot9; declare it with buffer"),
         (lambda p: p.reserve("logits", -1), "a whole number of at least 0, not -1"),
         (lambda p: p.recompute(1, keep="out"), "keep is all, input or nothing, not 'out'"),
+        (
+            lambda p: p.recompute(1, keep="input"),
+            r"recompute\(1, 0\) would make nothing: call it with keep=\"all\", output=",
+        ),
         (
             lambda p: p.recompute(1),
             r'micro-batch 0, are kept already: call forward\(1, 0\) with keep="input", or leave out recompute\(1, 0\)',

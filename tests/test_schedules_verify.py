@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hand_written import small, two_slots
+from hand_written import on_device, small, two_slots
 
 from schedules import policies
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
@@ -107,7 +107,8 @@ def test_a_race_names_ops_buffer_tensors_and_the_missing_wait() -> None:
         verify(replace(schedule, waits=tuple(w for w in schedule.waits if w != wait)))
     told = str(error.value)
     assert "race on weight0: P.w.1 overwrites the weights of layer embed while F.embed.0 may still read it" in told
-    assert "nothing orders F.embed.0 before P.w.1; add  wait P.w.1 on F.embed.0" in told
+    assert "nothing orders F.embed.0 before P.w.1; add  wait P.w.1 on F.embed.0\n" in told
+    assert "the same for" not in told
     assert "P.w.1 -> weight0" in told and "<-- here" in told
 
 
@@ -150,7 +151,7 @@ def test_reading_a_slot_that_holds_another_layer() -> None:
 
     found = problems(edit(schedule, "F.0.0", other_slot))
     stale = [v for v in found if v.rule == "stale read"]
-    assert [v.op for v in stale] == ["F.0.0"]
+    assert [(v.op, v.on, v.buffer) for v in stale] == [("F.0.0", "P.w.embed", "weight0")]
     assert "reads the weights of layer 0 from weight0, which then holds the weights of layer embed" in str(stale[0])
 
 
@@ -210,6 +211,51 @@ def test_a_staleness_is_declared_as_it_is_found(steps: int) -> None:
 
 def test_a_staleness_beyond_all_reason_is_refused_at_once() -> None:
     assert problems(replace(streaming().build(policy="streaming"), staleness=10**12))[0].rule == "staleness"
+
+
+def taking_turns(copies: int) -> Program:
+    """Block 0 has several copies of weights and state, and each step trains another one."""
+    p = Program(MODEL, PLAIN, staleness=copies - 1)
+    p.keep_on_device(*(t for i in MODEL.layers for t in (p.grad(i), p.weight(i), p.state(i))))
+    weights, states = p.slots("weight", copies), p.slots("state", copies)
+    own, state = weights.current, states.current
+    for i in MODEL.layers[:-1]:
+        p.forward(i, weights=own if i == 0 else None)
+    p.loss()
+    for i in reversed(MODEL.layers[:-1]):
+        p.backward(i, weights=own if i == 0 else None)
+    for i in MODEL.layers:
+        p.update(i, **({"weights": own, "state": state} if i == 0 else {}), stream=Stream.COMPUTE)
+    for ring, tensor in ((weights, p.weight(0)), (states, p.state(0))):
+        passing, first = p.buffer(f"passing.{tensor}"), ring.current
+        p.prefetch(tensor, out_of=first, into=passing, stream=Stream.COMPUTE)
+        turn = [first, *(ring.next() for _ in range(copies - 1))]
+        for into, source in zip(turn, [*turn[1:], passing], strict=True):
+            p.prefetch(tensor, out_of=source, into=into, stream=Stream.COMPUTE)
+    return p
+
+
+def test_a_staleness_that_is_not_found_for_another_reason_is_not_told() -> None:
+    found = problems(without(behind(1, declared=1), "U.0"))
+    assert [(v.rule, v.subject) for v in found if v.rule != "race"] == [("gradient coverage", "w.0")]
+
+
+def test_the_newest_of_several_copies_is_known() -> None:
+    """A checkpoint is made of it."""
+    verified = verify(behind(2, declared=2))
+    copies = {buffer for buffer, tensor in verified.initial.items() if tensor == "w.0"}
+    assert copies == {"copy0", "copy1", "host.w.0"}
+    assert verified.newest == verified.initial.keys() - {"copy0", "copy1"}
+
+
+def test_copies_that_take_turns_are_no_staleness() -> None:
+    """Each would have one update in so many steps, and fall behind for ever; three steps look like a staleness."""
+    assert verify(taking_turns(1).build(policy="turns"))
+    for copies in (2, 3, 4):
+        found = problems(taking_turns(copies).build(policy="turns"))
+        assert [(v.rule, v.op) for v in found] == [("stale read", "U.0"), ("stale read", "U.0")]
+        assert "U.0 updates the weights of layer 0 in version 0 where version 1 is due" in str(found[0])
+        assert "U.0 updates the optimizer state of layer 0 in version 0 where version 1 is due" in str(found[1])
 
 
 def test_what_follows_from_a_forgotten_update_is_not_told() -> None:
@@ -374,6 +420,8 @@ def test_a_step_that_clips_and_computes_no_norm_is_told_so_once() -> None:
     (found,) = (v for v in problems(without(streaming(CLIPPED).build(policy="streaming"), "N")) if v.rule != "race")
     assert (found.rule, found.op) == ("gradient clipping", "U.embed")
     assert "clipped to a global norm of 1.0, and no op computes that norm\ncall norm()" in str(found)
+    both = problems(without(without(streaming(CLIPPED).build(policy="streaming"), "N"), "O.g.1"))
+    assert {("gradient clipping", "U.embed"), ("stale read", "U.1")} <= {(v.rule, v.op) for v in both}
 
 
 def test_a_gradient_is_of_its_own_step_whatever_staleness_is_declared() -> None:
@@ -403,6 +451,8 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
         ("deadlock", "F.embed.0", "F.1.0"),
         ("deadlock", "P.w.embed", "U.embed"),
     ]
+    (itself,) = problems(replace(schedule, waits=(*schedule.waits, Wait(op="F.1.0", on="F.1.0"))))
+    assert (itself.rule, itself.op, itself.on) == ("deadlock", "F.1.0", "F.1.0")
 
 
 def test_a_wait_that_lacks_its_distance_is_told_once() -> None:
@@ -423,6 +473,18 @@ def test_a_training_that_stops_at_the_loss_is_told_what_it_does_not_update() -> 
     found = [v for v in problems(replace(schedule, ops=ops, waits=waits)) if v.rule != "race"]
     assert {v.rule for v in found} == {"gradient coverage"}
     assert {v.subject for v in found} == {f"w.{MODEL.layer_name(i)}" for i in MODEL.layers}
+
+
+def test_a_step_that_only_copies_is_no_training() -> None:
+    """Its tokens per second would be told like those of any other."""
+    schedule = streaming().build(policy="copies")
+    copies = [op for op in schedule.ops if op.name in ("P.w.0", "P.w.1")]
+    found = problems(replace(schedule, ops=tuple(copies), waits=()))
+    assert {v.rule for v in found} == {"gradient coverage", "loss coverage"}
+
+
+def test_an_evaluation_does_not_clip() -> None:
+    assert verify(on_device(small(), replace(CLIPPED, task="evaluate")))
 
 
 def test_an_evaluation_has_one_loss_of_every_micro_batch() -> None:
@@ -521,6 +583,10 @@ def test_structure_is_checked(change: Callable[[Op], Op], told: str) -> None:
         (lambda s: replace(s, waits=(Wait(op="F.0.0", on="F.1.0", distance=2),)), "has distance 2"),
         (lambda s: edit(s, "F.0.0", lambda op: replace(op, layer=99)), "F.0.0 computes layer 99, micro-batch 0"),
         (lambda s: edit(s, "F.0.0", lambda op: replace(op, microbatch=None)), "layer 0, micro-batch None"),
+        (
+            lambda s: edit(s, "F.1.0", lambda op: replace(op, reads=(*op.reads[:-1], Access("hidden0", "x.0.7")))),
+            "F.1.0 names x.0.7, but the step has 1 micro-batches",
+        ),
         (lambda s: edit(s, "N", lambda op: replace(op, writes=op.writes * 2)), "N (norm) writes 2 buffers"),
         (lambda s: edit(s, "N", lambda op: replace(op, microbatch=7)), "N is of micro-batch 7"),
         (
@@ -532,6 +598,13 @@ def test_structure_is_checked(change: Callable[[Op], Op], told: str) -> None:
 def test_names_buffers_waits_and_numbers_are_checked(change: Callable[[Schedule], Schedule], told: str) -> None:
     found = problems(change(streaming(CLIPPED).build(policy="streaming")))
     assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
+
+
+def test_the_host_may_wait_for_one_thing_twice() -> None:
+    p = streaming()
+    weights = (p.home(p.weight(1)), p.weight(1))
+    p.synchronize(weights, weights)
+    assert verify(p.build(policy="waiting"))
 
 
 def test_a_buffer_that_nobody_uses_may_be_empty() -> None:
@@ -697,6 +770,11 @@ def test_problems_of_one_kind_are_told_together() -> None:
     told = str(error.value)
     assert told.startswith("3 problems in ") and told.count("is never applied") == 1
     assert "add an update of layer 0\n  the same for w.1, w.2\n" in told
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    for name in ("U.0", "U.1"):
+        schedule = edit(schedule, name, lambda op: replace(op, reads=op.reads[:-1]))
+    with pytest.raises(ScheduleError, match=r"U\.0 clips by no global norm\n.*\n  the same for U\.1\n"):
+        verify(schedule)
 
 
 def test_what_waits_for_the_step_before_is_told_in_plain_words() -> None:
