@@ -15,6 +15,7 @@ from schedules.words import one_of
 from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it
+MOST_SLOTS = 10_000  # of a ring: no step has use for more, and each is an object
 
 
 class Buffers:
@@ -90,6 +91,8 @@ class Buffers:
         """A ring of `count` buffers of one tier."""
         if count < 1:
             raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
+        if count > MOST_SLOTS:
+            raise ProgramError(f"{name}: a ring has up to {MOST_SLOTS:,} slots, not {count:,}")
         names = [f"{name}{i}" for i in range(count)]
         if taken := next((slot for slot in names if slot in self._tiers), None):
             raise ProgramError(

@@ -181,8 +181,15 @@ class Trace:
             raise TraceError(f"{path} {wrong}")
         try:
             return cls._from_json(json.loads(text))
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise TraceError(f"{path} is not a trace of format {FORMAT}: {error!r}") from None
+        except json.JSONDecodeError as error:
+            what = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg} (is the file cut off?)"
+        except KeyError as error:
+            what = f"the field {error} is missing"
+        except TypeError:
+            what = "its fields are not what is written there"
+        except (ValueError, OverflowError, RecursionError) as error:
+            what = str(error)
+        raise TraceError(f"{path} is not a trace of format {FORMAT}: {what}")
 
     @classmethod
     def _from_json(cls, body: Mapping[str, Any]) -> Trace:

@@ -588,6 +588,8 @@ def test_a_bad_setting_says_what_is_wrong(settings: list[str], message: str) -> 
     [
         ("streamd", "no policy is called 'streamd'; nearest: streamed, lora_streamed, or give the path of a .py file"),
         ("nowhere/mine.py", "there is no file nowhere/mine.py"),
+        (str(Path(__file__).parent), f"{Path(__file__).parent} is a folder"),
+        ("", f"no policy is called ''; there are: {', '.join(policies.names())}, or give the path of a .py file"),
     ],
 )
 def test_an_unknown_policy_says_what_there_is(name: str, message: str) -> None:
@@ -662,6 +664,7 @@ HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, m
     ("text", "message"),
     [
         (HEAD + "    return 1 / 0\n", "{path}:5: ZeroDivisionError: division by zero"),
+        (HEAD + "    raise RuntimeError\n", "{path}:5: RuntimeError"),
         (HEAD + "    raise SystemExit(3)\n", "{path}:5: SystemExit: 3"),
         (HEAD + "    return None\n", "{path}: TypeError: policy() returned NoneType, not a Program"),
         (

@@ -52,6 +52,7 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.evict(p.output(1, 0), tier="disk"), "a tier is device, host or nvme, not 'disk'"),
         (lambda p: p.synchronize(kind="wait"), "H: a kind is prefetch, compute, offload or update, not 'wait'"),
         (lambda p: p.slots("more", 0), "more: a ring needs at least one slot, not 0"),
+        (lambda p: p.slots("more", 10**11), "more: a ring has up to 10,000 slots, not 100,000,000,000"),
         (lambda p: p.slots("slot", 2), r"slots\('slot', 2\): there is a buffer slot0 already; give the ring another"),
         (lambda p: p.forward(1, keep="inputs"), "keep is all, input or nothing, not 'inputs'"),
         (lambda p: p.evict(p.weight(1)), r"only activations are evicted.*offload\(\) copy the weights of layer 1"),

@@ -108,6 +108,20 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         Trace.read(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"format": "megatrain-trace/1", "dig', r"not JSON at line 1, column 33: .* \(is the file cut off\?\)"),
+        ('{"format": "megatrain-trace/1"}', "the field 'source' is missing"),
+        ('{"format": "megatrain-trace/1", "source": "measured", "columns": 3}', "its fields are not what is written"),
+    ],
+)
+def test_what_is_wrong_with_a_trace_is_told_in_words(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(TraceError, match=f"is not a trace of format megatrain-trace/1: {told}"):
+        Trace.read(tmp_path / "t.json")
+
+
 def test_a_trace_of_a_later_format_is_refused_though_all_else_is_there(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     trace.save(path)

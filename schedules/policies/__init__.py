@@ -175,10 +175,10 @@ def _module(name_or_path: str | Path) -> ModuleType:
     name, path = str(name_or_path), Path(name_or_path)
     if name in names():
         return importlib.import_module(f"{__name__}.{name}")
-    if path.suffix != ".py" and len(path.parts) == 1:
+    if path.suffix != ".py" and len(path.parts) <= 1:
         raise PolicyError(f"no policy is called {name!r}; {_nearest(name, names())}, or give the path of a .py file")
     if not path.is_file():
-        raise PolicyError(f"there is no file {path}")
+        raise PolicyError(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"policy_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise PolicyError(f"{path} is not a Python file; a policy's name ends in .py")
@@ -232,7 +232,7 @@ class _Blame:
         at = f"{self._file}:{line}" if line is not None else str(self._file)
         # what a SyntaxError says of itself ends in its place once more
         what = error.msg if isinstance(error, SyntaxError) else error
-        raise PolicyError(f"{at}: {type(error).__name__}: {what}") from error
+        raise PolicyError(f"{at}: {type(error).__name__}" + (f": {what}" if str(what) else "")) from error
 
     def _of_knobs(self, text: str) -> str:
         """The text after the knobs that were given, unless it speaks of them."""
