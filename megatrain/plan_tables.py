@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.cores import usable_cores
 from megatrain.tables import drive_rows, prediction_record, print_memory, setting
-from megatrain.terminal import Column, Record, print_table, show_records
+from megatrain.terminal import Column, Record, print_table, print_words, show_records
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.model import ModelSpec
@@ -25,7 +25,7 @@ from sim.prediction import CLASS_NAMES, memory_of
 from sim.units import rate, scaled, seconds
 
 MORE_DEVICE, MORE_HOST = 16 * 2**30, 64 * 10**9  # bytes of the question "what if there were more"
-SOME = 25  # candidates of a search that begins with a good schedule
+SOME = 10  # candidates of a search that begins with a good schedule
 TOLD = 0.0005  # smaller parts of the gap, and smaller losses, are not worth a line
 LESS = (
     "Below zero: this schedule as it is would be slower, since what goes faster meets other work on the same memory "
@@ -266,7 +266,8 @@ def _show_what_if(answers: WhatIf) -> None:
     rows = [[name, as_it_is.get(name, ""), f"{gain:+.1%}"] for name, gain in gains]
     print_table("what more would bring, in tokens/s", ["", "this schedule", "planned anew"], rows)
     if any(gain < -TOLD for gain in answers.gains.values()):
-        print(f"{LESS}\n")
+        print_words(LESS)
+        print()
     critical = [[_in_words(name), f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
     print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
     limits = [

@@ -21,6 +21,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         "offload": counts,
         "slack": [1, 2, 3, 4],
         "slots": [2, 3, 4],
+        "grad_slots": [1, 2],
         "slabs": [2, 4, 8, 16, 32],
     }
     parts = ways_to_part(model, workload)
@@ -34,12 +35,11 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
             "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
             "slabs": [1, 2, 4, 8],
             "slots": [1, 2, 3, 4],
-            "grad_slots": [1, 2],
             "every": [1, 2, 4, 8],
             "nested": [False, True],
         }
     if not ONE_BLOCK.keys().isdisjoint(known):
-        space |= {"slots": [1, 2, 3, 4], "grad_slots": [1, 2]}
+        space["slots"] = [1, 2, 3, 4]
     if "slabs" in known:
         space["slabs"] = [1, 2, 4, 8]
     if workload.accumulation > 1:

@@ -1,9 +1,11 @@
-"""The last part of a search: from the best candidate on, one knob at a time, while that makes it faster."""
+"""The last part of a search: from the best candidate on, one knob at a time, or several, while that makes it faster."""
 
 from __future__ import annotations
 
+from random import Random
+
 from schedules.schedule import Knob
-from sim.candidate import Candidate, Tried
+from sim.candidate import ROUND, Candidate, Tried
 from sim.findings import Findings
 from sim.knob_space import knob_space
 from sim.room import Room
@@ -17,6 +19,11 @@ FREES = (
     "inputs",
 )  # knobs that leave more room on the device, or less
 WORTH_A_STEP = 1e-4  # by what fraction a step must be faster to be taken
+OF_PARTS = ("through", "stay", "nvme")  # knobs that put states somewhere in parts
+TOGETHER = (1, 2, 2, 3)  # how many knobs are changed together
+FAR = (1, 1, 2, 3, 5, 8)  # by how many values, where there are more than MANY_VALUES; else by one
+MANY_VALUES = 16
+IDLE = 25  # rounds without a gain after which no more are tried
 
 
 def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None = None) -> None:
@@ -37,13 +44,9 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
     while stride and found.effort > 0:
         before = at
         for name, values in space.items():
-            if name == "parts" and not (at.value("through") or at.value("stay") or at.value("nvme")):
-                continue  # of nothing
-            if name == "nested" and at.value("every") == 1:
+            if not _matters(name, at):
                 continue
-            if at.value(name) not in values:  # the search began with it
-                values = [at.value(name), *values]
-            here = values.index(at.value(name))
+            here, values = _place(at, name, values)
             step = min(stride, max(len(values) // 3, 1))
             ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
             if found.effort <= 0:
@@ -56,8 +59,49 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
                     too_far.add((name, way))
                 if tried.cost_ns < cost * (1.0 - WORTH_A_STEP):
                     at, cost = candidate, tried.cost_ns
+                    too_far.clear()
         if at == before:
             stride //= 2
+
+
+def shake(found: Findings, *, begun: Candidate) -> None:
+    """Change a few knobs of the best candidate together, drawn by chance, while there is effort and that gains.
+
+    One knob at a time ends where each alone makes it slower: as many more blocks held as are resident less, say. The
+    chance is the same in every search.
+    """
+    chance, idle = Random(0), 0
+    while found.at is not None and found.effort > 0 and idle < IDLE:
+        at = found.at
+        space = knob_space(found.model, at.workload, begun=begun)
+        found.evaluate(*(_shaken(found.room, at, space, chance) for _ in range(ROUND)))
+        idle = idle + 1 if found.at == at else 0
+
+
+def _shaken(room: Room, at: Candidate, space: dict[str, list[Knob]], chance: Random) -> Candidate:
+    names = [name for name in space if _matters(name, at)]
+    for name in chance.sample(names, chance.choice(TOGETHER)):
+        here, values = _place(at, name, space[name])
+        far = chance.choice(FAR) if len(values) > MANY_VALUES else 1
+        to = min(max(here + chance.choice((far, -far)), 0), len(values) - 1)
+        at = _changed(room, at, name, values[to])
+    if at.value("stay") and chance.random() < 0.5:
+        at = at.with_knobs({"stay": room.stays(at)})
+    return at
+
+
+def _matters(name: str, at: Candidate) -> bool:
+    """Whether a knob changes anything."""
+    if name == "parts":
+        return any(at.value(knob) for knob in OF_PARTS)
+    return name != "nested" or at.value("every") != 1
+
+
+def _place(at: Candidate, name: str, values: list[Knob]) -> tuple[int, list[Knob]]:
+    """Where a candidate's knob is among the values, which include what the search began with."""
+    if at.value(name) not in values:
+        values = [at.value(name), *values]
+    return values.index(at.value(name)), values
 
 
 def _changed(room: Room, at: Candidate, name: str, value: Knob) -> Candidate:

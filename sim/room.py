@@ -24,7 +24,7 @@ THRIFT: tuple[dict[str, Knob], ...] = (  # with host buffers; of slots those hav
 )
 PARTS = (1, 2, 4, 8, 16)  # that a layer's state may pass through memory in
 LEAST_PART = 1 << 26  # bytes: smaller ones gain nothing
-MANY_PARTS = 320  # of all blocks together: more take longer to judge than they gain
+MANY_PARTS = 640  # of all blocks together: more take longer to judge than they gain
 SMALL = 200  # parts that the host would have room for: small enough to begin with
 
 

@@ -3,8 +3,8 @@
 A candidate is a policy with knobs and a split of the step into micro-batches. It is built, dropped if it does not
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
 best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
-coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time until
-no step helps, or the effort is spent.
+coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time, in
+the end several together, until no step helps, or the effort is spent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sim.knob_space import knob_space
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
-from sim.refine import refine
+from sim.refine import refine, shake
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -37,7 +37,8 @@ SPLITS = 6  # ways to split a step into micro-batches that are looked at
 NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
-LAST = 6  # of so many parts of the effort, one is kept for a last refinement
+LAST = 2  # times as much effort is there in the end, to improve what is best by then
+LAST_STRIDE = 4  # values by which a knob is changed there, to begin with
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
@@ -135,7 +136,8 @@ class Search:
         effort: int = EFFORT,
     ) -> None:
         ops = len(policies.build_without_waits(OURS, model, _NO_STEP, budget).ops)
-        self.found = Findings(model, profile, budget, judge, effort * ops, progress)
+        self.effort = effort * ops
+        self.found = Findings(model, profile, budget, judge, self.effort, progress)
         self.thorough = effort >= EFFORT  # few placements are all tried
         self.start = Candidate(policy=OURS, workload=_NO_STEP)
         self.ways = 1  # splits and modes of the step
@@ -148,13 +150,11 @@ class Search:
         some = worth_searching(bounded)
         if max((workload.accumulation for _, workload in some), default=1) >= LONG:
             self.a_part_first([workload for _, workload in some])
-        aside = self.found.effort // LAST
-        self.found.effort -= aside
         self.splits(some)
         if self.found.best is None:
             self.thriftiest([workload for _, workload in bounded])
-        self.found.effort = max(self.found.effort, 0) + aside
-        self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
+        if bounded:
+            self.improve(min(found.period_ns for found, _ in bounded))
         self.found.share = 0.9
         of_best = self.found.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
@@ -393,6 +393,13 @@ class Search:
     def refine(self, *, hold: bool, stride: int | None = None) -> None:
         """From the best candidate on, see `sim.refine`."""
         refine(self.found, begun=self.start, hold=hold, stride=stride)
+
+    def improve(self, least_ns: float) -> None:
+        """From the best candidate on, which may have been found as the effort ran out, unless it is near the bound."""
+        if self.found.cost_ns > least_ns * (1.0 + NEARLY_LEAST):
+            self.found.effort = LAST * self.effort
+            self.refine(hold=True, stride=LAST_STRIDE)
+            shake(self.found, begun=self.start)
 
     def named(self, *workloads: Workload) -> None:
         """Every exact policy with the knobs it comes with."""

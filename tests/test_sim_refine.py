@@ -1,0 +1,93 @@
+"""The last part of a search, on made-up costs: what one knob at a time finds, and what only several together do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from schedules import presets
+from schedules.op import Tier
+from schedules.schedule import Knob
+from schedules.workload import Workload
+from sim import hardware
+from sim.candidate import OURS, Candidate, Tried, Verdict
+from sim.findings import Findings
+from sim.prediction import Prediction, memory_of
+from sim.refine import IDLE, refine, shake
+
+MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=24, vocab_size=8192)
+START = Candidate(policy=OURS, workload=Workload(micro_batch_size=1, seq_len=512))
+FAR_AWAY = 10_000  # effort, a unit for each candidate
+
+Cost = Callable[[Candidate], int | None]  # ns, or None where there is no room
+
+
+def findings(cost: Cost, *, effort: int = FAR_AWAY, knobs: dict[str, int] | None = None) -> Findings:
+    """A search that stands at START with these knobs."""
+
+    def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
+        for candidate in candidates:
+            ns = cost(candidate)
+            tried = Tried(
+                policy=OURS, workload=candidate.workload, knobs=dict(candidate.knobs), period_ns=ns, reason="",
+                over=int(ns is None),
+            )  # fmt: skip
+            better = ns is not None and ns < best_ns
+            yield Verdict(tried, cast("Prediction", object()) if better else None, 1, None if ns else Tier.DEVICE)
+
+    profile = hardware.load("h200")
+    found = Findings(MODEL, profile, memory_of(profile), judge, effort)
+    found.evaluate(START.with_knobs(dict(knobs or {})))
+    return found
+
+
+def at(found: Findings, *names: str) -> list[object]:
+    assert found.at is not None
+    return [found.at.value(name) for name in names]
+
+
+def ridge(candidate: Candidate) -> int:
+    """Less the more layers are resident and blocks are held, but more where these are not about as many."""
+    resident, hold = candidate.count("resident"), candidate.count("hold")
+    return 10**9 - 10**7 * (resident + hold) + 15 * 10**6 * abs(resident - hold)
+
+
+def test_several_knobs_together_pass_where_one_alone_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    space: dict[str, list[Knob]] = {"resident": [*range(25)], "hold": [*range(25)], "slots": [2, 3, 4]}
+    monkeypatch.setattr("sim.refine.knob_space", lambda *of, begun: dict(space))
+    found = findings(ridge, knobs={"resident": 8, "hold": 8})
+    refine(found, begun=START, hold=True, stride=4)
+    assert at(found, "resident", "hold") == [8, 8]
+    shake(found, begun=START)
+    assert at(found, "resident", "hold") == [24, 24]
+
+
+def test_chance_is_the_same_in_every_search() -> None:
+    one, other = findings(ridge), findings(ridge)
+    for found in (one, other):
+        shake(found, begun=START)
+    assert list(one.tried) == list(other.tried) and len(one.tried) > 2 * IDLE
+
+
+def test_it_ends_with_the_effort_or_where_nothing_gains() -> None:
+    found = findings(ridge, effort=40)
+    shake(found, begun=START)
+    assert -4 < found.effort <= 0
+    found = findings(lambda candidate: 10**9)
+    shake(found, begun=START)
+    assert 0 < len(found.tried) - 1 <= 4 * IDLE and found.effort > 0
+
+
+def test_a_step_that_had_no_room_is_tried_again_after_another_knob_has_changed() -> None:
+    """Resident layers gain and have no room until fewer blocks are held."""
+
+    def cost(candidate: Candidate) -> int | None:
+        resident, hold = candidate.count("resident"), candidate.count("hold")
+        return None if resident + hold > 4 else 10**9 - 10**8 * resident + 10**7 * hold
+
+    found = findings(cost, knobs={"hold": 4})
+    refine(found, begun=START, hold=True, stride=1)
+    assert at(found, "resident", "hold") == [4, 0]
