@@ -37,8 +37,9 @@ SPLITS = 6  # ways to split a step into micro-batches that are looked at
 NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
 WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
-LAST = 2  # times as much effort is there in the end, to improve what is best by then
-LAST_STRIDE = 4  # values by which a knob is changed there, to begin with
+LAST = 6  # of so many parts of the effort, one is kept for a last refinement
+MORE = 2  # times as much effort as all of that is there in the end, to improve what is best by then
+MORE_STRIDE = 4  # values by which a knob is changed there, to begin with
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
@@ -150,9 +151,13 @@ class Search:
         some = worth_searching(bounded)
         if max((workload.accumulation for _, workload in some), default=1) >= LONG:
             self.a_part_first([workload for _, workload in some])
+        aside = self.found.effort // LAST
+        self.found.effort -= aside
         self.splits(some)
         if self.found.best is None:
             self.thriftiest([workload for _, workload in bounded])
+        self.found.effort = max(self.found.effort, 0) + aside
+        self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
         if bounded:
             self.improve(min(found.period_ns for found, _ in bounded))
         self.found.share = 0.9
@@ -395,10 +400,10 @@ class Search:
         refine(self.found, begun=self.start, hold=hold, stride=stride)
 
     def improve(self, least_ns: float) -> None:
-        """From the best candidate on, which may have been found as the effort ran out, unless it is near the bound."""
+        """From the best candidate on by larger steps, then several knobs together, unless it is near the bound."""
         if self.found.cost_ns > least_ns * (1.0 + NEARLY_LEAST):
-            self.found.effort = LAST * self.effort
-            self.refine(hold=True, stride=LAST_STRIDE)
+            self.found.effort = MORE * self.effort
+            self.refine(hold=True, stride=MORE_STRIDE)
             shake(self.found, begun=self.start)
 
     def named(self, *workloads: Workload) -> None:
