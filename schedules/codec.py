@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from schedules.errors import InputError
 from schedules.files import write_text
-from schedules.kinds import SCHEDULE, wrong_kind
+from schedules.kinds import SCHEDULE, not_json, wrong_kind
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Knob, Schedule
@@ -105,9 +105,7 @@ def loads(text: str) -> Schedule:
     try:
         data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise CodecError(
-            f"not JSON at line {error.lineno}, column {error.colno}: {error.msg} (is the file cut off?)"
-        ) from None
+        raise CodecError(not_json(error)) from None
     except CodecError:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from json import JSONDecodeError
+
 SCHEDULE, TRACE, PROFILE, MODEL = "a schedule", "a trace", "a hardware profile", "a model's config.json"
 _SIGNS = {
     '"megatrain-schedule/': SCHEDULE,
@@ -19,3 +21,8 @@ def wrong_kind(text: str, wanted: str) -> str:
         return f"is empty, not {wanted}"
     found = next((kind for sign, kind in _SIGNS.items() if sign in text[:_START]), wanted)
     return "" if found == wanted else f"is {found}, not {wanted}"
+
+
+def not_json(error: JSONDecodeError) -> str:
+    """Where a file's text ends to be JSON, in words."""
+    return f"not JSON at line {error.lineno}, column {error.colno}: {error.msg} (is the file cut off?)"

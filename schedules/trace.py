@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from schedules.errors import InputError
 from schedules.files import write_text
-from schedules.kinds import TRACE, wrong_kind
+from schedules.kinds import TRACE, not_json, wrong_kind
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
 from schedules.words import plain
@@ -182,7 +182,7 @@ class Trace:
         try:
             return cls._from_json(json.loads(text))
         except json.JSONDecodeError as error:
-            what = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg} (is the file cut off?)"
+            what = not_json(error)
         except KeyError as error:
             what = f"the field {error} is missing"
         except TypeError:

@@ -108,8 +108,9 @@ def plan(
     The step is given as `tokens_per_step`, split into micro-batches as is best, or as a micro-batch size and an
     accumulation (1 if left out). The search begins with the schedules `first`, as they are and with their policies and
     knobs: the plan is not slower than any of them that fits, or by less than DRIVE_GAIN and spares the drive. `effort`
-    limits how many candidates are evaluated; below EFFORT that holds also where there are few. `workers` processes
-    share them. Ctrl-C ends the search; the best schedule found so far is returned then.
+    limits how many candidates are evaluated, and how many more to improve the best of these; below EFFORT that holds
+    also where there are few. `workers` processes share them. Ctrl-C ends the search; the best schedule found so far is
+    returned then.
 
     Raises:
         InputError: the step is not given, is no whole number of sequences, does not divide into the micro-batches that

@@ -124,7 +124,8 @@ def worth_searching(bounded: list[tuple[PlacementBound, Workload]]) -> list[tupl
 class Search:
     """Where to look, in which order, and for how long; what comes of it is in `found`.
 
-    `effort` is how many candidates, each as large as one of a single micro-batch, may be looked at.
+    `effort` is how many candidates, each as large as one of a single micro-batch, may be looked at, and
+    then MORE times as many to improve the best of these.
     """
 
     def __init__(
