@@ -1,7 +1,7 @@
 """Where a policy loses most: a search over machines and shapes for the points that another policy does better.
 
-A seeded search in a stated box, first at random, then around the worst points found; every number of a machine is
-varied by a factor, and shapes over what people train. What it finds is a lower bound of how bad it can get.
+A seeded search in a stated box, at random and around the worst points found: numbers of the machine are varied by
+factors (MACHINE), and shapes over what people train (SHAPES). What it finds is a lower bound of how bad it can get.
 """
 
 from __future__ import annotations

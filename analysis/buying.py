@@ -65,10 +65,10 @@ def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float, a
         ("days", ax.yaxis, ax.set_yscale, ax.set_ylim),
     ):
         least, most = float(fits[key].min()), float(fits[key].max())
+        limit(least * _BEYOND, most / _BEYOND)
         if most > _WIDE * least > 0:
             scale("log")
             figure.plain_ticks(axis)
-        limit(least * _BEYOND, most / _BEYOND)
     ax.set_xlabel(f"cost of training {train_tokens:,.0f} tokens ({currency})")
     ax.set_ylabel("days, predicted")
     ax.set_title(str(table["model"].iloc[0]), loc="left")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FONT_PT = 9  # the smallest text in a picture at the size it is saved
 DPI = 150
+_FEW = 30  # decades are few where an axis ends below so many times its beginning
 
 # outlines would hide short ops; hatches need a line thin enough to see the colour
 _SETTINGS: Any = {
@@ -47,10 +48,14 @@ def stacked_axes(count: int, width: float, height_each: float) -> list[Axes]:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Numbers, not powers of ten, at 1, 2 and 5 of every decade of a logarithmic axis."""
+    """Numbers, not powers of ten, on a logarithmic axis whose limits are set: at 1, 2 and 5 of every decade.
+
+    On an axis of few decades at 3 and 7 as well.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5, 7) if high < _FEW * low else (1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -28,6 +28,8 @@ _BOX = 0.8  # height of an op, of a lane of 1
 _EDGE_INCHES = 0.03  # wider boxes get a white edge; narrower ones would be nothing but edge
 _LETTER_INCHES = 0.64 * FONT_PT / 72  # width of a digit
 _EVERY = (1, 2, 5, 10, 20, 50)  # layers from one with a label to the next
+_STRIP_LINE = 0.7  # width in points, a pixel of 100 dpi: a wait is no more than a line, and a thinner one is grey
+_BESIDE_INCHES = 0.05  # from a lane to what stands at its right
 _MARGIN = 1.09  # of the step's time; what stands at the right of the lanes needs the rest
 _COLUMNS = ("run", "source", "stream", "op", "class", "label", "step", "start_ms", "end_ms", "whole_ms")
 
@@ -44,14 +46,15 @@ def steady_step(trace: Trace) -> tuple[int, int]:
 def gantt_data(runs: Sequence[Run]) -> pd.DataFrame:
     """The ops that run within each run's steady step, one row each, times in ms from its start.
 
-    `start_ms` and `end_ms` are clipped to the step; `whole_ms` is the op's whole duration.
+    `start_ms` and `end_ms` are clipped to the step; `whole_ms` is the op's whole duration. An op that takes no time
+    at a step's end, as the host's wait for it does, is of that step.
     """
     import pandas as pd
 
     rows = []
     for number, (schedule, trace) in enumerate(runs):
         since, until = steady_step(trace)
-        inside = (trace.end_ns > since) & (trace.start_ns < until)
+        inside = (trace.end_ns > since) & ((trace.start_ns < until) | (trace.end_ns == until))
         for row in np.flatnonzero(inside).tolist():
             op = schedule.ops[int(trace.op[row])]
             start, end = int(trace.start_ns[row]), int(trace.end_ns[row])
@@ -87,7 +90,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     spans_ms = [(until - since) / 1e6 for since, until in (steady_step(trace) for _, trace in runs)]
     unit, scale = ("s", 1e-3) if max(spans_ms) >= 1000 else ("ms", 1.0)
     longest = max(spans_ms) * scale
-    label_fits = longest * _MARGIN / (figure_of(ax).get_figwidth() * 0.92)  # time per inch; axes span most of it
+    per_inch = longest * _MARGIN / (figure_of(ax).get_figwidth() * 0.92)  # axes span most of the figure
     y, ticks, names = 0.0, [], []
     for number, (schedule, trace) in enumerate(runs):
         y += 1.0 if number == 0 else 1.2
@@ -103,7 +106,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
                 )
             ]
             busy = trace.busy_ns(schedule, stream, steady_step(trace)) / 1e6 * scale / span if span else 0.0
-            _lane(ax, y, boxes, span, busy, label_fits)
+            _lane(ax, y, boxes, span, busy, per_inch)
             ticks.append(y)
             names.append(str(stream))
             y += 1.0
@@ -147,8 +150,10 @@ def strips(runs: Sequence[Run], limit_ms: float) -> Axes:
                 ends = of_class["end_ms"].clip(upper=limit_ms)
                 boxes = list(zip(of_class["start_ms"], ends - of_class["start_ms"], strict=True))
                 colour = OP_COLOURS[str(name)]
-                ax.broken_barh(boxes, (y - 0.5, 0.9), facecolors=colour, edgecolors=colour, linewidth=0.3, zorder=2)
-            ax.text(-0.004 * limit_ms, y, str(stream), ha="right", va="center", fontsize=FONT_PT - 2)
+                ax.broken_barh(
+                    boxes, (y - 0.5, 0.9), facecolors=colour, edgecolors=colour, linewidth=_STRIP_LINE, zorder=2
+                )
+            ax.text(-0.004 * limit_ms, y, str(stream), ha="right", va="center", fontsize=FONT_PT)
             y += 1.0
     ax.set_yticks([])
     ax.set_ylim(y, 0.3)
@@ -160,7 +165,10 @@ def strips(runs: Sequence[Run], limit_ms: float) -> Axes:
 
 
 def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, per_inch: float) -> None:
-    """One stream: grey where idle, boxes by class of op, and as many labels as there is room for."""
+    """One stream: grey where idle, boxes by class of op, and as many labels as there is room for.
+
+    `per_inch` is how much time an inch is.
+    """
     ax.broken_barh([(0, span)], (y - _BOX / 2, _BOX), facecolors=IDLE, zorder=1)
     for name in dict.fromkeys(box[0] for box in boxes):
         colour = OP_COLOURS[name]
@@ -179,7 +187,7 @@ def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, pe
             start + width / 2, y, label, ha="center", va="center", color=ink(colour), fontsize=FONT_PT,
             path_effects=halo,
         )  # fmt: skip
-    ax.text(span + 0.004 * per_inch * 12, y, f"{busy:.0%} busy", ha="left", va="center", fontsize=FONT_PT)
+    ax.text(span + _BESIDE_INCHES * per_inch, y, f"{busy:.0%} busy", ha="left", va="center", fontsize=FONT_PT)
 
 
 def _labelled(boxes: Sequence[Box], letter: float) -> list[Box]:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -232,37 +232,40 @@ def _times(rate: float, other: float) -> str:
 
 
 def against_bound(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """A line per point: plan, best named policy and ZeRO-3 as shares of the bound over all schedules."""
+    """A line per point: plan, best named policy and ZeRO-3 as shares of the bound over all schedules.
+
+    What does not fit has no mark. A named policy that is as fast as the plan is a ring around it.
+    """
     rows = table.to_dict("records")
     ax = axes_for(ax, width=9.0, height=1.2 + 0.24 * len(rows))
+    styles: dict[str, dict[str, Any]] = {  # the last drawn is above the others
+        f"{BASELINE}_tokens_per_s": {"color": VERMILLION, "marker": "s", "s": 36},
+        "best_named_tokens_per_s": {"color": "white", "marker": "o", "s": 60, "edgecolor": BLUE},
+        "tokens_per_s": {"color": BLUE, "marker": "o", "s": 24},
+    }
     places = np.arange(len(rows))[::-1]
     for place, point in zip(places, rows, strict=True):
         if point["reason"]:
             ax.text(0.01, place, "nothing fits", va="center", color=GREY)
             continue
         limit = point["tokens_per_step"] / point["bound_s"]
-        shares = {
-            key: point[key] / limit for key in ("tokens_per_s", "best_named_tokens_per_s", f"{BASELINE}_tokens_per_s")
-        }
+        shares = {key: point[key] / limit for key in styles}
         known = [share for share in shares.values() if not math.isnan(share)]
         ax.plot([min(known), 1.0], [place, place], color=GREY, linewidth=0.8, zorder=1)
-        for key, colour, marker in (
-            (f"{BASELINE}_tokens_per_s", VERMILLION, "s"),
-            ("best_named_tokens_per_s", "white", "o"),
-            ("tokens_per_s", BLUE, "o"),
-        ):
-            ax.scatter(shares[key], place, color=colour, marker=marker, edgecolor=BLUE if colour == "white" else colour)
-    for label, colour, edge, marker in (
-        ("plan", BLUE, BLUE, "o"),
-        ("best named policy", "white", BLUE, "o"),
-        ("ZeRO-3 offload", VERMILLION, VERMILLION, "s"),
-    ):
-        ax.scatter([], [], color=colour, edgecolor=edge, marker=marker, label=label)
+        for key, style in styles.items():
+            ax.scatter(shares[key], place, **style)
+    for key, label in (
+        ("tokens_per_s", "plan"), ("best_named_tokens_per_s", "best named policy"),
+        (f"{BASELINE}_tokens_per_s", "ZeRO-3 offload"),
+    ):  # fmt: skip
+        ax.scatter([], [], label=label, **styles[key])
     ax.axvline(1.0, color=GREY, linewidth=1.2)
     ax.set_xlim(0.0, 1.03)
     ax.set_ylim(-0.8, len(rows) - 0.2)
     ax.set_yticks(places, [f"{point['model']}, {point['machine']}" for point in rows])
-    ax.set_xlabel("predicted throughput, as a share of the bound over all exact schedules")
+    ax.set_xlabel(
+        "predicted throughput, as a share of the bound over all exact schedules\nwithout a mark: does not fit"
+    )
     ax.spines[["top", "right"]].set_visible(False)
     figure_of(ax).legend(loc="outside upper center", ncols=3, frameon=False)
     return ax

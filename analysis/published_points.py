@@ -30,7 +30,7 @@ _NO_PROFILE = "no profile of that machine"
 
 _ZERO3 = (
     "the assumed batch is probably too large: the policy computes the loss in chunks, the usual baseline holds all "
-    "logits; DeepSpeed before 0.19.4 also copied gradients blocking and unpinned"
+    "logits; DeepSpeed up to 0.19.4 also copied gradients blocking and unpinned"
 )
 _PARTS = (
     "the sum agrees better than its parts: the thread that stores gradients into fresh pages is predicted a third too "
@@ -62,8 +62,9 @@ class Point:
     had to be assumed, the point stands apart: it counts in no median. Nor does one with `same_run_as`: that other
     number of its run counts. `micro_batch_size` is None where it is unpublished; then the largest that fits the machine
     is taken. `changes` are what is known or assumed of that machine where the profile is of another, as for `--set`.
-    `precision` is the state that the system keeps, `recompute` as in Workload. `formula` is how TFLOP/s were counted,
-    SIX_N where that is unpublished. `why` explains an error that is far off, from the trace.
+    `precision` is the state that the system keeps, `recompute` as in Workload. `formula` is how TFLOP/s were counted;
+    where it is empty that is unpublished, and they are taken to be SIX_N. `why` explains an error that is far off, from
+    the trace; `note` is what else is known.
     """
 
     system: str

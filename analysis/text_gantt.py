@@ -26,10 +26,10 @@ SPANS = 88
 
 
 def text_gantt(schedule: Schedule, trace: Trace, columns: int | None = None) -> list[str]:
-    """One line per stream; a letter is what ran for most of its span, a dot where the stream was mostly idle.
+    """One line per stream; a letter is what ran for most of its span, a dot where nothing took a tenth of it.
 
-    Small letters stand for work of less than half of the span: it would be lost otherwise. A line has 88 letters, or
-    fewer where only so many `columns` are there, the stream's name included.
+    Small letters stand for what ran for less than half of the span: it would be lost otherwise. A line has 88 letters,
+    or fewer where only so many `columns` are there, the stream's name included.
     """
     since, until = steady_step(trace)
     pad = max(len(str(stream)) for stream in schedule.streams)

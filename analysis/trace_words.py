@@ -18,7 +18,7 @@ _VERBS = {
 
 
 def name_of(schedule: Schedule, op: Op) -> str:
-    """An op for people: "D2H of layer 12", "the update of layer 11, micro-batch 1"."""
+    """An op for people: "D2H of layer 12", "backward of layer 11 (micro-batch 1)"."""
     verb = str(op.stream).upper() if op.phase == Phase.COPY else _VERBS.get(op.phase, str(op.phase))
     parts = [verb.replace("_", " ")]
     if op.layer is not None and op.phase not in (Phase.EMBED, Phase.LOSS):

@@ -19,6 +19,7 @@ from megatrain.validate import WARMUP, Grid, Point
 from schedules.errors import InputError
 from schedules.files import whole, write_text
 from sim.machine import HardwareProfile
+from sim.prediction import CLASS_NAMES
 
 PACKAGES = ("torch", "simpy", "numpy", "scipy", "pandas")
 NOT_MEASURED = "## On a GPU\n\nNot measured."
@@ -126,8 +127,8 @@ def _body(table: pd.DataFrame, steps: pd.DataFrame, classes: pd.DataFrame, strea
         "## The ladder: what each cost term buys",
         tables.markdown(steps, columns("terms", "cost terms")),
         "## By class of op",
-        "Time of all ops of a class in one step, summed over the points, sharing included. w: weights, g: gradients, "
-        "s: saved activations, o: optimizer state.",
+        "Time of all ops of a class in one step, summed over the points, sharing included. Of copies the last word is "
+        f"what they carry, {_legend(classes)}.",
         tables.markdown(classes, tables.classes("ops")),
         *_of_casts(table),
         "## By stream",
@@ -137,6 +138,12 @@ def _body(table: pd.DataFrame, steps: pd.DataFrame, classes: pd.DataFrame, strea
         tables.markdown(table, tables.VALIDATED),
         tables.VALIDATED_NOTE,
     ]
+
+
+def _legend(classes: pd.DataFrame) -> str:
+    """What the letters of the copies' classes stand for."""
+    letters = {str(ops).split()[-1] for ops in classes["ops"]}
+    return ", ".join(f"{letter}: {name}" for letter, name in CLASS_NAMES.items() if letter in letters)
 
 
 def _of_casts(table: pd.DataFrame) -> list[str]:

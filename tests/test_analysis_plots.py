@@ -13,12 +13,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from analysis import figure, palette, plots, trace_diff
+from analysis import figure, palette, plans, plots, policy_pages, trace_diff
 from analysis.compare import compare
-from analysis.gantt import _joined, gantt, gantt_data, steady_step
+from analysis.gantt import _joined, gantt, gantt_data, steady_step, strips
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.op import Tier
@@ -135,6 +136,26 @@ def test_every_op_of_the_data_is_a_box(run: tuple[Schedule, Trace]) -> None:
     assert boxes == len(gantt_data([run, run])) + lanes  # each lane has one more: idle
     assert len(ax.get_yticks()) == lanes
     assert sum("busy" in text.get_text() for text in ax.texts) == lanes
+
+
+def test_a_wait_that_takes_no_time_is_drawn_in_the_step_that_it_ends() -> None:
+    """LoHan's host does nothing else: its lane would be empty."""
+    profile = load("h200")
+    schedule = policies.build("lohan", presets.load("tiny"), STEP, memory_of(profile))
+    data = gantt_data([(schedule, simulate(schedule, profile, steps=4))])
+    waits = data[data["class"] == "synchronise"]
+    assert len(waits) == sum(palette.op_class(op) == "synchronise" for op in schedule.ops) == 1
+    assert waits["start_ms"].item() == waits["end_ms"].item() == data["end_ms"].max()
+
+
+def test_a_wait_is_black_in_the_picture_of_all_policies_and_not_grey_as_other_updates(
+    run: tuple[Schedule, Trace],
+) -> None:
+    """It is a line, and one of less than a pixel is paler than its colour."""
+    ax = strips([run], 1.0)
+    black = [c for c in ax.collections if len(c.get_facecolor()) and np.allclose(c.get_facecolor()[0], (0, 0, 0, 1))]
+    assert black
+    assert all(c.get_linewidth()[0] * policy_pages._DPI / 72 > 0.9 for c in black)
 
 
 def test_two_runs_of_one_name_are_kept_apart(run: tuple[Schedule, Trace]) -> None:
@@ -267,6 +288,17 @@ def test_no_label_is_crossed_by_another_labels_leader(
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+@pytest.mark.parametrize("times", [[0.26, 0.46], [0.16, 0.98], [0.2, 20.0]])
+def test_axes_have_numbers_enough_and_not_too_many(times: list[float]) -> None:
+    """Steps of like length as in the demo's picture, and such as differ by two decades."""
+    runs = pd.DataFrame({"policy": ["a", "b"], "model": "m", "predicted_s": times, "measured_s": times})
+    ax = plots.predicted_against_measured(runs)
+    figure.figure_of(ax).draw_without_rendering()
+    for axis in (ax.xaxis, ax.yaxis):
+        low, high = axis.get_view_interval()
+        assert 4 <= sum(low <= tick <= high for tick in axis.get_majorticklocs()) <= 8
+
+
 def test_an_error_bar_lies_within_the_picture() -> None:
     runs = pd.DataFrame(
         {"policy": ["a"], "predicted_s": [1.1], "measured_s": [1.0], "predict_error": [0.1], "noise": [0.2]}
@@ -284,6 +316,16 @@ def test_the_loss_plot_says_how_far_policies_are_apart() -> None:
     assert "0.25 nats" in ax.get_title(loc="left")
 
 
+def test_a_named_policy_as_fast_as_the_plan_is_seen_around_it() -> None:
+    row = {"model": "m", "machine": "h", "reason": "", "tokens_per_step": 100, "bound_s": 1.0, "tokens_per_s": 90.0}
+    row |= {"best_named_tokens_per_s": 90.0, "zero3_offload_tokens_per_s": np.nan}
+    ax = plans.against_bound(pd.DataFrame([row]))
+    marks = [c for c in ax.collections if isinstance(c, PathCollection) and len(c.get_offsets())]
+    sizes = {tuple(mark.get_facecolor()[0][:3]): float(mark.get_sizes()[0]) for mark in marks}
+    assert sizes[1.0, 1.0, 1.0] > 2 * sizes[to_rgb(palette.BLUE)]
+    assert "without a mark: does not fit" in ax.get_xlabel()
+
+
 # ---- looks that mean something
 
 
@@ -296,7 +338,7 @@ def test_policies_and_ops_are_told_apart(run: tuple[Schedule, Trace]) -> None:
 
 def test_no_text_is_smaller_than_nine_points(comparison: pd.DataFrame, run: tuple[Schedule, Trace]) -> None:
     for ax in (
-        plots.throughput(comparison), gantt([run]), plots.memory(*run, Tier.DEVICE),
+        plots.throughput(comparison), gantt([run]), strips([run], 1.0), plots.memory(*run, Tier.DEVICE),
     ):  # fmt: skip
         sizes = [t.get_fontsize() for t in figure.figure_of(ax).findobj(lambda a: hasattr(a, "get_fontsize"))]
         assert min(sizes) >= figure.FONT_PT

@@ -255,6 +255,7 @@ def test_the_page_explains_a_cast_that_takes_no_time(tmp_path: Path) -> None:
     validation_report.rebuild(tmp_path / "copy")
     text = (tmp_path / "copy" / "README.md").read_text()
     assert "`zero_infinity` (in the row `host cast`) is DeepSpeed's third pass" in text
+    assert "w: weights, g: gradients, g32: fp32 gradients, o: optimizer state, x: layer outputs." in text
     assert text == (stored / "README.md").read_text(), f"old; run: python -m analysis.validation_report {stored}"
 
 
