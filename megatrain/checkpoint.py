@@ -3,8 +3,9 @@
 A folder holds a checkpoint in a folder of its own for each step that was saved, `step-00000120`: a safetensors file per
 trained layer, with its weights (or adapters) and its optimizer state as bytes, and `training.json`, written last.
 Without that file a checkpoint is not one, so a crash or a full disk costs no older one. The two newest are kept: that
-the newest is of use, and has not diverged, is known only when a step has been trained from it. What is frozen is not
-saved, but what it is known by is, see `megatrain.initial.summed`: adapters are of no use beside other weights.
+the newest is of use, and has not diverged, is known only when a step has been trained from it, by a stale schedule only
+some steps later; so of one that saves as often more are kept. What is frozen is not saved, but what it is known by is,
+see `megatrain.initial.summed`: adapters are of no use beside other weights.
 """
 
 from __future__ import annotations
@@ -80,14 +81,17 @@ class Checkpoint:
 def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mapping[str, int] | None = None) -> Path:
     """Write the state after `step` steps beside the newest checkpoint in `folder`; the new one's own folder.
 
-    Older ones are removed first. Raises NotSaved, and Diverged where weights are not finite.
+    Older ones are removed first, but for the newest from which a step has been trained. Raises NotSaved, and Diverged
+    where weights are not finite.
     """
     target, complete = folder / f"step-{step:08d}", _complete(folder)
     if target in complete:
         raise NotSaved(f"{target} is there already")
+    tried = [path for path in complete if _step(path) < step - schedule.staleness]
+    kept_too = complete[max(0, len(tried) - 1) :]
     try:
         for other in _steps(folder):
-            if other not in complete[-1:]:  # older, or of a save that was interrupted
+            if other not in kept_too:  # older, or of a save that was interrupted
                 shutil.rmtree(other)
         target.mkdir(parents=True)
         for i in trained.layers(schedule.model, schedule.workload):
@@ -115,8 +119,9 @@ def all_finite(weights: Tensor) -> bool:
     return all(bool(part.isfinite().all()) for part in torch.split(weights, FINITE_CHUNK))
 
 
-def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None, saves: int) -> int:
-    """Before a training that saves so many times: make `folder`; how many bytes it will take, with what is there.
+def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None, saves: int, *, apart: int = 1) -> int:
+    """Before a training that saves so many times, `apart` steps at least: make `folder`; how many bytes it will take,
+    with what is there.
 
     Raises:
         CheckpointError: nothing is trained, or there are checkpoints that this training does not go on from, and that
@@ -141,12 +146,13 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NotSaved(f"no checkpoint can be written to {folder}: {error.strerror}") from None
-    at_once = min(len(complete) + saves, 2)
+    untried = schedule.staleness if apart <= schedule.staleness else 0
+    at_once = min(len(complete) + saves, 2 + untried)
     return needed * max(at_once - len(complete), 0)
 
 
 def drop(folder: Path, step: int) -> Path:
-    """Remove the checkpoint of `step`, if there is one: the first loss after it was not finite. Its folder."""
+    """Remove the checkpoint of `step`, if there is one: a loss of its weights was not finite. Its folder."""
     target = folder / f"step-{step:08d}"
     shutil.rmtree(target, ignore_errors=True)
     return target
@@ -178,7 +184,7 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it holds no JSON object")
     for key, value in _of(schedule).items():
         if found.get(key) != value:
-            was, now = (_short(key, body) for body in (found.get(key), value))
+            was, now = _short(key, found.get(key), value), _short(key, value, found.get(key))
             if key == "lora_rank":
                 saved, needs = _trained(found.get(key)), _trained(value)
                 does = "evaluates" if schedule.workload.task == "evaluate" else "trains"
@@ -235,10 +241,15 @@ def _trained(lora_rank: object) -> str:
     return "all weights" if lora_rank is None else f"adapters of rank {lora_rank}"
 
 
-def _short(key: str, value: object) -> str:
-    if key == "model" and isinstance(value, dict):
+def _short(key: str, value: object, other: object) -> str:
+    """What to say of a value where it is not the other."""
+    if key != "model" or not isinstance(value, dict):
+        return repr(value)
+    size = ("num_hidden_layers", "hidden_size")
+    if not isinstance(other, dict) or any(value.get(name) != other.get(name) for name in size):
         return f"one of {value.get('num_hidden_layers')} blocks {value.get('hidden_size')} wide"
-    return repr(value)
+    differing = sorted(name for name in value.keys() | other.keys() if value.get(name) != other.get(name))
+    return f"one with {', '.join(f'{name} {value.get(name)}' for name in differing)}"
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -249,7 +260,11 @@ def _complete(folder: Path) -> list[Path]:
 def _steps(folder: Path) -> list[Path]:
     """Checkpoints, complete or not, the newest last. What else lies beside them is not ours to remove."""
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _file(folder: Path, model: ModelSpec, i: int) -> Path:

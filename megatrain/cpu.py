@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.backend import OpFailed, Task
+from schedules.errors import Refused
 from schedules.op import Buffer, Stream
 
 
@@ -73,8 +74,11 @@ class CpuBackend:
         return torch.device("cpu")
 
     def allocate(self, buffer: Buffer) -> Tensor:
-        """See Backend; torch's CPU allocator aligns to 64 bytes."""
-        return torch.empty(buffer.nbytes, dtype=torch.uint8).zero_()
+        """See Backend; torch's CPU allocator aligns to 64 bytes. Raises Refused where there is no memory."""
+        try:
+            return torch.empty(buffer.nbytes, dtype=torch.uint8).zero_()
+        except RuntimeError as error:  # a limit of the shell's, say, which tells no free memory
+            raise Refused(f"no memory could be had for {buffer.name}, {buffer.nbytes / 1e9:.3g} GB: {error}") from None
 
     def issue(self, task: Task) -> int:
         """See Backend."""
@@ -114,9 +118,10 @@ class CpuBackend:
         self._running, self._queues = [], {}
 
     def _check(self) -> None:
+        stopped = self._stopped  # read first: a thread that fails sets it last
         if self._failure is not None:
             raise self._failure
-        if self._stopped:
+        if stopped:
             raise RuntimeError("this backend was closed")
 
     def _fail(self, task: Task, error: BaseException) -> None:

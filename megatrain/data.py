@@ -120,7 +120,8 @@ class TokenFile:
             found = np.load(self.path, mmap_mode="r")
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        except (ValueError, EOFError, BadZipFile, TokenError):  # numpy takes what it does not know for a pickle
+        # numpy takes what it does not know for a pickle, and believes a header
+        except (ValueError, EOFError, BadZipFile, TokenError, LookupError, OverflowError, TypeError):
             found = None
         if not isinstance(found, np.ndarray):
             what = "no .npy file" if found is None else "an archive of arrays"

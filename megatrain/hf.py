@@ -192,7 +192,7 @@ def _quantized(files: Mapping[str, str]) -> str:
 def _files(folder: Path) -> dict[str, str]:
     """The file that each tensor lies in."""
     try:
-        if (folder / INDEX).is_file():
+        if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():  # as transformers chooses
             listed = json.loads((folder / INDEX).read_text())["weight_map"]
             if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
                 raise ValueError("weight_map does not name a file for each tensor")

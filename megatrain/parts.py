@@ -14,6 +14,8 @@ from megatrain.way import Way
 from schedules.errors import Refused
 from schedules.files import write_text
 
+FORMAT = 2  # of what parts hold and mean: those of another are measured again
+
 
 def claim(folder: Path, at: Here, way: Way, of: Mapping[str, str] | None = None) -> None:
     """Note in a folder for results where and how they are measured, and `of` what, by name.
@@ -56,7 +58,7 @@ class Parts:
         """The result of `work` after a round trip through JSON; computed only once."""
         if self._folder is None:
             return dict(json.loads(json.dumps(work())))
-        path = self._folder / f"{name}.json"
+        path = self._folder / f"{name}.{FORMAT}.json"
         if not path.is_file():
             write_text(path, json.dumps(work()))
         return dict(json.loads(path.read_text()))

@@ -73,8 +73,10 @@ def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Chec
         raise InputError("--every saves checkpoints on the way: say where to, with --save FOLDER")
     wanted = []
     if files.save is not None:
-        saves = -(-steps // (files.every or steps))
-        wanted.append(("to save", files.save, checkpoint.require_folder(files.save, schedule, resumed, saves)))
+        every = files.every or steps
+        saves, apart = -(-steps // every), min(every, steps % every or every)
+        needed = checkpoint.require_folder(files.save, schedule, resumed, saves, apart=apart)
+        wanted.append(("to save", files.save, needed))
     if files.export is not None:
         hf.require_writable(files.export, schedule.model, schedule.workload)
         wanted.append(("to export", files.export, hf.written_bytes(schedule.model, schedule.workload)))
@@ -181,14 +183,15 @@ def _train_and_save(
 ) -> Trained:
     """Train so many steps, and save and export on the way. Raises what `train` does of these."""
     losses: list[float] = []
-    saved: int | None = None  # the last step after which this run has saved
+    saved: list[int] = []  # the steps after which this run has saved
 
     def told(step: int, loss: float) -> None:
         on_loss(step, loss)
         if math.isfinite(loss):
             return
-        if files.save is not None and step == saved:
-            on_files("removed", checkpoint.drop(files.save, step))
+        if files.save is not None:
+            for bad in (after for after in saved if after >= step - schedule.staleness):
+                on_files("removed", checkpoint.drop(files.save, bad))
         raise Diverged(f"the loss of step {step + 1} is {loss}")
 
     try:
@@ -198,7 +201,7 @@ def _train_and_save(
             losses += more
             if files.save is not None and more:
                 on_files("saved", trainer.save(files.save))
-                saved = trainer.step
+                saved.append(trainer.step)
         if files.export is not None and not stop():
             hf.write(files.export, schedule.model, schedule.workload, lambda i: trainer.kept(i)[0], files.weights)
             on_files("exported", files.export)

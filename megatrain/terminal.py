@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -119,13 +120,13 @@ def _least(column: Column, texts: Sequence[str], folded: int) -> int:
     heading, *cells = texts
     natural = max(map(_longest_line, cells), default=0)
     if column.folds:
-        longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)
+        longest_word = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
         natural = min(natural, max(longest_word, folded))
     return max(natural, *map(len, heading.split()), 1)
 
 
 def _longest_line(text: str) -> int:
-    return max(map(len, text.split("\n")))
+    return max(map(cell_len, text.split("\n")))  # letters of some scripts are two columns wide
 
 
 def _table(title: str, columns: Sequence[Column], texts: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:

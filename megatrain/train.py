@@ -129,24 +129,24 @@ class Trainer(Generic[E]):
             self._frozen = {model.layer_name(i): found for i, found in sums.items()}
             if resume is not None:
                 checkpoint.require_frozen(resume, self._frozen)
+            self._actions = Actions(
+                schedule=schedule,
+                store=self._store,
+                templates=layers,
+                device=backend.device,
+                hyper=hyper if callable(hyper) else lambda step: hyper,
+                on_gradient=on_gradient,
+            )
+            delays = random.Random(debug.seed)
+            self._executor = Executor(
+                verified,
+                backend,
+                prepare(schedule, self.works()),
+                delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
+                record=record,
+            )
+            self.step = resume.step if resume is not None else 0  # how many steps have been trained
             opened.pop_all()
-        self._actions = Actions(
-            schedule=schedule,
-            store=self._store,
-            templates=layers,
-            device=backend.device,
-            hyper=hyper if callable(hyper) else lambda step: hyper,
-            on_gradient=on_gradient,
-        )
-        delays = random.Random(debug.seed)
-        self._executor = Executor(
-            verified,
-            backend,
-            prepare(schedule, self.works()),
-            delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
-            record=record,
-        )
-        self.step = resume.step if resume is not None else 0  # how many steps have been trained
 
     def __enter__(self) -> Trainer[E]:
         return self

@@ -216,6 +216,17 @@ def test_the_two_newest_stay_and_older_ones_go(tmp_path: Path) -> None:
         assert checkpoint.read(folder, of).step == steps[-1]
 
 
+def test_of_a_stale_schedule_the_newest_that_a_step_was_trained_from_stays_too(tmp_path: Path) -> None:
+    """What a step computes with is a step older than the checkpoint before it."""
+    of, folder = schedule("roundpipe"), tmp_path / "checkpoints"
+    for every, kept in ((1, [2, 3, 4]), (3, [1, 4])):
+        own = folder / str(every)
+        session.train(verify(of), steps=1, hyper=Adam(lr=1e-3), files=session.Files(save=own))
+        more = session.Files(save=own, every=every, resume=own)
+        session.train(verify(of), steps=3, hyper=Adam(lr=1e-3), files=more)
+        assert sorted(path.name for path in own.iterdir()) == [f"step-{step:08d}" for step in kept]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("knobs", [{}, {"resident": 2, "nvme": 1}])
 def test_an_evaluation_is_of_the_weights_that_the_checkpoint_has(
@@ -410,6 +421,7 @@ def test_tensors_of_another_size_or_type_are_told_before_they_are_trained_from(t
     [
         (schedule(precision="bf16"), "its precision is 'fp32', the schedule's 'bf16'; give --precision fp32"),
         (schedule(num_hidden_layers=3), "its model is one of 2 blocks .* the schedule's one of 3"),
+        (schedule(rope_theta=2e4), "its model is one with rope_theta 10000.0, the schedule's one with .* 20000.0"),
         (schedule("lora_streamed"), "it has all weights, the schedule trains adapters of rank 16"),
     ],
 )
@@ -475,6 +487,8 @@ def test_room_is_counted_for_as_many_checkpoints_as_there_will_be(tmp_path: Path
     assert [checkpoint.require_folder(folder, of, found, saves) for saves in (1, 9)] == [one, one]
     train(of, 1, tmp_path, resume=found, save=True)
     assert checkpoint.require_folder(folder, of, checkpoint.read(folder, of), 1) == 0  # the oldest goes first
+    stale = [checkpoint.require_folder(tmp_path / "c", schedule("roundpipe"), None, 9, apart=n) for n in (1, 2)]
+    assert stale == [3 * one, 2 * one]
     (tmp_path / "file").touch()
     with pytest.raises(NotSaved, match="no checkpoint can be written to"):
         checkpoint.require_folder(tmp_path / "file" / "below", of, None, 1)
@@ -531,6 +545,22 @@ def test_a_loss_that_is_not_finite_stops_and_costs_no_good_checkpoint(tmp_path: 
     assert not list((tmp_path / "hf").iterdir())
     with pytest.raises(Diverged, match="no checkpoint was saved"):
         session.train(verify(of), steps=3, hyper=Adam(lr=1e30))
+
+
+def test_a_stale_loss_that_is_not_finite_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    """The step after the one that diverges still computes with weights of before."""
+    of, folder = schedule("roundpipe"), tmp_path / "checkpoints"
+    told: list[tuple[str, str]] = []
+    with pytest.raises(Diverged, match=r"the loss of step 5 is nan: .*step-00000002 is kept"):
+        session.train(
+            verify(of),
+            steps=9,
+            hyper=lambda step: Adam(lr=1e30 if step == 2 else 1e-3),
+            files=session.Files(save=folder, every=1),
+            on_files=lambda event, folder: told.append((event, folder.name)),
+        )
+    assert told[-2:] == [("removed", "step-00000003"), ("removed", "step-00000004")]
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pty
 import re
 import shlex
 import signal
@@ -12,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatrain.cli import training_progress
-from megatrain.cli.interrupt import TOGETHER_S
+from megatrain.cli.interrupt import TOGETHER_S, Interrupt
 from megatrain.cli.options import usual_length
 
 ROOT = Path(__file__).parent.parent
@@ -281,6 +283,21 @@ def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").iterdir())
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_signal_while_an_interrupted_process_ends_changes_nothing(interrupted: bool) -> None:
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in Interrupt.SIGNALS}
+    try:
+        with Interrupt(useful=lambda: True) as interrupt:
+            if interrupted:
+                signal.raise_signal(signal.SIGTERM)
+        assert interrupt.asked is interrupted
+        left = {signal.getsignal(number) for number in Interrupt.SIGNALS}
+        assert left == {signal.SIG_IGN if interrupted else signal.SIG_DFL}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as `timeout` sends it
     with _endless(tmp_path, "--accumulation", "400") as run:
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
@@ -290,6 +307,43 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as
         run.send_signal(signal.SIGTERM)
         _, told = run.communicate(timeout=60)
     assert run.returncode == 130 and told.endswith(" is kept\n") and list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_who_interrupts_what_comes_after_a_training_loses_no_result(how: signal.Signals, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace")  # which waits for a reader
+    files = ["--save", str(tmp_path / "run"), "--trace", str(tmp_path / "trace")]
+    command = [sys.executable, "-m", "megatrain", "run", "tiny", "-b", "1", "-s", "16", "--steps", "2", *files]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, cwd=ROOT, preexec_fn=_hears) as run:
+        while not run.stderr.readline().startswith("saved"):
+            pass
+        time.sleep(1.0)  # until it waits
+        run.send_signal(how)
+        out, told = run.communicate(timeout=60)
+    assert run.returncode == 130 and "loss" in out
+    assert told == f"megatrain: interrupted after step 2; {tmp_path / 'run' / 'step-00000002'} is kept\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run tiny --batch 1 --seq 16 --lr 1e30",
+        "plan tiny --hardware rtx4090 --set gpu.memory=1kB --set host.memory=1kB --tokens 64 --seq 16",
+    ],
+)
+def test_json_of_a_no_does_not_go_where_the_bar_is(command: str) -> None:
+    """To stderr, where that alone is a terminal."""
+    reader, terminal = pty.openpty()
+    arguments = [sys.executable, "-m", "megatrain", *command.split(), "--json"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=terminal, text=True, cwd=ROOT) as process:
+        os.close(terminal)
+        with suppress(OSError):  # Linux has an error for the end
+            while os.read(reader, 1 << 16):
+                pass
+        os.close(reader)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "tiny" in json.loads(out)["model"]
 
 
 def test_a_training_goes_on_and_saves_where_nobody_hears_it(tmp_path: Path) -> None:

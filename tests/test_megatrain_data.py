@@ -162,7 +162,14 @@ def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):
     (tmp_path / "text.txt").write_text("words, many of them " * 30)
     with pytest.raises(DataError, match=r"text\.txt is no \.npy file: give one array .* saved with numpy\.save$"):
         read("text.txt")
-    for damaged in (b"", b"PK\x03\x04 no archive", b"\x93NUMPY\x01\x00\x06\x00(((((("):
+    headers = [  # read as Python's literals
+        b"((((((",
+        b"{'descr': '<u2', 'fortran_order': False, 'shape': (9,), 1: 2}",
+        b"{'descr': ('<u2',), 'fortran_order': False, 'shape': (9,)}",
+        b"{'descr': '<u2', 'fortran_order': False, 'shape': (%d,)}" % 10**30,
+    ]
+    written = [b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header for header in headers]
+    for damaged in (b"", b"PK\x03\x04 no archive", *written):
         (tmp_path / "damaged.npy").write_bytes(damaged)
         with pytest.raises(DataError, match=r"damaged\.npy is no \.npy file"):
             read("damaged.npy")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ from megatrain.lifetime import released
 from megatrain.store import Store, StoreError
 from megatrain.train import Debug, Trainer
 from schedules import policies
+from schedules.errors import Refused
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.program import Program
 from schedules.schedule import Schedule
@@ -302,6 +305,21 @@ def test_closed_backend_takes_no_more() -> None:
         backend.submit(Task(sync("op", Stream.CPU), 0, 0, lambda step: None), ())
 
 
+def test_a_failure_is_told_whenever_it_comes() -> None:
+    """An op fails while the issuing thread looks whether one has."""
+    coming = [Task(sync("late", Stream.CPU), 0, 0, lambda step: None)]
+
+    class Failing(CpuBackend):
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            if name == "_failure" and coming:
+                self._fail(coming.pop(), ValueError("why"))
+            return found
+
+    with closing(Failing()) as backend, pytest.raises(OpFailed, match=r"late of step 0 .*why"):
+        backend.host_wait(backend.submit(Task(sync("op", Stream.CPU), 0, 0, lambda step: None), ()))
+
+
 def test_where_no_more_threads_are_allowed_that_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with a limit; to close the backend is no second error, which would hide the first."""
 
@@ -317,6 +335,21 @@ def test_memory_is_exact_aligned_and_touched() -> None:
     memory = CpuBackend().allocate(Buffer(name="b", tier=Tier.HOST, nbytes=1000))
     assert memory.shape == (1000,) and memory.dtype == torch.uint8
     assert memory.data_ptr() % 64 == 0 and not memory.any()
+    with pytest.raises(Refused, match=r"no memory could be had for b, 1.15e\+09 GB: .*allocate"):
+        CpuBackend().allocate(Buffer(name="b", tier=Tier.HOST, nbytes=1 << 60))
+
+
+def test_a_trainer_that_cannot_be_prepared_leaves_no_file_open(tmp_path: Path) -> None:
+    memory = MemoryBudget(device_bytes=10**9, host_bytes=10**9, nvme_bytes=10**9)
+    schedule = policies.build("zero_infinity", MODEL, WORKLOAD, memory)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("cannot be prepared")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="cannot be prepared"):
+        trainer(schedule, nvme=tmp_path, prepare=refuse)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- the store

@@ -16,7 +16,7 @@ from test_megatrain_here import GIB, Gpu
 from megatrain import profile
 from megatrain.cpu import CpuBackend
 from megatrain.here import Here
-from megatrain.parts import claim
+from megatrain.parts import Parts, claim
 from megatrain.representatives import timed_in
 from megatrain.way import PLAINLY, Way
 from schedules import policies
@@ -66,6 +66,13 @@ def test_results_of_something_else_are_told(tmp_path: Path) -> None:
     claim(tmp_path, H100, PLAINLY, {"shapes": "1x16, 2x32", "rounds": "2"})
     with pytest.raises(Refused, match=r"holds what was measured of something else \(shapes: 1x16, 2x32\): remove it"):
         claim(tmp_path, H100, PLAINLY, {"shapes": "1x16", "rounds": "2"})
+
+
+def test_what_older_code_measured_is_measured_again(tmp_path: Path) -> None:
+    claim(tmp_path, H100, PLAINLY)
+    (tmp_path / "streams.json").write_text('{"woken": []}')
+    for handed in (1, 2):
+        assert Parts(tmp_path, H100, PLAINLY).of("streams", lambda ns=handed: {"handed": ns}) == {"handed": 1}
 
 
 def test_a_profile_that_was_interrupted_gives_another_model_no_readings_beside_its_own(

@@ -16,6 +16,7 @@ from megatrain.cpu import CpuBackend
 from megatrain.demo import POLICIES
 from megatrain.here import Here
 from megatrain.native import adam as native
+from megatrain.parts import FORMAT
 from megatrain.profile_numbers import profile_of
 from megatrain.way import PLAINLY
 from megatrain.workspace import peak_bytes
@@ -138,8 +139,8 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path) -> None
         with pytest.raises(KeyboardInterrupt):
             profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
     kept = sorted(path.name for path in parts.iterdir())
-    assert f"ops {chosen[0].digest} 0.json" in kept and any(name.startswith("links ") for name in kept)
-    assert "products.json" in kept and "dram.json" not in kept
+    assert f"ops {chosen[0].digest} 0.{FORMAT}.json" in kept and any(name.startswith("links ") for name in kept)
+    assert f"products.{FORMAT}.json" in kept and f"dram.{FORMAT}.json" not in kept
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
         patch.setattr(profile, "alone", lambda *a: pytest.fail("measured again"))

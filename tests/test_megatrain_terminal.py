@@ -40,6 +40,13 @@ def test_numbers_and_names_are_never_cut_off(width: int) -> None:
         assert row["rate"] in text or "rate, what it is." in text
 
 
+def test_names_of_wide_letters_are_not_cut_off_either() -> None:
+    out = io.StringIO()
+    row = {"name": "\u5343\u95ee-7b", "count": "7,615,616,512"}  # two letters of two columns each
+    show_records([row], COLUMNS[:2], console=Console(file=out, width=80))
+    assert row["name"] in out.getvalue()
+
+
 def test_headings_fold_before_a_column_is_left_out_and_the_last_is_left_out_first() -> None:
     assert any("parameters of all blocks" in line for line in printed(130))
     folded = "\n".join(printed(70))

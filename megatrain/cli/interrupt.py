@@ -17,6 +17,7 @@ class Interrupt:
     """Ctrl-C, SIGTERM and a terminal that closes during a training, while open.
 
     The first asks it to stop after the steps under way and to save, where that is of use; any other ends it at once.
+    Those that come afterwards, while the process ends for the sake of one, are ignored: its exit code is to be told.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,7 +38,7 @@ class Interrupt:
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)
+            signal.signal(number, signal.SIG_IGN if self._at > -math.inf else before)
 
     def _heard(self, number: int, frame: object) -> None:
         before, now = self._at, time.monotonic()

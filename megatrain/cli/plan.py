@@ -80,14 +80,14 @@ def plan(
     begun_with = [schedule_to_prove(path) for path in start or ()]
     note_length(spec, seq)
     fixed = batch is not None and accumulation is not None
-    with progress_bar() as bar:
-        task = bar.add_task("planning", total=1.0, note="")
+    try:
+        with progress_bar() as bar:
+            task = bar.add_task("planning", total=1.0, note="")
 
-        def progress(best: Prediction | None, share: float, note: str) -> None:
-            found = f"{rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
-            bar.update(task, completed=share, note=f"{found}; {note}")
+            def progress(best: Prediction | None, share: float, note: str) -> None:
+                found = f"{rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
+                bar.update(task, completed=share, note=f"{found}; {note}")
 
-        try:
             found = search(
                 spec,
                 profile,
@@ -101,26 +101,26 @@ def plan(
                 first=begun_with,
                 workers=usable_cores(),
             )
-        except NothingFits as error:
-            if as_json:
-                print_json(tables.nothing_record(spec, profile, str(error)))
-            raise
-        bar.update(task, completed=1.0)
-        if noise is None:
-            noise = whatif.op_noise(profile) or whatif.USUAL_NOISE
-        spread = whatif.spread(found.prediction, noise)
-        proof: OrderProof | None = None
-        not_proven: InputError | None = None
-        if prove is not None:
-            bar.add_task("proving the order", total=None, note=f"{prove:g} s at most")
-            try:
-                proof = order_proof.prove(found.schedule, profile, seconds=prove)
-            except InputError as error:  # it has too many ops, which is no reason to lose the plan
-                not_proven = error
-        answers = None
-        if what_if:
-            asked = bar.add_task("asking what if", total=None, note="")
-            answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
+            bar.update(task, completed=1.0)
+            if noise is None:
+                noise = whatif.op_noise(profile) or whatif.USUAL_NOISE
+            spread = whatif.spread(found.prediction, noise)
+            proof: OrderProof | None = None
+            not_proven: InputError | None = None
+            if prove is not None:
+                bar.add_task("proving the order", total=None, note=f"{prove:g} s at most")
+                try:
+                    proof = order_proof.prove(found.schedule, profile, seconds=prove)
+                except InputError as error:  # it has too many ops, which is no reason to lose the plan
+                    not_proven = error
+            answers = None
+            if what_if:
+                asked = bar.add_task("asking what if", total=None, note="")
+                answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
+    except NothingFits as error:
+        if as_json:  # not before the bar has ended, which takes what is printed to stderr
+            print_json(tables.nothing_record(spec, profile, str(error)))
+        raise
     try:  # first to the file: whoever reads the output, such as `head`, may end before it does
         if out is not None:
             codec.save(found.schedule, out)

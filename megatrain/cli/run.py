@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -133,19 +134,23 @@ def run(
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     happened: dict[str, str] = {}
-    with progress_bar(left=False) as bar:
-        progress = TrainingProgress(bar, steps, schedule.workload.tokens_per_step, log)
-
-        def on_files(event: FileEvent, folder: Path) -> None:
-            happened[event] = str(folder)
-            progress.say(f"{HAPPENED.get(event, event)} {folder}")
-
-        def interrupted() -> typer.Exit:
-            progress.say(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}")
-            return typer.Exit(130)
-
+    trained = False
+    with ExitStack() as hearing:
         try:
-            with Interrupt(useful=lambda: save is not None and bool(progress.losses)) as interrupt:
+            with progress_bar(left=False) as bar:
+                progress = TrainingProgress(bar, steps, schedule.workload.tokens_per_step, log)
+
+                def on_files(event: FileEvent, folder: Path) -> None:
+                    happened[event] = str(folder)
+                    progress.say(f"{HAPPENED.get(event, event)} {folder}")
+
+                def interrupted() -> typer.Exit:
+                    progress.say(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}")
+                    return typer.Exit(130)
+
+                interrupt = hearing.enter_context(
+                    Interrupt(useful=lambda: save is not None and bool(progress.losses) and not trained)
+                )
                 result = train(
                     verified,
                     steps=steps,
@@ -161,23 +166,25 @@ def run(
                     on_files=on_files,
                     stop=lambda: interrupt.asked,
                 )
+                trained = True
+            # only now: a bar on a terminal takes what is printed meanwhile to stderr
+            record = _record(schedule, result) | happened | predicted
+            try:
+                if trace is not None:
+                    result.trace.save(trace)
+            finally:  # whether or not it could be kept
+                if as_json:
+                    print_json(record)
+                else:
+                    print("\n".join(_told(schedule, record)))
         except checkpoint.Diverged as error:
             if as_json:
                 print_json({**schedule.describe(), "losses": progress.losses, **happened, "reason": str(error)})
             raise
         except KeyboardInterrupt:
             raise interrupted() from None
-    record = _record(schedule, result) | happened | predicted
-    try:
-        if trace is not None:
-            result.trace.save(trace)
-    finally:  # whether or not it could be kept
-        if as_json:
-            print_json(record)
-        else:
-            print("\n".join(_told(schedule, record)))
-    if interrupt.asked:
-        raise interrupted()
+        if interrupt.asked:
+            raise interrupted()
 
 
 def _hyper(lr: float, weight_decay: float, warmup: int, until: int | None) -> Callable[[int], Adam]:
