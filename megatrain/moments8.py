@@ -70,11 +70,12 @@ def blocks(n: int) -> int:
 def quantise(values: Tensor, stored: Tensor, largest: Tensor, *, signed: bool) -> None:
     """Store fp32 [n] as codes [n] and largest magnitudes [blocks(n)], both overwritten.
 
-    To the nearest code; if not `signed`, what is above zero stays above it.
+    To the nearest code; if not `signed`, what is above zero stays above it. A NaN is stored as its block's largest,
+    which it is not itself.
     """
     n = len(values)
     padded = torch.nn.functional.pad(values, (0, blocks(n) * STATE_BLOCK - n)).view(-1, STATE_BLOCK)
-    torch.amax(padded.abs(), dim=1, out=largest)
+    torch.amax(padded.abs().nan_to_num_(0.0, posinf=torch.inf), dim=1, out=largest)
     shares = padded / torch.where(largest > 0, largest, 1.0)[:, None]
     stored.copy_(torch.bucketize(shares, limits(signed, values.device)).view(-1)[:n])
 

@@ -125,6 +125,8 @@ def test_our_kernel_ends_with_the_bits_of_torch(
         grad[torch.rand(n, generator=generator) < 0.1] = 0.0
         grads.append(grad.to(grad_type))
     grads[2][:STATE_BLOCK] = 0.0
+    grads[3][-5:] = torch.tensor([float("nan"), 1.0, float("-inf"), float("inf"), float("nan")])
+    grads[1][17] = float("nan")
 
     def trained() -> tuple[torch.Tensor, torch.Tensor]:
         weights, state = slabs(n)
@@ -146,12 +148,12 @@ def test_our_kernel_ends_with_the_bits_of_torch(
         torch.set_num_threads(before)
     monkeypatch.setattr(native, "kernel", lambda: None)
     for found, right in zip(ours, trained(), strict=True):
-        assert torch.equal(found, right)
+        torch.testing.assert_close(found, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_no_float_lies_more_than_two_limits_from_where_its_upper_half_says(signed: bool) -> None:
-    """What our kernel relies on: it takes two steps at most."""
+def test_no_float_lies_more_than_one_limit_from_where_its_upper_half_says(signed: bool) -> None:
+    """What our kernel relies on: it takes one step at most."""
     found, edges = moments8.native_map(signed, CPU), moments8.limits(signed, CPU)
     halves = torch.arange(1 << 16, dtype=torch.int64)
     for lower in (0, 0x7FFF, 0xFFFF):
@@ -160,7 +162,7 @@ def test_no_float_lies_more_than_two_limits_from_where_its_upper_half_says(signe
         inside = shares.abs() <= 1
         right = torch.bucketize(shares, edges)
         beyond = right - found.below.to(torch.int64)
-        assert ((beyond >= 0) & (beyond <= 2))[inside].all()
+        assert ((beyond >= 0) & (beyond <= 1))[inside].all()
 
 
 def losses(policy: str, precision: str, steps: int = 40, **knobs: Any) -> list[float]:

@@ -230,20 +230,18 @@ inline void read_moments(const uint8_t* __restrict codes, float largest, Map map
 }
 
 inline float write_moments(const float* __restrict x, Map map, uint8_t* __restrict codes) {
-    // magnitudes are ordered as their bits are, and integers have a largest that compilers find in vectors
+    // magnitudes are ordered as their bits are, and compilers find the largest integer in vectors, if there is no choice
     uint32_t bits = 0;
     for (int64_t i = 0; i < MOMENTS; ++i) {
         const uint32_t magnitude = to_bits(x[i]) & 0x7FFFFFFFu;
-        bits = std::max(bits, magnitude > INFINITY_BITS ? 0u : magnitude);  // a NaN is not the largest
+        bits = std::max(bits, magnitude & -uint32_t(magnitude <= INFINITY_BITS));  // a NaN is not the largest
     }
     const float largest = from_bits(bits), divisor = bits ? largest : 1.0f;
     for (int64_t i = 0; i < MOMENTS; ++i) {
         const float share = x[i] / divisor;
-        // floats that begin alike differ by less than a hundredth: at most two limits lie between them
-        int32_t code = map.below[to_bits(share) >> 16];
-        code += map.limits[code] < share;
-        code += map.limits[code] < share;
-        codes[i] = uint8_t(code);
+        const int32_t code = map.below[to_bits(share) >> 16];
+        // floats that begin alike differ by less than a hundredth: at most one limit lies between them
+        codes[i] = uint8_t(code + (map.limits[code] < share));
     }
     return largest;
 }

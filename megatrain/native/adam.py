@@ -36,7 +36,7 @@ class Map:
 
     `values`, fp32 [256]: what codes stand for, ascending. `limits`, fp32 [256]: the largest number that a code is
     still stored for, infinity at the end. `below`, int32 [65536]: by the upper half of a float's bits, the code of
-    the least float that begins so.
+    the least float that begins so; others that do have that code or the next.
     """
 
     values: Tensor
