@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from analysis import plans
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
+from sim.plan import plan
 from sim.prediction import memory_of, predict
 
 MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=3, vocab_size=8192)
@@ -38,9 +40,10 @@ def test_a_named_policy_has_what_suits_it() -> None:
     assert named["streamed"] == max(found)
 
 
-def test_zero_infinity_has_the_knobs_that_suit_it() -> None:
+def test_zero_infinity_has_the_knobs_that_suit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12)  # several sub-groups, which can overlap
     profile = hardware.override(hardware.load("rtx4090"), ["nvme.write=7GB/s", "nvme.both=2fraction"])
+    monkeypatch.setattr(plans, "plan", functools.partial(plan, effort=0))  # what stands beside the plan is asked
     _, named = plans.row(model, profile, **STEP)
     whole = Workload(micro_batch_size=4, seq_len=512)
     rates = [

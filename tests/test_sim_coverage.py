@@ -84,7 +84,7 @@ def test_the_command_names_what_is_computed_again_and_who_has_the_ops_and_in_whi
 
 
 def test_a_plan_considers_what_was_measured_and_tells_what_was_not() -> None:
-    found = planned(timed(TINY, [step(4)]))
+    found = planned(timed(TINY, [step(4)]), effort=1)
     assert found.schedule.workload == step(4)
     every = {(1, 4), (2, 2), (4, 1)}
     assert splits_left_out(found) == {"none": every - {(1, 4)}, "pointwise": every, "mlp": every}
@@ -116,7 +116,7 @@ def test_a_plan_on_a_profile_with_one_mode_finds_the_best_of_that_mode() -> None
 def test_a_candidate_whose_ops_were_not_timed_does_not_end_the_search() -> None:
     """Only the ops of what keeps everything on the device were: nothing is recomputed or updated on the host."""
     profile = timed(TINY, [step(4)], names=["resident"])
-    found = planned(profile)
+    found = planned(profile, effort=1)
     assert found.prediction.fits and found.left_out
     assert any(not tried.measured and tried.policy == "zero3_offload" for tried in found.tried)
 

@@ -19,12 +19,13 @@ from strategies import round_profile
 from timed_profile import timed
 
 import sim.candidate
+import sim.search
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Phase, Stream, Tier
 from schedules.program import Program
-from schedules.schedule import Knob
+from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import parts
 from schedules.verify import ScheduleError, verify
@@ -36,7 +37,7 @@ from sim.cost import timed as timed_ops
 from sim.machine import HardwareProfile, Measured
 from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
 from sim.plan import Plan, bound_of_any_split, plan, splits
-from sim.prediction import memory_of, peak_bytes, predict
+from sim.prediction import memory_of, peak_bytes, predict, shortage
 from sim.room import Room
 from sim.search import EFFORT, LONG, PART, NothingFits, Search, by_bound, worth_searching
 
@@ -61,6 +62,11 @@ def step(batch: int, seq: int = 512, accumulation: int = 1, **more: Any) -> Work
     return Workload(micro_batch_size=batch, seq_len=seq, accumulation=accumulation, **more)
 
 
+def period_if_it_fits(schedule: Schedule, profile: HardwareProfile) -> float | None:
+    """What has no room is told without being simulated, which takes long."""
+    return None if shortage(schedule, profile, memory_of(profile)) else predict(schedule, profile).period_ns
+
+
 # ---- the bound
 
 
@@ -71,15 +77,14 @@ def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload)
     held = state_bytes(model) / 1e9
     simulated = 0
     for profile in (hardware.load(name), machine(name, device_gb=0.7 * held, host_gb=3 * held)):
+        limit = functools.cache(functools.partial(placement_bound, model, profile=profile))  # most have one step
         for policy in policies.comparable():
             schedule = policies.build(policy, model, workload, memory_of(profile))
             if schedule.allocated_bytes(Tier.NVME) and profile.nvme is None:
                 continue
-            prediction = predict(schedule, profile)
-            if prediction.fits and not schedule.staleness:
+            if schedule.staleness == 0 and (period := period_if_it_fits(schedule, profile)) is not None:
                 simulated += 1
-                limit = placement_bound(model, schedule.workload, profile)
-                assert prediction.period_ns >= limit.period_ns, policy
+                assert period >= limit(schedule.workload).period_ns, policy
     assert simulated >= 15
 
 
@@ -96,8 +101,8 @@ def test_no_order_of_micro_batches_is_faster_than_the_bound(seed: int) -> None:
     for singly, order, hold in itertools.product((0, 2, blocks), ("layers", "microbatches"), (0, 2)):
         knobs: dict[str, Knob] = {"singly": singly, "order": order, "hold": hold, "offload": chance.randint(0, blocks)}
         schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
-        prediction = predict(schedule, profile)
-        assert not prediction.fits or prediction.period_ns >= limit.period_ns, knobs
+        period = period_if_it_fits(schedule, profile)
+        assert period is None or period >= limit.period_ns, knobs
 
 
 def test_bound_of_a_long_step_that_fits_the_device_is_its_compute() -> None:
@@ -208,8 +213,9 @@ def test_nothing_random_is_below_the_bound_or_fits_where_it_says_that_nothing_do
         knobs |= {"parts": parts, "stay": chance.choice([0, chance.randint(1, blocks * parts)])}
         if profile.nvme is not None:
             knobs |= {"nvme": chance.randint(0, blocks * parts), "nvme_offload": chance.choice([0, blocks])}
-        prediction = predict(policies.build("streamed", model, workload, memory_of(profile), **knobs), profile)
-        assert not prediction.fits or prediction.period_ns >= least, knobs
+        schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
+        period = period_if_it_fits(schedule, profile)
+        assert period is None or period >= least, knobs
 
 
 def test_state_that_lies_on_nvme_is_counted_where_it_is_updated_and_once() -> None:
@@ -308,21 +314,22 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, eff
 @pytest.mark.parametrize("name", MACHINES)
 @settings(max_examples=15)
 @given(
-    blocks=st.sampled_from([1, 2, 6, 8, 10]),  # few are all tried, which takes long with three or four
+    blocks=st.sampled_from([1, 2, 4, 6, 8]),
     batch=st.sampled_from([1, 4, 32]),
     accumulation=st.sampled_from([1, 2, 4]),
     device=st.sampled_from([0.6, 1.0, 3.0]),
     clip=st.sampled_from([None, None, 1.0]),
+    effort=st.sampled_from([0, 5]),
 )
 def test_plan_is_never_slower_than_a_named_policy(
-    name: str, blocks: int, batch: int, accumulation: int, device: float, clip: float | None
+    name: str, blocks: int, batch: int, accumulation: int, device: float, clip: float | None, effort: int
 ) -> None:
     """However little is searched."""
     model, workload = shallow(blocks), step(batch, accumulation=accumulation, grad_clip=clip)
     held = state_bytes(model) / 1e9
     profile = machine(name, device_gb=device * held + 2.0, host_gb=3 * held)
     try:
-        found = searched(model, profile, workload, effort=5)
+        found = searched(model, profile, workload, effort)
     except NothingFits:
         period = 0.0
     else:
@@ -334,9 +341,8 @@ def test_plan_is_never_slower_than_a_named_policy(
         schedule = policies.build(policy, model, workload, memory_of(profile))
         if schedule.staleness or (schedule.allocated_bytes(Tier.NVME) and profile.nvme is None):
             continue
-        prediction = predict(schedule, profile)
-        if prediction.fits:
-            assert 0 < period <= prediction.period_ns, policy
+        named = period_if_it_fits(schedule, profile)
+        assert named is None or 0 < period <= named, policy
 
 
 def test_the_bound_of_a_plan_holds_for_splits_that_are_not_searched() -> None:
@@ -410,11 +416,12 @@ def test_few_placements_are_all_tried(blocks: int, name: str, batch: int, device
     counts = range(blocks + 1)
     for resident, offload, defer, through in itertools.product(range(blocks + 3), counts, counts, counts):
         knobs = {"resident": resident, "offload": offload, "defer": defer, "through": through}
-        prediction = predict(policies.build("streamed", model, workload, memory_of(profile), **knobs), profile)
-        if prediction.fits:
-            best = min(best, prediction.period_ns)
+        schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
+        best = min(best, period_if_it_fits(schedule, profile) or best)
     if best < float("inf"):
-        assert searched(model, profile, workload).prediction.period_ns <= best
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(sim.search, "MORE", 0)  # the last improvements might find what was not tried
+            assert searched(model, profile, workload).prediction.period_ns <= best
 
 
 @pytest.mark.parametrize("name", ["h200", "rtx4090"])
@@ -431,22 +438,22 @@ def test_more_memory_never_makes_the_plan_slower(name: str) -> None:
 def test_state_that_the_host_cannot_hold_goes_to_the_device_first_and_then_to_nvme() -> None:
     model, workload = shallow(6), step(4)
     held = state_bytes(model) / 1e9
-    with_room = searched(model, machine("h200", device_gb=0.9 * held, host_gb=0.7 * held), workload)
+    with_room = searched(model, machine("h200", device_gb=0.9 * held, host_gb=0.7 * held), workload, effort=1)
     assert not with_room.schedule.allocated_bytes(Tier.NVME)
     updated = [op.stream for op in with_room.schedule.ops if op.phase == Phase.ADAM]
     assert Stream.COMPUTE in updated
-    without = searched(model, machine("h200", device_gb=0.45 * held, host_gb=0.45 * held), workload)
+    without = searched(model, machine("h200", device_gb=0.45 * held, host_gb=0.45 * held), workload, effort=1)
     assert without.prediction.fits and without.schedule.allocated_bytes(Tier.NVME)
 
 
 def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
-    model, workload = shallow(6), step(2)
+    model, workload = shallow(6, "qwen2.5-1.5b"), step(2)
     block = model.params(0) * 2 / 1e9  # weights
     ends = sum(model.params(i) for i in (model.embed, model.head)) * 12 / 1e9
     for room in (6.4, 5.7):  # not for all weights and a gradient
         small = machine("rtx4090", device_gb=8 * block, host_gb=ends + room * block)
         profile = hardware.override(small, ["nvme.write=7GB/s", "nvme.both=2fraction"])  # fast enough for two to pay
-        found = searched(model, profile, workload)
+        found = searched(model, profile, workload, effort=1)
         knobs = found.schedule.knobs
         assert found.prediction.fits and knobs["nvme_weights"]
         assert not any(re.match(r"host\.o\.\d", name) for name in found.schedule.buffer)
@@ -455,17 +462,17 @@ def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
 def test_what_has_no_room_is_tried_with_fewer_buffers() -> None:
     """More layers on the device only fit beside smaller buffers, which alone gain nothing: the search stood at 9.49."""
     roomy = hardware.override(hardware.load("rtx5090"), ["host.memory=192GB"])
-    found = plan(presets.load("llama-3.1-8b"), roomy, seq_len=4096, micro_batch_size=8)
+    found = plan(presets.load("llama-3.1-8b"), roomy, seq_len=4096, micro_batch_size=8, effort=20)
     assert found.prediction.period_ns < 9.15e9
     assert found.schedule.knobs["resident"] and found.schedule.knobs["offload"]
 
 
 def test_a_drive_holds_no_more_than_must_be() -> None:
     """One part less of a block's state, and the host is too small; on the device nothing more has room."""
-    model, workload = shallow(6), step(2)
+    model, workload = shallow(6, "qwen2.5-1.5b"), step(2)
     held = state_bytes(model) / 1e9
     profile = machine("rtx4090", device_gb=0.45 * held, host_gb=0.45 * held)
-    found = searched(model, profile, workload)
+    found = searched(model, profile, workload, effort=1)
     knobs, budget = found.schedule.knobs, memory_of(profile)
     assert found.prediction.fits and 0 < cast("int", knobs["nvme"]) < 6 * cast("int", knobs["parts"])
     less = policies.build("streamed", model, workload, budget, **{**knobs, "nvme": cast("int", knobs["nvme"]) - 1})
@@ -480,7 +487,7 @@ def test_where_a_drive_is_the_limit_blocks_come_one_at_a_time() -> None:
     model, workload = replace(large, num_hidden_layers=6, layer_types=large.layer_types[:6]), step(2, seq=2048)
     held = state_bytes(model) / 1e9
     profile = machine("h100", device_gb=0.3 * held, host_gb=0.6 * held)
-    found = searched(model, profile, workload)
+    found = searched(model, profile, workload, effort=1)
     assert found.schedule.knobs["slots"] == 1 and found.prediction.bound.binding == "nvme.both"
     knobs = {**found.schedule.knobs, "slots": 2}
     assert not predict(
@@ -491,7 +498,7 @@ def test_where_a_drive_is_the_limit_blocks_come_one_at_a_time() -> None:
 def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
     model, workload = shallow(6), step(4, seq=4096, accumulation=16)
     inputs = 6 * workload.accumulation * model.hidden_bytes(workload) / 1e9
-    found = searched(model, machine("rtx4090", device_gb=0.6 * inputs, host_gb=0.6 * inputs), workload)
+    found = searched(model, machine("rtx4090", device_gb=0.6 * inputs, host_gb=0.6 * inputs), workload, effort=1)
     assert found.prediction.fits
     assert found.schedule.knobs["nvme_inputs"]
 
@@ -532,9 +539,9 @@ def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:
 
 
 def test_micro_batches_without_room_do_not_decide_where_the_search_begins() -> None:
-    memory = MemoryBudget(device_bytes=3 << 30, host_bytes=17 << 30, nvme_bytes=10**12)
+    memory = MemoryBudget(device_bytes=3 << 30, host_bytes=7 << 30, nvme_bytes=10**12)
     found = plan(
-        presets.load("llama-3.2-1b"),
+        replace(presets.load("llama-3.2-1b"), num_hidden_layers=4),
         hardware.load("h200"),
         seq_len=4096,
         tokens_per_step=32768,
@@ -604,12 +611,12 @@ def test_placements_are_all_tried_where_they_are_few_and_quickly_judged() -> Non
 
 def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
     """On this machine the backward of a block on 8,192 tokens takes three hours, on fewer of them less."""
-    model, slow = shallow(2), hardware.override(hardware.load("h200"), ["gpu.matmul_flops=1GFLOP/s"])
-    found = plan(model, slow, seq_len=512, tokens_per_step=8192, effort=2)
+    model, slow = shallow(1), hardware.override(hardware.load("h200"), ["gpu.matmul_flops=1GFLOP/s"])
+    found = plan(model, slow, seq_len=512, tokens_per_step=8192, effort=1)
     assert found.schedule.workload.micro_batch_size < 16 and found.prediction.period_ns > LONGEST_NS
     for clip in (None, 1.0):
         with pytest.raises(TooLong, match="alone would take"):
-            plan(model, slow, seq_len=512, micro_batch_size=16, grad_clip=clip, effort=2)
+            plan(model, slow, seq_len=512, micro_batch_size=16, grad_clip=clip, effort=1)
 
 
 def test_what_no_split_of_the_step_makes_short_enough_is_told() -> None:
@@ -707,10 +714,10 @@ def test_a_plan_does_not_begin_with_what_is_another_thing(change: dict[str, Any]
 
 def test_a_step_of_many_micro_batches_is_planned_by_a_part_of_it() -> None:
     """The schedule that is best for a quarter of the step is among those tried for all of it."""
-    found = plan(shallow(6), hardware.load("rtx4090"), seq_len=512, tokens_per_step=32 * 512, workers=2)
+    found = plan(shallow(2), hardware.load("rtx4090"), seq_len=512, tokens_per_step=16 * 512, workers=2, effort=1)
     assert found.prediction.fits
     tried = [tried.workload for tried in found.tried]
-    assert tried[0].accumulation >= PART and {w.micro_batch_size * w.accumulation for w in tried} == {32}
+    assert tried[0].accumulation >= PART and {w.micro_batch_size * w.accumulation for w in tried} == {16}
 
 
 def test_what_a_process_cannot_judge_is_told() -> None:
@@ -747,7 +754,7 @@ def test_the_gaps_parts_multiply_to_the_gap() -> None:
 def test_an_mlp_computed_again_lets_a_sequence_fit_that_does_not_otherwise() -> None:
     """One sequence of 512k tokens on a GH200: kept whole, one block's activations alone would fill most of it."""
     model, profile = presets.load("qwen2.5-7b"), hardware.load("gh200")
-    found = plan(model, profile, seq_len=1 << 19, micro_batch_size=1, effort=20)
+    found = plan(model, profile, seq_len=1 << 19, micro_batch_size=1, effort=1)
     assert found.schedule.workload.recompute == "mlp"
     drive = profile.nvme
     assert drive is not None

@@ -12,7 +12,7 @@ from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.workload import RECOMPUTED, Workload
 from sim import hardware, whatif
-from sim.plan import plan
+from sim.plan import Plan, plan
 from sim.prediction import Prediction, memory_of, predict
 from sim.search import NothingFits
 
@@ -113,14 +113,19 @@ def test_least_memory_is_enough_and_less_is_not() -> None:
 
 def test_what_a_drive_cannot_hold_may_live_on_the_device() -> None:
     """The embedding's state is more than what all else takes on the host."""
-    model, workload = replace(shallow(8), vocab_size=100_000), Workload(micro_batch_size=1, seq_len=1024)
-    profile = hardware.load("rtx4090")
+    model, workload = replace(shallow(3), vocab_size=100_000), Workload(micro_batch_size=1, seq_len=1024)
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=14GB"])
     least = whatif.smallest_memory(model, profile, workload).host_bytes
     assert least is not None
-    found = plan(model, hardware.override(profile, [f"host.memory={least}bytes"]), seq_len=1024, micro_batch_size=1)
-    assert found.schedule.knobs["resident"]
+
+    def planned(host: float) -> Plan:
+        machine = hardware.override(profile, [f"host.memory={host}bytes"])
+        return plan(model, machine, seq_len=1024, micro_batch_size=1, effort=1)
+
+    knobs = planned(least).schedule.knobs
+    assert knobs["resident"] and knobs["nvme"]
     with pytest.raises(NothingFits):
-        plan(model, hardware.override(profile, [f"host.memory={least * 0.9}bytes"]), seq_len=1024, micro_batch_size=1)
+        planned(least * 0.9)
 
 
 def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
@@ -136,7 +141,7 @@ def test_what_can_be_planned_can_be_trained_with_what_is_left_on_a_drive() -> No
     """Weights too, in parts: nothing else has room in so little memory."""
     model, workload = shallow(8), Workload(micro_batch_size=2, seq_len=1024)
     profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=4GB", "host.memory=3GB"])
-    found = plan(model, profile, seq_len=workload.seq_len, micro_batch_size=workload.micro_batch_size)
+    found = plan(model, profile, seq_len=workload.seq_len, micro_batch_size=workload.micro_batch_size, effort=1)
     assert found.schedule.knobs["nvme_weights"]
     least = whatif.smallest_memory(model, profile, found.schedule.workload)
     assert least.device_bytes is not None and least.device_bytes <= found.prediction.peak_bytes[Tier.DEVICE]
