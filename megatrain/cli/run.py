@@ -168,15 +168,7 @@ def run(
                 )
                 trained = True
             # only now: a bar on a terminal takes what is printed meanwhile to stderr
-            record = _record(schedule, result) | happened | predicted
-            try:
-                if trace is not None:
-                    result.trace.save(trace)
-            finally:  # whether or not it could be kept
-                if as_json:
-                    print_json(record)
-                else:
-                    print("\n".join(_told(schedule, record)))
+            _answer(schedule, result, happened | predicted, trace, as_json=as_json)
         except checkpoint.Diverged as error:
             if as_json:
                 print_json({**schedule.describe(), "losses": progress.losses, **happened, "reason": str(error)})
@@ -198,6 +190,19 @@ def _hyper(lr: float, weight_decay: float, warmup: int, until: int | None) -> Ca
         return by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=until)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def _answer(schedule: Schedule, result: Trained, more: dict[str, Any], trace: Path | None, *, as_json: bool) -> None:
+    """Keep the trace, and print what the run found, with `more`, whether or not the trace could be kept."""
+    record = _record(schedule, result) | more
+    try:
+        if trace is not None:
+            result.trace.save(trace)
+    finally:
+        if as_json:
+            print_json(record)
+        else:
+            print("\n".join(_told(schedule, record)))
 
 
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
