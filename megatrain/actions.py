@@ -27,7 +27,8 @@ from schedules.tensor import parse
 
 NORM_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of one fp32 norm; norms add up in fp64
 
-OnGradient = Callable[[int, int, Tensor], None]  # step, layer, the gradient that the optimizer applies
+# step, layer, which of its trained parameters, the gradient of these that the optimizer applies
+OnGradient = Callable[[int, int, slice, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +95,14 @@ class Actions:
         return sinks(self.store.tensor(access), self.trained_shapes(i), accumulate=access in op.reads)
 
     def span(self, op: Op) -> slice:
-        """The trained parameters that an update is of."""
+        """The trained parameters that an update is of, or a copy of a part."""
         return trained.span(self.schedule.model, self.schedule.workload, _layer(op), trained.part(op))
+
+    def taken(self, op: Op) -> Tensor:
+        """What a copy of one tensor takes: all that it reads, or the part of it that it writes."""
+        (source,), (target,) = op.reads, op.writes
+        memory = self.store.tensor(source)
+        return memory if source.tensor == target.tensor or op.phase == Phase.CAST else memory[self.span(op)]
 
     def clipping(self, op: Op) -> Callable[[torch.device], Tensor | None]:
         """The factor that clips to the workload's largest norm, fp32 []; None where `op` reads no norm."""
@@ -149,12 +156,12 @@ def _copy(a: Actions, op: Op) -> Work:
     if slab := a.store.on_drive(source):
         move = functools.partial(_on_drive, slab.read, a.store.tensor(target))
     elif slab := a.store.on_drive(target):
-        move = functools.partial(_on_drive, slab.write, a.store.tensor(source))
+        move = functools.partial(_on_drive, slab.write, a.taken(op))
     if move is not None:
         return _carry_saved(a, source, target, move) if parse(source.tensor).cls == tensors.SAVED else move
     if parse(source.tensor).cls == tensors.SAVED:
         return _copy_saved(a, source, target)
-    return functools.partial(_copy_tensor, a.store.tensor(source), a.store.tensor(target))
+    return functools.partial(_copy_tensor, a.taken(op), a.store.tensor(target))
 
 
 def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:
@@ -347,19 +354,19 @@ def _scale(a: Actions, op: Op) -> Work:
 
 def _adam(a: Actions, op: Op) -> Work:
     i = _layer(op)
-    grad = a.store.tensor(_one(op, op.reads, *tensors.GRADIENTS))
+    source, of = _one(op, op.reads, *tensors.GRADIENTS), a.span(op)
+    grad = a.store.tensor(source) if parse(source.tensor).part else a.store.tensor(source)[of]
     weights, state = a.written(op, trained.cls(a.schedule.workload)), a.written(op, tensors.STATE)
-    of = a.span(op)
     decay, clipping = adam.within(adam.decayed(a.trained_shapes(i)), of), a.clipping(op)
     precision = a.schedule.workload.precision
 
     def run(step: int) -> None:
         factor = clipping(grad.device)
-        if a.on_gradient is not None and not of.start:  # it is of the whole layer
-            a.on_gradient(step, i, grad.clone() if factor is None else grad * factor)
+        if a.on_gradient is not None:
+            a.on_gradient(step, i, of, grad.clone() if factor is None else grad * factor)
         adam.step(
             weights[of],
-            grad[of],
+            grad,
             state,
             a.hyper(step),
             step + 1,

@@ -94,7 +94,7 @@ class Store:
     def tensor(self, access: Access) -> Tensor:
         """The buffer's memory as the tensor named: exactly its elements, from the buffer's first byte.
 
-        w, g, g32: one dimension, the layer's parameters. o: uint8 [bytes]. x, d: [batch, seq, hidden].
+        w, g, g32: one dimension, the parameters of the layer or part. o: uint8 [bytes]. x, d: [batch, seq, hidden].
         s: uint8 [bytes of the tensor]. norm: fp64 [].
         """
         if access not in self._views:
@@ -113,11 +113,11 @@ class Store:
         if name.cls in tensors.MICROBATCH_CLASSES:
             hidden = slab[: model.hidden_bytes(workload)].view(float_type(precision.activation))
             return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
-        params = model.params(layer) if name.cls == tensors.WEIGHT else trained.params(model, workload, layer)
+        held = slab[: tensor_bytes(access.tensor, model, workload)]
         if name.cls == tensors.STATE:
-            return slab[: tensor_bytes(access.tensor, model, workload)]
+            return held
         itemsize = {tensors.GRAD32: 4, tensors.GRAD: precision.grad}.get(name.cls, precision.weight)
-        return slab[: params * itemsize].view(float_type(itemsize))
+        return held.view(float_type(itemsize))
 
     def on_drive(self, access: Access) -> DriveSlab | None:
         """The slab that a buffer on NVMe is; None of buffers in memory."""

@@ -68,7 +68,7 @@ class Trainer(Generic[E]):
         resume: go on from there in place of `initial` and `adapters`, as far as they are trained.
         adapters: block -> its adapters before step 0, fp32, flat, where adapters are trained; random ones of seed 0 if
             left out.
-        on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped.
+        on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped, or of its parts.
         record: keep every op's times, for `trace`.
         nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
         pointwise: how layers compute what multiplies no matrices.

@@ -45,9 +45,9 @@ class Buffers:
         """The adapters of block i, which are trained in place of its weights where the workload says so."""
         return named(tensors.ADAPTER, self.model.layer_name(i))
 
-    def grad(self, i: int, *, wide: bool = False) -> str:
-        """The gradient of what is trained of layer i, in fp32 if `wide`."""
-        return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i))
+    def grad(self, i: int, *, wide: bool = False, part: Part | None = None) -> str:
+        """The gradient of what is trained of layer i, or a part of it, in fp32 if `wide`."""
+        return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i), part)
 
     def state(self, i: int, part: Part | None = None) -> str:
         """The optimizer state of layer i, or a part of it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.coverage import Coverage
+from schedules.coverage import Coverage, put_together
 from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule
@@ -28,7 +28,7 @@ class Content:
     version: int
     passes: tuple[str, ...] = ()  # gradients: the backward passes in it, sorted
     scaled: bool = False  # gradients: multiplied by the clipping coefficient
-    layers: tuple[str, ...] = ()  # norm: those whose gradients are in it, sorted
+    layers: tuple[str, ...] = ()  # norm: those whose gradients are in it, sorted; of what is not whole, the parts
     updated: tuple[str, ...] = ()  # weights: the parts of them that are ahead of `version`, sorted
     ended_by: str = ""  # saved activations: the op after which they are there no longer
     writer: str = ""  # the op that wrote it, for messages
@@ -275,10 +275,10 @@ class Contents:
             if name.cls == tensors.NORM:
                 layers += content.layers
                 continue
-            layers.append(name.layer)
+            layers.append(name.layer if name.part is None else f"{name.layer}.{name.part}")
             yield from self._coverage.whole_gradient(op, access, content)
             yield from self._coverage.not_clipped(op, access, content)
-        self._write(op, target, Content(tensors.NORM, self._step, layers=tuple(sorted(layers))))
+        self._write(op, target, Content(tensors.NORM, self._step, layers=put_together(layers)))
 
     def _scale(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (target,) = op.writes

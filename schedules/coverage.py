@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from schedules import tensor as tensors
@@ -173,3 +173,18 @@ class Coverage:
                 message=f"{op.name} clips by {lacks if missing or not norm else 'a norm that counts a layer twice'}",
                 fix="read the norm after every layer's gradient has been added to it once",
             )
+
+
+def put_together(pieces: Iterable[str]) -> tuple[str, ...]:
+    """Layers and parts of layers ("7", "7.0of2"), sorted, each set of all parts as the layer that they are."""
+    count = Counter(pieces)
+    for layer, of in sorted({(layer, int(part.partition("of")[2])) for layer, dot, part in map(_split, count) if dot}):
+        parts = [f"{layer}.{part}" for part in tensors.parts(of)]
+        times = min(count[part] for part in parts)
+        count.update({layer: times})
+        count.subtract(dict.fromkeys(parts, times))
+    return tuple(sorted(count.elements()))
+
+
+def _split(piece: str) -> tuple[str, str, str]:
+    return piece.partition(".")

@@ -214,12 +214,22 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
 
 
 def _copied(schedule: Schedule, op: Op) -> Iterator[Violation]:
-    """A copy keeps the tensor's name, has its layer and micro-batch, and the kind of its way: pictures go by them."""
+    """A copy keeps the tensor's name, has its layer and micro-batch, and the kind of its way: pictures go by them.
+
+    Of a gradient it may take a part.
+    """
     (source,), (target,) = op.reads, op.writes
-    if source.tensor != target.tensor:
-        yield _wrong(op, f"{op.name} copies {source.tensor} into {target.tensor}", "a copy keeps the tensor's name")
-        return
     name = parse(source.tensor)
+    if source.tensor != target.tensor:
+        if name.cls not in tensors.GRADIENTS or source.tensor != tensors.whole(target.tensor):
+            yield _wrong(op, f"{op.name} copies {source.tensor} into {target.tensor}", "a copy keeps the tensor's name")
+            return
+        if source.buffer == target.buffer:
+            what = f"{op.name} copies a part of {source.tensor} over the rest of it, in {source.buffer}"
+            yield _wrong(op, what, "copy it into another buffer")
+        if schedule.buffer[source.buffer].tier == Tier.NVME:
+            what = f"{op.name} reads a part of {source.tensor} from {source.buffer}, which is read as a whole"
+            yield _wrong(op, what, "write its parts there, each into a buffer of its own")
     layer = schedule.model.layer_index(name.layer) if name.layer else None
     if (op.layer, op.microbatch) != (layer, name.microbatch):
         of = f"layer {op.layer}, micro-batch {op.microbatch}"
@@ -236,10 +246,9 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
     if op.phase == Phase.SYNC:
         return {}
     if op.phase == Phase.COPY:
-        return {"nbytes": (amounts.tensor(op.reads[0].tensor),)}
+        return {"nbytes": (amounts.tensor(op.writes[0].tensor),)}
     if op.kind == Kind.UPDATE:
-        part = trained.part(op) if op.phase == Phase.ADAM else None
-        params, nbytes = amounts.update(op.layer, (access.tensor for access in op.accesses), part)
+        params, nbytes = amounts.update(op.layer, (access.tensor for access in op.accesses), trained.part(op))
         # a plain store of a gradient may go into memory that the process has only now been given
         stores = op.phase == Phase.ACCUMULATE and len(op.reads) == 1
         fresh = {0, amounts.tensor(op.writes[0].tensor)} if stores else {0}

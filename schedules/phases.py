@@ -9,7 +9,7 @@ from schedules import tensor as tensors
 from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.schedule import Schedule
-from schedules.tensor import Tensor, parse
+from schedules.tensor import Tensor, describe, parse
 from schedules.traffic import phases_of
 
 COMPUTE = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)
@@ -136,15 +136,16 @@ def _accumulate(op: Op) -> Iterator[tuple[str, str]]:
     sources = set(op.reads) - set(op.writes)
     if len(sources) != 1:
         yield f"{op.name} adds {len(sources)} gradients to {_names(op.writes)}", "add one"
-    if not _one_layer(op) or not all(parse(access.tensor).cls in tensors.GRADIENTS for access in op.accesses):
-        yield f"{op.name} adds {_names(tuple(sources))} to {_names(op.writes)}", "add up gradients of one layer"
+    if not _of_the_same(op) or not all(parse(access.tensor).cls in tensors.GRADIENTS for access in op.accesses):
+        what = f"{op.name} adds {_names(tuple(sources))} to {_names(op.writes)}"
+        yield what, "add up gradients of one layer, or of the same part of it"
 
 
 def _cast(op: Op) -> Iterator[tuple[str, str]]:
     yield from _over_itself(op)
     named = {parse(access.tensor) for access in op.accesses}
     # a gradient has two names, one for each of its types; all else keeps its name
-    if len(named) > 1 and not ({name.cls for name in named} <= tensors.GRADIENTS and _one_layer(op)):
+    if len(named) > 1 and not ({name.cls for name in named} <= tensors.GRADIENTS and _of_the_same(op)):
         yield f"{op.name} makes {_names(op.writes)} of {_names(op.reads)}", "a cast keeps what a tensor is"
 
 
@@ -192,10 +193,17 @@ def _adam(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
             found = [access for access in accesses if parse(access.tensor).cls in classes]
             if len({access.tensor for access in found}) > 1:
                 yield f"{op.name} updates with {_names(found)}", "name one gradient, and one part of the state"
+    of = trained.part(op)
+    for access in op.reads:
+        name = parse(access.tensor)
+        if name.cls in tensors.GRADIENTS and name.part not in (None, of):
+            what = f"{op.name} updates {'all' if of is None else f'part {of}'} of a layer by {describe(access.tensor)}"
+            yield what, "name the whole gradient, or the part of it that the state is of"
 
 
-def _one_layer(op: Op) -> bool:
-    return len({parse(access.tensor).layer for access in op.accesses}) == 1
+def _of_the_same(op: Op) -> bool:
+    """Whether all that an op touches is of one layer, or of one part of it."""
+    return len({(name.layer, name.part) for name in (parse(access.tensor) for access in op.accesses)}) == 1
 
 
 def _names(accesses: Sequence[Access]) -> str:

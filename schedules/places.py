@@ -41,6 +41,8 @@ class Places:
         self.landings = {i: workload.accumulation if i in above else groups for i in model.layers}
 
         self.resident = model.layers[:resident]
+        # resident layers whose gradient stays as well, since it is not whole, or not to be applied, when it comes
+        self.adding_up = [i for i in self.resident if clip or self.landings[i] > 1]
         self.ends = [i for i in (model.embed, model.head) if i not in self.resident]
         others = [i for i in model.blocks if i not in self.resident]
         oftener = [i for i in others if self.landings[i] > groups]  # loaded again for every micro-batch
@@ -72,8 +74,12 @@ class Places:
         on_nvme = {i for i, _ in self.nvme_states}
         self.nvme_weights = spread(sorted(on_nvme), nvme_weights)
         self.nvme_grads = {i for i in self.nvme_weights if i in self.late and self.landings[i] == 1}
-        self._in_parts = self.on_device | on_nvme
+        # embedding and head in as many parts as make these no larger than a block's
+        block = model.params(model.blocks[0])
+        self._ways = {i: -(-model.params(i) * parts // block) if parts > 1 else 1 for i in self.ends}
 
     def parts_of(self, i: int) -> Sequence[Part | None]:
-        """The parts in which layer i is updated."""
-        return self.parts if i in self._in_parts else (None,)
+        """The parts in which layer i is updated: one where it is resident."""
+        if i in self.resident:
+            return (None,)
+        return tensors.parts(self._ways[i]) if i in self._ways else self.parts

@@ -83,13 +83,16 @@ class Program(Buffers):
         stream: Stream = Stream.D2H,
         blocking: bool = False,
     ) -> str:
-        """Copy `tensor` away from the GPU, to its home unless `into` says otherwise; returns the target."""
+        """Copy `tensor` away from the GPU, to its home unless `into` says otherwise; returns the target.
+
+        A part of a gradient is copied out of the whole where that is what `out_of` holds.
+        """
         target = into or self.home(tensor)
         self._copy(Kind.OFFLOAD, tensor, out_of, target, stream, blocking)
         return target
 
     def _copy(self, kind: Kind, tensor: str, source: str, target: str, stream: Stream, blocking: bool) -> None:
-        name = parse(tensor)
+        name, whole = parse(tensor), tensors.whole(tensor)
         self._emit(
             f"{'P' if kind == Kind.PREFETCH else 'O'}.{tensor}",
             kind,
@@ -97,7 +100,7 @@ class Program(Buffers):
             stream,
             layer=self.model.layer_index(name.layer) if name.layer else None,
             microbatch=name.microbatch,
-            reads=[(source, tensor)],
+            reads=[(source, whole if self.holds(source) == whole else tensor)],
             writes=[(target, tensor)],
             nbytes=self.nbytes(tensor),
             blocking=blocking,
@@ -290,13 +293,14 @@ class Program(Buffers):
         wide: bool = False,
         stream: Stream = Stream.CPU,
         fresh: bool = False,
+        part: Part | None = None,
     ) -> None:
         """Add layer i's gradient in `out_of` to its sum, at home if left out; a plain store where there is none yet.
 
         `wide`: the sum is the one in fp32. `fresh`: a store goes into memory allocated for it, whose pages the system
-        has yet to give.
+        has yet to give. `part`: only that part is there.
         """
-        reads, grad = [(out_of, self.grad(i))], self.grad(i, wide=wide)
+        reads, grad = [(out_of, self.grad(i, part=part))], self.grad(i, wide=wide, part=part)
         writes: list[Held] = []
         self._add_to(grad, into, reads, writes)
         stored = self.nbytes(grad) if fresh and len(reads) == 1 else 0
@@ -338,7 +342,7 @@ class Program(Buffers):
 
         With gradient clipping it reads the global norm, unless the gradient was `scaled` before.
         Copies of the weights elsewhere are out of date afterwards. A state that is in parts is updated part by part,
-        in any order, and with each as much of the weights.
+        in any order, and with each as much of the weights, by the whole gradient or the same part of it.
         """
         grad = grad or (self.home(self.grad(i)), self.grad(i))
         updated = self.adapter(i) if self._has_adapters(i) else self.weight(i)
@@ -348,14 +352,14 @@ class Program(Buffers):
         ]
         reads = [grad, *own, *([] if scaled else self._clip())]
         name = f"U.{self.model.layer_name(i)}"
-        self._update(name if part is None else f"{name}.{part}", Phase.ADAM, i, stream, reads, own, part=part)
+        self._update(name if part is None else f"{name}.{part}", Phase.ADAM, i, stream, reads, own)
         target, weight = own[1]
         if not self._left.get(i):  # nothing of it was updated yet
             for buffer in self._holding(weight) - {target}:
                 self.discard(buffer)
             self._left[i] = 1 if part is None else part.of
         self._left[i] -= 1
-        if not self._left[i]:
+        if not self._left[i] or parse(grad[1]).part is not None:
             self.discard(grad[0])
 
     def _clip(self) -> list[Held]:
@@ -370,8 +374,8 @@ class Program(Buffers):
         reads: Sequence[Held],
         writes: Sequence[Held],
         fresh: int = 0,
-        part: Part | None = None,
     ) -> None:
+        part = tensors.part_of(tensor for _, tensor in writes)
         params, nbytes = self._amounts.update(i, (tensor for _, tensor in [*reads, *writes]), part)
         self._emit(
             name,

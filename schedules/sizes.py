@@ -26,17 +26,18 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
         return model.saved_bytes(layer, workload)
     if name.cls in tensors.MICROBATCH_CLASSES:
         return model.hidden_bytes(workload)
-    if name.cls == tensors.STATE:
-        of = trained.span(model, workload, layer, name.part)
-        return precision.state_bytes(of.stop - of.start)
     if name.cls == tensors.WEIGHT:
         return model.params(layer) * precision.weight
     if name.cls == tensors.ADAPTER and not (workload.lora_rank is not None and model.is_block(layer)):
         why = "the workload has no lora_rank" if model.is_block(layer) else "only blocks have adapters"
         raise TensorError(f"layer {name.layer} has no adapters {tensor}: {why}")
+    of = trained.span(model, workload, layer, name.part)
+    if name.cls == tensors.STATE:
+        return precision.state_bytes(of.stop - of.start)
     per_param = {
         tensors.ADAPTER: precision.weight,
         tensors.GRAD: precision.grad,
         tensors.GRAD32: FP32,
     }[name.cls]
-    return trained.params(model, workload, layer) * per_param
+    params: int = of.stop - of.start
+    return params * per_param

@@ -22,7 +22,8 @@ class Staging:
     def __init__(self, p: Program, places: Places, *, slots: int, ahead: int) -> None:
         self._program = p
         p.keep_on_nvme(*(p.state(*state) for state in sorted(places.nvme_states)))
-        p.keep_on_nvme(*map(p.weight, sorted(places.nvme_weights)), *map(p.grad, sorted(places.nvme_grads)))
+        p.keep_on_nvme(*map(p.weight, sorted(places.nvme_weights)))
+        p.keep_on_nvme(*(p.grad(i, part=part) for i in sorted(places.nvme_grads) for part in places.parts))
         self._states = p.slots("update.state", slots, Tier.HOST) if places.nvme_states else None
         self._weights = p.slots("stage", ahead + BESIDE, Tier.HOST) if places.nvme_weights else None
 
@@ -40,9 +41,9 @@ class Staging:
         """Bring a part of block i's state; returns its host buffer."""
         return self._program.prefetch(self._program.state(i, part), into=self.buffer(), stream=Stream.NVME_READ)
 
-    def read_grad(self, i: int, slabs: Ring) -> Held:
-        """Bring block i's gradient into a slab; returns (buffer, gradient)."""
-        p, grad = self._program, self._program.grad(i)
+    def read_grad(self, i: int, part: Part | None, slabs: Ring) -> Held:
+        """Bring a part of block i's gradient into a slab; returns (buffer, gradient)."""
+        p, grad = self._program, self._program.grad(i, part=part)
         return p.prefetch(grad, into=slabs.next(), stream=Stream.NVME_READ), grad
 
     def write(self, tensor: str, buffer: str) -> None:

@@ -14,6 +14,7 @@ from schedules.places import Places
 from schedules.program import Program
 from schedules.staging import Staging
 from schedules.sweep import Window, land, sweep, visits
+from schedules.tensor import Part
 from schedules.workload import Workload
 
 
@@ -37,7 +38,8 @@ class StreamedStep:
         self.clip = workload.grad_clip is not None
         self.landed = Counter[int]()
         self.slot = ""  # of the block that ran last
-        p.keep_on_device(*(t for i in places.resident for t in (p.weight(i), p.grad(i), p.state(i))))
+        p.keep_on_device(*(t for i in places.resident for t in (p.weight(i), p.state(i))))
+        p.keep_on_device(*map(p.grad, places.adding_up))
         self.ring = p.slots("weight", slots)
         self.grads = p.slots("grad", grad_slots)
         self.slabs = p.slots("slab", slabs, Tier.HOST)
@@ -45,7 +47,8 @@ class StreamedStep:
         self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*places.ends, *places.held)}
         # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
         shared = places.groups == 1 and not model.tie_word_embeddings
-        self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in places.ends}
+        ends = [i for i in (model.embed, model.head) if i not in places.adding_up]
+        self.own = {i: p.buffer("ends.grad" if shared else f"{model.layer_name(i)}.grad") for i in ends}
         # or the sum of a held block would leave and come back; what is whole at once goes through slots
         self.own |= {i: p.buffer(f"{model.layer_name(i)}.grad") for i in places.held if places.landings[i] > 1}
         order = visits(kept, model.blocks, turns=workload.accumulation, singly=places.singly) * places.groups
@@ -77,8 +80,8 @@ class StreamedStep:
                 singly=self.places.singly,
             )
         for i in self.places.updates:
-            if i in self.places.late:
-                self._update(i)
+            for part in self.places.parts_of(i) if i in self.places.late else ():
+                self._update(i, part)
         return self.program
 
     def _load_first(self) -> None:
@@ -105,7 +108,7 @@ class StreamedStep:
 
     def _grad(self, i: int) -> str | None:
         """The buffer for layer i's gradient, as `sweep` asks for it."""
-        if i in self.places.resident:
+        if i in self.places.adding_up:
             return None
         return self.own[i] if i in self.own else self.grads.next()
 
@@ -120,33 +123,43 @@ class StreamedStep:
         where = (buffer, p.grad(i))
         if i in places.on_device:
             self._update_on_device(i, where)
-            return
-        if i not in places.resident:
-            waits = i in places.nvme_grads
-            held = (i in places.late or i in places.ends) and not waits
-            where = land(p, i, buffer, self.slabs, first=first or not streamed, last=last, held=held)
-            if waits:
-                self.staging.write(p.grad(i), where[0])
-        elif self.clip:
-            p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
-        if last and i not in places.late:
-            self._update(i, where)
+        elif i in places.resident:
+            if self.clip:
+                p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
+            if i not in places.late:
+                self._update(i, None, where)
+        else:
+            self._land(i, buffer, first=first or not streamed, last=last)
 
-    def _update(self, i: int, grad: Held | None = None) -> None:
-        """The optimizer's step on layer i, where its state lives; its gradient is at home if not named."""
+    def _land(self, i: int, buffer: str, *, first: bool, last: bool) -> None:
+        """Layer i's gradient goes to the host, part by part, and each is applied as soon as it can be."""
+        places, parts = self.places, self.places.parts_of(i)
+        waits, late = i in places.nvme_grads, i in places.late
+        # a slab has room for a block, or for a part of one
+        held = (late or (i in places.ends and len(places.parts) == 1)) and not waits
+        landing = land(self.program, i, buffer, self.slabs, first=first, last=last, held=held, parts=parts)
+        for part, grad in zip(parts, landing, strict=True):
+            if waits:
+                self.staging.write(grad[1], grad[0])
+            if last and not late:
+                self._update(i, part, grad)
+
+    def _update(self, i: int, part: Part | None, grad: Held | None = None) -> None:
+        """The optimizer's step on a part of layer i, where its state lives; its gradient is at home if not named."""
         p, places, staging = self.program, self.places, self.staging
         if grad is None and i in places.nvme_grads:
-            grad = staging.read_grad(i, self.slabs)
+            grad = staging.read_grad(i, part, self.slabs)
+        elif grad is None:
+            of = p.grad(i, part=part)
+            grad = p.home(of), of
         weights = staging.weight(i) if i in places.nvme_weights else None
-        parts = places.parts_of(i)
-        for part in parts:
-            state = staging.read_state(i, part) if (i, part) in places.nvme_states else None
-            stream = Stream.COMPUTE if i in places.resident else Stream.CPU
-            p.update(i, grad=grad, weights=weights, state=state, stream=stream, part=part)
-            if weights is not None and part == parts[-1]:
-                staging.write(p.weight(i), weights)
-            if state is not None:
-                staging.write(p.state(i, part), state)
+        state = staging.read_state(i, part) if (i, part) in places.nvme_states else None
+        stream = Stream.COMPUTE if i in places.resident else Stream.CPU
+        p.update(i, grad=grad, weights=weights, state=state, stream=stream, part=part)
+        if weights is not None and part == places.parts_of(i)[-1]:
+            staging.write(p.weight(i), weights)
+        if state is not None:
+            staging.write(p.state(i, part), state)
 
     def _update_on_device(self, i: int, grad: Held) -> None:
         """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""

@@ -8,7 +8,7 @@ vertical one, in which a layer runs every micro-batch before the next layer come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from schedules import trained
@@ -18,6 +18,7 @@ from schedules.kept import Kept, Travel
 from schedules.op import Stream
 from schedules.program import Keep, Program
 from schedules.ring import Ring
+from schedules.tensor import Part
 
 T = TypeVar("T")
 Place = Callable[[int], str | None]  # layer -> its device buffer; None is the tensor's home
@@ -194,24 +195,38 @@ class Streamed:
 
 
 def land(
-    p: Program, i: int, buffer: str, slabs: Ring, *, first: bool = True, last: bool = True, held: bool = False
-) -> Held:
-    """Take layer i's gradient to the host; returns (buffer, gradient) there.
+    p: Program,
+    i: int,
+    buffer: str,
+    slabs: Ring,
+    *,
+    first: bool = True,
+    last: bool = True,
+    held: bool = False,
+    parts: Sequence[Part | None] = (None,),
+) -> Iterator[Held]:
+    """Take layer i's gradient to the host, one of these `parts` after another; yields (buffer, gradient) there.
 
-    `buffer` holds the sum over one group of micro-batches, the `first` or `last` of the step or both. What is
-    whole goes into a slab, unless it must be `held` for an update that comes much later; what is not goes home
-    and grows there. With clipping a whole gradient is added to the norm, on the device if it is whole there.
+    A slab is needed again for the parts that follow: what is yielded is to be used at once. `buffer` holds the sum over
+    one group of micro-batches, the `first` or `last` of the step or both. What is complete goes into a slab, unless it
+    must be `held` for an update that comes much later; what is not goes home and grows there. With clipping a complete
+    gradient is added to the norm, on the device if it is complete there.
     """
-    grad, straight = p.grad(i), first and last and not held
-    landed = p.offload(grad, out_of=buffer, into=slabs.next() if straight or not first else None)
-    if not first:
-        p.accumulate(i, out_of=landed)
-        landed = p.home(grad)
+    straight, landed = first and last and not held, list[Held]()
+    for part in parts:
+        grad = p.grad(i, part=part)
+        there = p.offload(grad, out_of=buffer, into=slabs.next() if straight or not first else None)
+        if not first:
+            p.accumulate(i, out_of=there, part=part)
+            there = p.home(grad)
+        landed.append((there, grad))
+        yield there, grad
     if last and p.workload.grad_clip is not None:
-        # the CPU has enough to do
-        stream = Stream.COMPUTE if first else Stream.CPU
-        p.norm([(buffer if first else landed, grad)], stream=stream, name=f"N.{p.model.layer_name(i)}")
-    return landed, grad
+        name = f"N.{p.model.layer_name(i)}"
+        if first:
+            p.norm([(buffer, p.grad(i))], stream=Stream.COMPUTE, name=name)  # the CPU has enough to do
+        else:
+            p.norm(landed, name=name)
 
 
 def spread(of: Sequence[T], count: int) -> set[T]:

@@ -1,7 +1,7 @@
 """The names of tensors: a class letter, a layer, and for activations a micro-batch (`w.3`, `x.embed.0`).
 
-A layer's optimizer state may be in parts that live and move by themselves, each a tensor of its own: `o.3.0of4` is the
-first quarter of `o.3`.
+A layer's optimizer state and its gradient may be in parts that live and move by themselves, each a tensor of its own:
+`o.3.0of4` is the first quarter of `o.3`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MICROBATCH_CLASSES = frozenset({OUTPUT, SAVED, OUTPUT_GRAD})
 PARAMETERS = frozenset({WEIGHT, ADAPTER})
 PERSISTENT = PARAMETERS | {STATE}  # carried from one step to the next
 GRADIENTS = frozenset({GRAD, GRAD32})
+DIVISIBLE = GRADIENTS | {STATE}  # may be in parts
 
 
 _PART = re.compile(r"(0|[1-9]\d*)of([1-9]\d*)")
@@ -89,14 +90,25 @@ def parse(name: str) -> Tensor:
         return Tensor(cls, rest[0])
     if cls in MICROBATCH_CLASSES and len(rest) == 2 and _is_layer(rest[0]) and rest[1].isdecimal():
         return Tensor(cls, rest[0], int(rest[1]))
-    if cls == STATE and len(rest) == 2 and _is_layer(rest[0]) and (found := _PART.fullmatch(rest[1])):
+    if cls in DIVISIBLE and len(rest) == 2 and _is_layer(rest[0]) and (found := _PART.fullmatch(rest[1])):
         part = Part(*map(int, found.groups()))
         if part.number < part.of > 1:
-            return Tensor(STATE, rest[0], part=part)
+            return Tensor(cls, rest[0], part=part)
     raise TensorError(
-        f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH, o.LAYER.PARTofPARTS or norm, "
-        "with LAYER a block number, embed or head"
+        f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH, g|g32|o.LAYER.PARTofPARTS or "
+        "norm, with LAYER a block number, embed or head"
     )
+
+
+def whole(name: str) -> str:
+    """The tensor that this one is a part of; itself if it is none."""
+    of = parse(name)
+    return name if of.part is None else named(of.cls, of.layer)
+
+
+def part_of(names: Iterable[str]) -> Part | None:
+    """The part that tensors are of, of which some may be whole; None if all are."""
+    return next((part for name in names if (part := parse(name).part) is not None), None)
 
 
 def makes_output(written: Iterable[str]) -> bool:

@@ -9,7 +9,7 @@ from schedules import tensor as tensors
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Op
-from schedules.tensor import Part, parse
+from schedules.tensor import Part
 from schedules.workload import STATE_BLOCK, Workload
 
 
@@ -38,12 +38,12 @@ def params(model: ModelSpec, workload: Workload, i: int) -> int:
 
 
 def part(op: Op) -> Part | None:
-    """The part of its layer that an update is of; None for all of it."""
-    return next((name.part for access in op.writes if (name := parse(access.tensor)).cls == tensors.STATE), None)
+    """The part of its layer that an update is of, or a pass over gradients; None for all of it."""
+    return tensors.part_of(access.tensor for access in op.writes)
 
 
 def span(model: ModelSpec, workload: Workload, i: int, part: Part | None) -> slice:
-    """The trained parameters of layer i that a part of its state is of; all of them for None.
+    """The trained parameters of layer i that a part of its state or gradient is of; all of them for None.
 
     Parts begin at whole blocks of STATE_BLOCK parameters, which share a scale where moments are quantised.
     Raises InputError where a part would be empty.

@@ -33,7 +33,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         space |= {
             "parts": [*parts],
             "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
-            "slabs": [1, 2, 4, 8],
+            "slabs": [1, 2, 4, 8, 16, 32],
             "slots": [1, 2, 3, 4],
             "every": [1, 2, 4, 8],
             "nested": [False, True],
@@ -41,7 +41,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     if not ONE_BLOCK.keys().isdisjoint(known):
         space["slots"] = [1, 2, 3, 4]
     if "slabs" in known:
-        space["slabs"] = [1, 2, 4, 8]
+        space["slabs"] = [1, 2, 4, 8, 16, 32]
     if workload.accumulation > 1:
         space |= {"order": ["layers", "microbatches"], "singly": counts}
     return {**space, "hold": counts}

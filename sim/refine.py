@@ -18,8 +18,8 @@ FREES = (
     "grad_slots",
     "inputs",
 )  # knobs that leave more room on the device, or less
-WORTH_A_STEP = 1e-4  # by what fraction a step must be faster to be taken
-OF_PARTS = ("through", "stay", "nvme")  # knobs that put states somewhere in parts
+WORTH_A_STEP = 5e-4  # by what fraction a step must be faster to be taken
+WORTH_MORE_PARTS = 2e-3  # the same where parts become twice as many: whatever is tried from there on takes longer
 TOGETHER = (1, 2, 2, 3)  # how many knobs are changed together
 FAR = (1, 1, 2, 3, 5, 8)  # by how many values, where there are more than MANY_VALUES; else by one
 MANY_VALUES = 16
@@ -57,7 +57,8 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
                     candidate, tried = _thriftier(found, candidate)
                 if tried.over:
                     too_far.add((name, way))
-                if tried.cost_ns < cost * (1.0 - WORTH_A_STEP):
+                worth = WORTH_MORE_PARTS if name == "parts" and way > 0 else WORTH_A_STEP
+                if tried.cost_ns < cost * (1.0 - worth):
                     at, cost = candidate, tried.cost_ns
                     too_far.clear()
         if at == before:
@@ -92,8 +93,6 @@ def _shaken(room: Room, at: Candidate, space: dict[str, list[Knob]], chance: Ran
 
 def _matters(name: str, at: Candidate) -> bool:
     """Whether a knob changes anything."""
-    if name == "parts":
-        return any(at.value(knob) for knob in OF_PARTS)
     return name != "nested" or at.value("every") != 1
 
 
@@ -114,8 +113,8 @@ def _changed(room: Room, at: Candidate, name: str, value: Knob) -> Candidate:
     if name == "parts":
         now, before = changed.count(name), at.count(name)
         changed = changed.with_knobs({"stay": at.count("stay") * now // before})
-        if at.value("nvme"):
-            changed = changed.with_knobs({"nvme_slots": max(at.count("nvme_slots") * now // before, 1)})
+        for buffers in ("slabs", *(("nvme_slots",) if at.value("nvme") else ())):
+            changed = changed.with_knobs({buffers: max(at.count(buffers) * now // before, 1)})
     elif at.value("nvme") and at.value("stay") and name in FREES:
         more = room.stays(changed) - room.stays(at)
         changed = changed.with_knobs({"stay": max(at.count("stay") + more, 0)})

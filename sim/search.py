@@ -30,6 +30,7 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
 from sim.refine import refine, shake
+from sim.room import ways_to_part
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -42,6 +43,9 @@ MORE = 2  # times as much effort as all of that is there in the end, to improve 
 MORE_STRIDE = 4  # values by which a knob is changed there, to begin with
 LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
 GRID = 4  # values of residency on the coarse grid
+MANY_SLABS = 16  # where blocks are updated late, to begin with
+FEW_PARTS = 4  # that states pass through the device in, to begin with
+EARLY = 4  # device buffers for weights on a link that states come by, too, to begin with
 SLACK = 4  # visits that activations may take to leave or to come, to begin with
 ALL = 1e-6  # activations kept but for this fraction are all kept
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
@@ -335,10 +339,11 @@ class Search:
         blocks, placed = self.found.model.num_hidden_layers, bound.placed
         start = replace(self.start, workload=workload)
         resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
-        late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": 16}
+        late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": MANY_SLABS}
         sent = placed.get("activations on host", 0.0) + placed.get("activations on NVMe", 0.0)
         away: dict[str, Knob] = {"offload": math.floor(sent * blocks)}
-        through: dict[str, Knob] = {"through": round(placed.get("state through device", 0.0) * blocks)}
+        passing = round(placed.get("state through device", 0.0) * blocks)
+        through: dict[str, Knob] = {"through": passing}
         # fractions need no buffers to pass through: less of what needs them until there is room
         for knobs in ({**away, **through, "slack": SLACK}, {**away, "slack": SLACK}, away):
             (tried,) = self.found.evaluate(start.with_knobs({"resident": resident, **late, **knobs}))
@@ -346,6 +351,8 @@ class Search:
                 break
         on_device = round(placed.get("state on device", 0.0) * blocks * start.count("parts"))
         self.stay(start, on_device, late)
+        if not start.value("nvme"):
+            self._stay_and_pass(start, on_device, passing, late)
         # most blocks are then loaded twice for every micro-batch
         if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
             both = {"resident": resident, **late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
@@ -376,6 +383,16 @@ class Search:
         for there in dict.fromkeys((*usual, *thrifty)):
             self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, *(blocks // of for of in LATE))))
         self.found.effort = effort  # there are few: what follows may still take its own
+
+    def _stay_and_pass(self, start: Candidate, most: int, passing: int, late: dict[str, Knob]) -> None:
+        """The same where the states of up to so many blocks pass through the device: of half of them, and of all.
+
+        They come in parts, since buffers take room from what stays, and by the link that weights come by.
+        """
+        parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
+        for through in sorted({-(-passing // 2), passing} - {0}):
+            both = start.with_knobs({"through": through, "slots": EARLY, "parts": parts})
+            self.stay(both, most * parts, {**late, "slabs": MANY_SLABS * parts})
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """With as many parts of blocks' states on the device as have room there."""

@@ -531,7 +531,7 @@ def test_content_with_two_readers_at_once_is_not_released_by_either() -> None:
 def test_error_of_an_op_on_the_host_thread_has_its_name() -> None:
     schedule = WRITERS["stop_and_go"](MODEL, WORKLOAD)
 
-    def broken(step: int, layer: int, grad: Tensor) -> None:
+    def broken(step: int, layer: int, of: slice, grad: Tensor) -> None:
         raise ArithmeticError("out of numbers")
 
     with trainer(schedule, on_gradient=broken) as run, pytest.raises(OpFailed, match=r"U\.embed of step 0 .* host"):

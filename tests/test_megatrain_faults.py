@@ -146,7 +146,7 @@ def test_run_without_a_necessary_wait_goes_wrong(writer: str, wait: Wait) -> Non
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_error_of_an_op_surfaces_with_its_name_and_stops_all_threads(writer: str, step: int) -> None:
-    def broken(at: int, layer: int, grad: Tensor) -> None:
+    def broken(at: int, layer: int, of: slice, grad: Tensor) -> None:
         if (at, layer) == (step, 1):
             raise ArithmeticError("out of numbers")
 
@@ -162,7 +162,7 @@ def test_error_of_an_op_surfaces_with_its_name_and_stops_all_threads(writer: str
 
 
 def test_first_error_is_told_when_several_ops_fail() -> None:
-    def broken(step: int, layer: int, grad: Tensor) -> None:
+    def broken(step: int, layer: int, of: slice, grad: Tensor) -> None:
         raise ArithmeticError(layer)
 
     verified = verify(WRITERS["two_slots"](MODEL, WORKLOAD))
@@ -173,7 +173,7 @@ def test_first_error_is_told_when_several_ops_fail() -> None:
 def test_no_op_runs_after_one_that_failed() -> None:
     seen: list[int] = []
 
-    def broken(step: int, layer: int, grad: Tensor) -> None:
+    def broken(step: int, layer: int, of: slice, grad: Tensor) -> None:
         seen.append(layer)
         if layer == 0:
             raise ArithmeticError
@@ -204,7 +204,7 @@ def test_interrupt_while_the_host_waits_stops_all_threads() -> None:
             waiting.set()
             super().host_wait(event)
 
-    def interrupt(step: int, layer: int, grad: Tensor) -> None:
+    def interrupt(step: int, layer: int, of: slice, grad: Tensor) -> None:
         if (step, layer) == (0, 0):  # the host waits for this step first
             assert waiting.wait(timeout=60)
             main = threading.main_thread().ident

@@ -49,6 +49,9 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, nvme=4, nvme_weights=3": {"nvme": 4, "nvme_weights": 3, "slots": 1, "nvme_slots": 1, "defer": 2},
     "streamed, parts=3, nvme=5, through=1, stay=4": {"parts": 3, "nvme": 5, "through": 1, "stay": 4, "nvme_slots": 1},
     "streamed, parts=2, nvme=8, nvme_weights=3": {"parts": 2, "nvme": 8, "nvme_weights": 3, "defer": 2},
+    "streamed, parts=4, slabs=1": {"parts": 4, "slabs": 1, "defer": 1},
+    "streamed, parts=3, order=microbatches": {"parts": 3, "slabs": 2, "order": "microbatches", "hold": 1},
+    "streamed, parts=3, singly=2": {"parts": 3, "singly": 2, "resident": 1},
     "streamed, inputs=4, nvme_inputs=3": {"keep": 0, "inputs": 4, "nvme_inputs": 3, "slack": 2, "offload": 1},
     "streamed, nvme_weights=4, through=2": {"nvme": 4, "nvme_weights": 4, "through": 2, "resident": 1},
     "zero3_offload, overlap_comm=False": {"overlap_comm": False},
@@ -145,8 +148,9 @@ def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
 def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER) -> Reference:
     gradients: list[dict[int, Tensor]] = [{} for _ in range(steps)]
 
-    def keep(step: int, layer: int, grad: Tensor) -> None:
-        gradients[step][layer] = grad.clone()
+    def keep(step: int, layer: int, of: slice, grad: Tensor) -> None:
+        n = trained.params(schedule.model, schedule.workload, layer)
+        gradients[step].setdefault(layer, torch.full((n,), torch.nan, dtype=grad.dtype))[of] = grad
 
     with Trainer(
         verify(schedule),

@@ -149,7 +149,7 @@ def trained_by(schedule: Schedule, steps: int = 6, debug: Debug | None = None) -
         text(schedule.workload),
         HYPER,
         initial=initial.random_parameters(schedule.model, 0),
-        on_gradient=lambda step, layer, grad: gradients[step].update({layer: grad.clone()}),
+        on_gradient=lambda step, layer, of, grad: gradients[step].update({layer: grad.clone()}),
         debug=debug or Debug(poison=False),
     ) as trainer:
         losses = trainer.run(steps)

@@ -1,8 +1,9 @@
-"""Optimizer state in parts: names, what each part is of, and what the verifier says of updates that are not whole."""
+"""Optimizer state and gradients in parts: names, what each part is of, what the verifier says of those that lack."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from schedules import policies, presets, trained
 from schedules import tensor as tensors
+from schedules.coverage import put_together
 from schedules.errors import InputError
 from schedules.op import Phase, Stream, Tier
 from schedules.program import Program
@@ -30,14 +32,28 @@ def test_a_part_has_a_name_of_its_own() -> None:
     name = parse("o.head.2of3")
     assert (name.cls, name.layer, name.microbatch, name.part) == ("o", "head", None, Part(2, 3))
     assert str(name) == "o.head.2of3"
+    assert tensors.whole("g32.7.1of2") == "g32.7" and tensors.whole("x.7.1") == "x.7.1"
+    assert tensors.part_of(["g.7", "o.7.1of2"]) == Part(1, 2) and tensors.part_of(["g.7", "x.7.1"]) is None
     assert [str(parse(f"o.7.{part}")) for part in QUARTERS] == ["o.7.0of4", "o.7.1of4", "o.7.2of4", "o.7.3of4"]
 
 
 @pytest.mark.parametrize(
-    "name", ["o.3.4of4", "o.3.0of1", "o.3.0of0", "o.3.00of4", "o.3.1of04", "w.3.0of2", "g.3.0of2", "o.3.1", "x.0.0of2"]
+    "name",
+    [
+        "o.3.4of4",
+        "o.3.0of1",
+        "o.3.0of0",
+        "o.3.00of4",
+        "o.3.1of04",
+        "w.3.0of2",
+        "a.3.0of2",
+        "g.3.2of2",
+        "o.3.1",
+        "x.0.0of2",
+    ],
 )
 def test_what_is_no_part_is_told(name: str) -> None:
-    with pytest.raises(TensorError, match=r"o\.LAYER\.PARTofPARTS"):
+    with pytest.raises(TensorError, match=r"g\|g32\|o\.LAYER\.PARTofPARTS"):
         parse(name)
 
 
@@ -61,8 +77,9 @@ def test_parts_are_of_every_parameter_once(precision: str, of: int, hidden: int,
         assert [j for span in spans for j in range(n)[span]] == list(range(n))
         assert all(span.start % STATE_BLOCK == 0 < span.stop - span.start for span in spans)
         name = model.layer_name(i)
-        bytes_of = [tensor_bytes(f"o.{name}.{part}", model, workload) for part in tensors.parts(of)]
-        assert sum(bytes_of) == tensor_bytes(f"o.{name}", model, workload)
+        for cls in ("o", "g", "g32"):
+            bytes_of = [tensor_bytes(f"{cls}.{name}.{part}", model, workload) for part in tensors.parts(of)]
+            assert sum(bytes_of) == tensor_bytes(f"{cls}.{name}", model, workload)
 
 
 def in_parts(updates: Sequence[Part | None], *, copied: Sequence[Part | None] = ()) -> Schedule:
@@ -162,6 +179,201 @@ def test_more_parts_than_there_is_of_a_layer_are_refused() -> None:
         in_parts([Part(0, 1000)])
 
 
+# ---- gradients
+
+HALVES = tensors.parts(2)
+Land = Callable[[Program, int, str], None]  # what becomes of block 0's gradient in a device buffer after a micro-batch
+
+
+def landing(land: Land, *, batches: int = 1, normed: Sequence[str] | None = None) -> Schedule:
+    """Everything streams and is updated from home, but for block 0, whose gradient `land`s and is then up to it.
+
+    `normed`: gradients are clipped, by the norm of these of block 0, at home, and of the other layers'.
+    """
+    workload = replace(STEP, accumulation=batches, grad_clip=None if normed is None else 1.0)
+    model, p = MODEL, Program(MODEL, workload)
+    w, g = p.slots("weight", 2), p.slots("grad", 2)
+    others = [i for i in model.layers if i != 0]
+    for i in model.layers[:-1]:
+        slot = p.load(p.weight(i), w)
+        for m in workload.microbatches:
+            p.forward(i, m, weights=slot)
+    for i in reversed(model.layers):
+        grad, slot = g.next(), None if i == model.embed else p.load(p.weight(i), w)
+        for m in workload.microbatches:
+            if i == model.head:
+                p.loss(m, weights=slot, grad=grad)
+            else:
+                p.backward(i, m, weights=slot, grad=grad)
+            if i == 0:
+                land(p, m, grad)
+        if i != 0:
+            p.offload(p.grad(i), out_of=grad)
+    if normed is not None:
+        p.norm((p.home(grad), grad) for grad in (*normed, *map(p.grad, others)))
+        for part in HALVES:
+            update(p, part, part)
+    for i in others:
+        p.update(i)
+    return p.build(policy="landing")
+
+
+def update(p: Program, part: Part | None, by: Part | None) -> None:
+    """By that part of the gradient, at home."""
+    grad = p.grad(0, part=by)
+    p.update(0, grad=(p.home(grad), grad), part=part)
+
+
+def at_once(p: Program, m: int, buffer: str) -> None:
+    p.offload(p.grad(0), out_of=buffer)
+    p.update(0)
+
+
+def halves(p: Program, m: int, buffer: str) -> None:
+    """One half after the other leaves through one slab and is applied there."""
+    slab = p.buffer("slab", Tier.HOST)
+    for part in HALVES:
+        grad = p.grad(0, part=part)
+        p.update(0, grad=(p.offload(grad, out_of=buffer, into=slab), grad), part=part)
+
+
+def test_a_gradient_leaves_in_parts() -> None:
+    schedule = landing(halves)
+    assert verify(schedule)
+    copies = [op for op in schedule.ops if op.name.startswith("O.g.0.")]
+    assert [(op.reads[0].tensor, op.writes[0].tensor) for op in copies] == [("g.0", "g.0.0of2"), ("g.0", "g.0.1of2")]
+    assert sum(op.nbytes for op in copies) == tensor_bytes("g.0", MODEL, STEP)
+    assert schedule.buffer["slab"].nbytes == max(op.nbytes for op in copies) < tensor_bytes("g.0", MODEL, STEP)
+    whole = next(op for op in landing(at_once).ops if op.name == "U.0")
+    parts = [op for op in schedule.ops if op.phase == Phase.ADAM and op.layer == 0]
+    assert (sum(op.nbytes for op in parts), sum(op.params for op in parts)) == (whole.nbytes, whole.params)
+    for i, wait in enumerate(schedule.waits):
+        assert "race" in told(replace(schedule, waits=schedule.waits[:i] + schedule.waits[i + 1 :])), wait
+
+
+def test_parts_of_a_gradient_add_up() -> None:
+    """At home, where those of the first micro-batch are put; half of the second alone is told."""
+
+    def adds_up(p: Program, m: int, buffer: str, parts: Sequence[Part | None] = HALVES) -> None:
+        for part in parts if m else HALVES:
+            slab = p.offload(p.grad(0, part=part), out_of=buffer, into=p.buffer("slab", Tier.HOST))
+            p.accumulate(0, out_of=slab, part=part)
+        p.discard(buffer)
+        for part in HALVES if m else ():
+            update(p, part, part)
+
+    schedule = landing(adds_up, batches=2)
+    assert verify(schedule)
+    sums = [op for op in schedule.ops if op.phase == Phase.ACCUMULATE]
+    n = MODEL.params(0)
+    assert [sum(op.params for op in sums), sum(op.nbytes for op in sums)] == [2 * n, 4 * n * (2 + 3)]
+    text = told(landing(functools.partial(adds_up, parts=HALVES[:1]), batches=2))
+    assert "U.0.1of2 uses part 1of2 of the gradient of layer 0 without backward of 0.1" in text
+    assert text.startswith("1 problem in ")
+
+
+def test_a_part_that_left_too_early_is_told() -> None:
+    def too_early(p: Program, m: int, buffer: str) -> None:
+        if m == 0:
+            p.offload(p.grad(0, part=HALVES[0]), out_of=buffer)
+            return
+        p.offload(p.grad(0, part=HALVES[1]), out_of=buffer)
+        for part in HALVES:
+            update(p, part, part)
+
+    text = told(landing(too_early, batches=2))
+    assert "U.0.0of2 uses part 0of2 of the gradient of layer 0 without backward of 0.1" in text
+    assert text.startswith("1 problem in ")
+
+
+@pytest.mark.parametrize(
+    ("part", "by", "message"),
+    [
+        (Part(0, 2), Part(1, 2), "U.0.0of2 updates part 0of2 of a layer by part 1of2 of the gradient of layer 0"),
+        (Part(0, 2), Part(0, 3), "U.0.0of2 updates part 0of2 of a layer by part 0of3 of the gradient of layer 0"),
+        (None, Part(0, 2), "U.0 updates all of a layer by part 0of2 of the gradient of layer 0"),
+    ],
+)
+def test_an_update_is_by_the_same_part_of_the_gradient(part: Part | None, by: Part, message: str) -> None:
+    def land(p: Program, m: int, buffer: str) -> None:
+        p.offload(p.grad(0, part=by), out_of=buffer)
+        for one in tensors.parts(part.of) if part else (None,):
+            update(p, one, by)
+
+    assert message in told(landing(land))
+
+
+def test_a_part_is_taken_out_of_memory_into_another_buffer() -> None:
+    def over_itself(p: Program, m: int, buffer: str) -> None:
+        p.offload(p.grad(0), out_of=buffer)
+        home = p.home(p.grad(0))
+        p.offload(p.grad(0, part=HALVES[0]), out_of=home, into=home, stream=Stream.CPU)
+
+    def from_a_drive(p: Program, m: int, buffer: str) -> None:
+        p.keep_on_nvme(p.grad(0))
+        p.offload(p.grad(0), out_of=p.offload(p.grad(0), out_of=buffer, into=p.buffer("slab", Tier.HOST)),
+                  stream=Stream.NVME_WRITE)  # fmt: skip
+        p.prefetch(p.grad(0, part=HALVES[0]), out_of=p.home(p.grad(0)), into="slab", stream=Stream.NVME_READ)
+
+    text = told(landing(over_itself))
+    assert "O.g.0.0of2 copies a part of g.0 over the rest of it, in host.g.0" in text
+    text = told(landing(from_a_drive))
+    assert "P.g.0.0of2 reads a part of g.0 from nvme.g.0, which is read as a whole" in text
+
+
+def test_passes_over_gradients_keep_to_one_part() -> None:
+    def widened(p: Program, m: int, buffer: str) -> None:
+        whole = p.offload(p.grad(0), out_of=buffer), p.grad(0)
+        part = p.grad(0, wide=True, part=HALVES[0])
+        p.cast(whole, (p.home(part), part), stream=Stream.CPU)
+
+    assert "C.g32.0.0of2 makes g32.0.0of2 of g.0" in told(landing(widened))
+
+    def mixed(p: Program, m: int, buffer: str) -> None:
+        for part in HALVES:
+            p.offload(p.grad(0, part=part), out_of=buffer)
+        first, second = (p.grad(0, part=part) for part in HALVES)
+        p._update(
+            "A", Phase.ACCUMULATE, 0, Stream.CPU, [(p.home(t), t) for t in (first, second)], [(p.home(first), first)]
+        )
+
+    assert "A adds g.0.1of2 to g.0.0of2" in told(landing(mixed))
+
+
+def clipped(p: Program, m: int, buffer: str) -> None:
+    for part in HALVES:
+        p.offload(p.grad(0, part=part), out_of=buffer)
+
+
+def test_a_norm_has_every_part_once() -> None:
+    parts = [f"g.0.{part}" for part in HALVES]
+    assert verify(landing(clipped, normed=parts))
+    text = told(landing(clipped, normed=parts[:1]))
+    assert "clips by a norm without layers 0" in text
+
+    def twice(p: Program, m: int, buffer: str) -> None:
+        p.offload(p.grad(0), out_of=buffer)
+        clipped(p, m, buffer)
+
+    assert "clips by a norm that counts a layer twice" in told(landing(twice, normed=[*parts, "g.0"]))
+    assert "clips by a norm that counts a layer twice" in told(landing(twice, normed=["g.0", parts[1]]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "together"),
+    [
+        (["7", "head"], ("7", "head")),
+        (["7.1of2", "embed", "7.0of2"], ("7", "embed")),
+        (["7.0of3", "7.1of3"], ("7.0of3", "7.1of3")),
+        (["7.0of2", "7.1of2", "7.1of2"], ("7", "7.1of2")),
+        (["7.0of2", "7.1of2"] * 2, ("7", "7")),
+        (["7.0of2", "7.1of3", "7.2of3", "7.0of3"], ("7", "7.0of2")),
+    ],
+)
+def test_parts_are_put_together(pieces: list[str], together: tuple[str, ...]) -> None:
+    assert put_together(pieces) == together
+
+
 # ---- streamed
 
 
@@ -178,8 +390,11 @@ def test_parts_of_one_block_live_in_different_places() -> None:
     schedule = policies.build("streamed", MODEL, STEP, ROOM, parts=4, stay=5, nvme=2)
     verify(schedule)
     tier = {buffer.name: buffer.tier for buffer in schedule.buffers}
+    blocks = [*map(MODEL.layer_name, MODEL.blocks)]
     homes = {
-        tensor: tier[buffer] for buffer, tensor in verify(schedule).initial.items() if parse(tensor).part is not None
+        tensor: tier[buffer]
+        for buffer, tensor in verify(schedule).initial.items()
+        if parse(tensor).part is not None and parse(tensor).layer in blocks
     }
     assert sorted(homes) == [f"o.{i}.{part}" for i in MODEL.blocks for part in QUARTERS]
     assert list(homes.values()).count(Tier.DEVICE) == 5
@@ -196,13 +411,21 @@ def test_parts_of_one_block_live_in_different_places() -> None:
     assert {op.stream for op in schedule.ops if op.phase == Phase.ADAM and op.layer in MODEL.blocks} == {Stream.COMPUTE}
 
 
-def test_blocks_of_which_nothing_passes_are_in_one_part() -> None:
-    schedule = policies.build("streamed", MODEL, STEP, ROOM, parts=4, nvme=3)
-    names = sorted(op.name for op in schedule.ops if op.phase == Phase.ADAM)
-    assert names == ["U.0.0of4", "U.0.1of4", "U.0.2of4", "U.0.3of4", "U.1.0of4", "U.1.1of4", "U.1.2of4", "U.1.3of4",
-                     "U.embed", "U.head"]  # fmt: skip
-    one = policies.build("streamed", MODEL, STEP, ROOM, parts=4, nvme=1)
-    assert len([op for op in one.ops if op.phase == Phase.ADAM]) == 4 + 3
+def test_what_the_cpu_updates_is_in_parts() -> None:
+    """Those of embedding and head, whose vocabulary is larger than a block, are no larger than a block's."""
+    model = replace(MODEL, vocab_size=1000)
+    schedule = policies.build("streamed", model, STEP, ROOM, parts=4, resident=1, slabs=2)
+    verify(schedule)
+    updates = [op for op in schedule.ops if op.phase == Phase.ADAM]
+    head = -(-model.params(model.head) * 4 // model.params(0))
+    assert head > 4
+    names = [*(f"head.{part}" for part in tensors.parts(head)), *(f"{i}.{part}" for i in (1, 0) for part in QUARTERS)]
+    assert [op.name for op in updates] == [f"U.{name}" for name in [*names, "embed"]]
+    most = max(op.params for op in updates if op.layer in model.blocks)
+    assert all(op.params <= most for op in updates[:-1])
+    slabs = [buffer.nbytes for buffer in schedule.buffers if buffer.name.startswith("slab")]
+    assert len(slabs) == 2 and max(slabs) == most * 4
+    assert not any(buffer.name.startswith("host.g") for buffer in schedule.buffers)
 
 
 def test_a_buffer_in_passing_is_as_large_as_a_part() -> None:

@@ -114,7 +114,7 @@ def test_least_memory_is_enough_and_less_is_not() -> None:
 def test_what_a_drive_cannot_hold_may_live_on_the_device() -> None:
     """The embedding's state is more than what all else takes on the host."""
     model, workload = replace(shallow(3), vocab_size=100_000), Workload(micro_batch_size=1, seq_len=1024)
-    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=14GB"])
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=12GB"])
     least = whatif.smallest_memory(model, profile, workload).host_bytes
     assert least is not None
 

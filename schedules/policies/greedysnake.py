@@ -63,7 +63,7 @@ def policy(
     late = set(model.layers) if clip else spread(model.blocks, round(alpha * len(model.blocks)))
 
     def done(i: int, buffer: str) -> None:
-        landed = land(p, i, buffer, slabs, held=i in late or i in device.ends)
+        (landed,) = land(p, i, buffer, slabs, held=i in late or i in device.ends)
         if i not in late:
             shelf.update(i, landed)
 

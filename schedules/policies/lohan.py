@@ -71,7 +71,7 @@ def policy(
         end, last = i in device.ends, m == workload.microbatches[-1]
         if end and not last:
             return  # the sum stays on the device
-        landed = land(p, i, buffer, slabs, first=end or m == 0, last=last, held=end or clip)
+        (landed,) = land(p, i, buffer, slabs, first=end or m == 0, last=last, held=end or clip)
         if last and not clip:
             shelf.update(i, landed)
 

@@ -10,18 +10,19 @@ evenly spread, which send theirs to the host and get them back, `slack` visits a
 runs forward again just before its backward. Nothing waits for a whole step to end: the next forward starts as soon as
 its first layers are updated.
 
-Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer state 8, and a gradient, 2, for
-the layers whose update must wait; slabs serve the others. Device: the slots, and of embedding and head a copy
-of the weights, 2, and the gradients. With resident=n the first n layers, counted from the embedding, live on
-the device with gradient and state, 12, and are updated there: the next forward runs on them while the CPU
-still updates. With hold=n the weights of n other blocks stay there, 2, or 4 with a gradient that adds up, and only
-state and update are the host's: they come up once a step, however many micro-batches run one after another. With
-through=n that many blocks are updated on the device as well, and only their state, 8, passes through it, coming while
-the blocks before run backward: this pays where the CPU is slow and a step is long. With stay=n it does not even leave.
-With nvme=n the state of n blocks lives on a drive, with nvme_weights=n the weights of n of these too: they come through
-the host for the forward, and again for the backward, after which they are updated there and go back. With parts=n all
-these states are in n parts a block, each updated by itself: no buffer has room for a whole one, and a block's parts may
-live in different places.
+Where states live, in bytes per parameter at bf16. Host: weights 2, optimizer state 8, and a gradient, 2, for the layers
+whose update must wait; slabs serve the others. Device: the slots, and of embedding and head a copy of the weights, 2,
+and the gradients. With resident=n the first n layers, counted from the embedding, live on the device with their state,
+10, and are updated there once their gradient is whole: the next forward runs on them while the CPU still updates.
+Gradients that add up meanwhile, or wait to be clipped, stay there too, 2. With hold=n the weights of n other blocks
+stay there, 2, or 4 with a gradient that adds up, and only state and update are the host's: they come up once a step,
+however many micro-batches run one after another. With through=n that many blocks are updated on the device as well, and
+only their state, 8, passes through it, coming while the blocks before run backward: this pays where the CPU is slow and
+a step is long. With stay=n it does not even leave. With nvme=n the state of n blocks lives on a drive, with
+nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for the backward,
+after which they are updated there and go back. With parts=n gradients leave the device, and states come to their
+updates, in n parts a block, each updated by itself: no buffer on the host has room for a whole one, and a block's state
+may live in several places.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -77,7 +78,7 @@ def policy(
     Args:
         slots: device buffers for streamed weights.
         grad_slots: device buffers for gradients on their way out.
-        slabs: host buffers in which gradients wait for the optimizer.
+        slabs: host buffers in which gradients, or parts of them, wait for the optimizer.
         keep: how many of the last blocks keep their activations; as many as fit the device if left out.
         offload: how many of the other blocks' activations go to the host and come back for the backward.
         inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
@@ -93,12 +94,11 @@ def policy(
             their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
         stay: how many parts of other blocks' states live on the device, where these are updated. As `through`.
         nvme: how many parts of the other streamed blocks' states live on NVMe.
-        nvme_weights: how many of these blocks have their weights there too; a gradient of theirs that has to wait, as
-            all do with clipping, waits there.
+        nvme_weights: how many of these blocks have their weights there too; gradients of theirs that must wait also do.
         nvme_slots: host buffers for state on its way from and to NVMe.
         nvme_inputs: of how many of the blocks whose inputs go to the host they go on to NVMe.
         nvme_offload: of how many of the blocks whose activations go to the host they go on to NVMe.
-        parts: in how many parts the states are that pass through the device, or of which some live elsewhere.
+        parts: in how many parts a block's gradient and state are; those of embedding and head are then no larger.
         order: all micro-batches of a layer, or all layers of a micro-batch.
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
             the backward of all micro-batches by the others. Has no meaning with order=microbatches.
