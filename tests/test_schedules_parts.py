@@ -321,6 +321,15 @@ def test_a_part_is_taken_out_of_memory_into_another_buffer() -> None:
     assert "P.g.0.0of2 reads a part of g.0 from nvme.g.0, which is read as a whole" in text
 
 
+def test_a_part_is_taken_out_of_a_gradient_only() -> None:
+    def of_a_state(p: Program, m: int, buffer: str) -> None:
+        at_once(p, m, buffer)
+        state = p.prefetch(p.state(0), into=p.buffer("state"))
+        p.offload(p.state(0, HALVES[0]), out_of=state)
+
+    assert "O.o.0.0of2 copies o.0 into o.0.0of2" in told(landing(of_a_state))
+
+
 def test_passes_over_gradients_keep_to_one_part() -> None:
     def widened(p: Program, m: int, buffer: str) -> None:
         whole = p.offload(p.grad(0), out_of=buffer), p.grad(0)
@@ -426,6 +435,24 @@ def test_what_the_cpu_updates_is_in_parts() -> None:
     slabs = [buffer.nbytes for buffer in schedule.buffers if buffer.name.startswith("slab")]
     assert len(slabs) == 2 and max(slabs) == most * 4
     assert not any(buffer.name.startswith("host.g") for buffer in schedule.buffers)
+
+
+def test_a_gradient_that_waits_on_a_drive_does_so_in_parts() -> None:
+    schedule = policies.build("streamed", MODEL, STEP, ROOM, parts=4, nvme=8, nvme_weights=2, defer=2)
+    verify(schedule)
+    for i in MODEL.blocks:
+        assert moved(schedule, f"g.{i}") == [(Tier.DEVICE, Tier.HOST)] * 4
+        for part in QUARTERS:
+            assert moved(schedule, f"g.{i}.{part}") == [(Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)]
+
+
+def test_a_resident_layers_gradient_stays_only_where_it_waits() -> None:
+    """To be clipped, or for more to be added: else it passes through the buffers that all gradients do."""
+    layers = [*map(MODEL.layer_name, MODEL.layers)]
+    for clip, staying in ((None, []), (1.0, [f"device.g.{layer}" for layer in layers])):
+        schedule = policies.build("streamed", MODEL, replace(STEP, grad_clip=clip), ROOM, resident=len(layers))
+        verify(schedule)
+        assert sorted(b.name for b in schedule.buffers if b.name.startswith("device.g")) == sorted(staying)
 
 
 def test_a_buffer_in_passing_is_as_large_as_a_part() -> None:

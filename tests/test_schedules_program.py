@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schedules import presets
+from schedules.op import Tier
 from schedules.program import Program
 from schedules.tensor import parts
 from schedules.workload import MemoryBudget, Workload
@@ -60,6 +61,15 @@ def test_a_gradient_is_used_up_by_the_update_of_the_last_part() -> None:
         assert p.holds("grad") == gradient
         p.update(0, grad=("grad", gradient), part=part)
     assert p.holds("grad") is None
+
+
+def test_a_part_of_a_gradient_is_used_up_by_its_update() -> None:
+    p = Program(MODEL, STEP)
+    p.prefetch(p.grad(0), into=p.buffer("grad"))
+    for part in parts(2):
+        slab = p.offload(p.grad(0, part=part), out_of="grad", into=p.buffer("slab", Tier.HOST))
+        p.update(0, grad=(slab, p.grad(0, part=part)), part=part)
+        assert p.holds(slab) is None
 
 
 def test_whatever_can_block_the_host_does_so_if_asked() -> None:
