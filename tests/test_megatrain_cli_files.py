@@ -54,6 +54,20 @@ def recording(tmp_path: Path) -> Path:
     return tmp_path / "recorded.json"
 
 
+# ---- what a file is
+
+
+def test_a_schedule_is_one_in_whatever_order_its_fields_are(step: Path, tmp_path: Path) -> None:
+    """As other tools write them."""
+    other = tmp_path / "sorted.json"
+    other.write_text(json.dumps(json.loads(step.read_text()), sort_keys=True))
+    assert '"format"' not in other.read_text()[:1000]
+    assert called("simulate", str(other), "--json") == called("simulate", str(step), "--json") != ("", None)
+    trace = tmp_path / "trace.json"
+    assert called("simulate", str(other), "--trace", str(trace))[1] is None
+    assert called("timeline", str(trace), str(other), "--out", str(tmp_path / "drawn"))[1] is None
+
+
 # ---- what a schedule file fixes
 
 

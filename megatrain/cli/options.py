@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedules.errors import InputError
+from schedules.kinds import SCHEDULE, kind_of_file
 from schedules.workload import PRECISIONS, RECOMPUTED
 
 if TYPE_CHECKING:
@@ -88,10 +89,7 @@ def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
 
 def is_schedule(target: str) -> bool:
     path = Path(target)
-    if not path.is_file():
-        return False
-    with path.open(errors="replace") as file:
-        return '"format"' in file.read(200)
+    return path.is_file() and kind_of_file(path) == SCHEDULE
 
 
 def schedule_of(

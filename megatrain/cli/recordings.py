@@ -68,16 +68,16 @@ def timeline(
 
 def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
     """Each trace with its schedule, found by digest, in the order of the traces."""
-    from megatrain.cli.options import is_schedule, schedule_to_show
-    from schedules.trace import FORMAT, Trace
+    from megatrain.cli.options import schedule_to_show
+    from schedules.kinds import SCHEDULE, TRACE, kind_of_file
+    from schedules.trace import Trace
 
     schedules, traces = {}, []
     for path in files:
-        with path.open(errors="replace") as opened:
-            is_trace = FORMAT.partition("/")[0] in opened.read(200)  # of any version: what reads it tells the wrong one
-        if is_trace:
+        kind = kind_of_file(path)
+        if kind == TRACE:
             traces.append((path, Trace.read(path)))
-        elif is_schedule(str(path)):
+        elif kind == SCHEDULE:
             schedule = schedule_to_show(path)
             schedules[schedule.digest] = schedule
         else:
