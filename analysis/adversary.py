@@ -20,7 +20,7 @@ from sim.cost import TooLong
 from sim.hardware import override
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, lookup
 from sim.prediction import memory_of, predict
-from sim.units import UNITS
+from sim.units import in_largest_unit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -206,6 +206,5 @@ def _changes(machine: HardwareProfile, point: Point) -> list[str]:
 
 def _told(value: float, dimension: str) -> str:
     """A number in the unit people use for its size."""
-    units = {unit: factor for unit, factor in UNITS[dimension].items() if factor <= value and "i" not in unit}
-    unit = max(units, key=lambda unit: units[unit], default=dimension)
-    return f"{value / units.get(unit, 1):g}{unit}"
+    number, unit = in_largest_unit(value, dimension)
+    return f"{number:g}{unit}"

@@ -16,7 +16,7 @@ from analysis import chakra_wire as wire
 from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, VERSION, Attribute, Node
 from schedules.errors import InputError
 from schedules.files import whole
-from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream
+from schedules.op import Kind, Op, Phase, Stream
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 
@@ -98,7 +98,7 @@ def _type(op: Op) -> int:
 
 
 def _attributes(op: Op) -> Iterator[tuple[str, Attribute]]:
-    yield "is_cpu_op", op.stream not in DEVICE_STREAMS
+    yield "is_cpu_op", not op.on_device
     yield "num_ops", op.flops
     yield "tensor_size", op.nbytes
     yield "stream", str(op.stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +12,7 @@ import pandas as pd
 
 from analysis import compare, figure, gantt, perfetto, plots, report
 from megatrain.demo import POLICIES, Demo, Run
+from megatrain.here import today
 from schedules import presets
 from schedules.op import Tier
 from schedules.workload import Workload
@@ -52,7 +52,7 @@ def write(folder: Path, demo: Demo, command: str, progress: Callable[[float, str
         perfetto.write(timelines[-1], [(run.schedule, run.prediction.trace), (run.schedule, run.trained.trace)])
     origin = report.Origin(
         machine=demo.runs[0].trained.trace.machine,
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        date=today(),
         command=command,
         versions={"Python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from analysis.compare import BASELINE, OUR_STATE
 from analysis.figure import axes_for, figure_of
 from analysis.palette import BLUE, GREY, VERMILLION
+from megatrain.here import today
 from schedules import policies
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -187,11 +187,6 @@ def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int,
     values |= {"model": model.name, "machine": machine, "seq_len": seq_len, "tokens_per_step": tokens_per_step}
     values |= {"planned_on": today()}
     return Row(**{**values, "micro_batch_size": 0, "accumulation": 0, "candidates": 0, "reason": reason})  # type: ignore[arg-type]
-
-
-def today() -> str:
-    """The date, as results have it."""
-    return str(datetime.date.today())
 
 
 def frame(found: Sequence[tuple[Row, dict[str, float]]]) -> pd.DataFrame:

@@ -148,7 +148,7 @@ def memory_data(schedule: Schedule, trace: Trace, tier: Tier) -> pd.DataFrame:
 
 def _shown_ends(trace: Trace) -> list[int]:
     """Start of the first step shown and the end of each, ns."""
-    ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
+    ends = [0, *trace.step_end_ns.tolist()]
     return ends[-_STEPS_SHOWN - 2 : -1] if trace.steps > 1 else ends
 
 

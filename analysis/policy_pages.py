@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from analysis.tables import markdown_line
 from analysis.text_gantt import LEGEND, SMALL, text_gantt
 from schedules import policies, presets
 from schedules.files import write_text
@@ -195,7 +196,7 @@ def _made() -> str:
 
 def _table(heading: Sequence[str], rows: Rows) -> str:
     lines = [heading, ["---" if name in _WORDS else "---:" for name in heading], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return "\n".join(map(markdown_line, lines)) + "\n"
 
 
 def texts(names: Sequence[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ are compared.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from schedules.op import Op, Phase, Stream
 from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim import hardware
-from sim.prediction import DoesNotFit, Prediction, memory_of, predict, require_fit
+from sim.prediction import Prediction, memory_of, predict, shortage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,26 +109,18 @@ def _predict(
 
 
 def _largest_batch(point: Point) -> int:
-    """The largest micro-batch that fits, found by halving; 1 where not even that does."""
+    """The largest micro-batch that fits; 1 where not even that does."""
 
-    def fits(batch: int) -> bool:
+    def too_large(batch: int) -> bool:
         assert point.policy is not None
         profile = hardware.override(hardware.load(point.machine), point.changes)
         budget = memory_of(profile)
         schedule = policies.build(
             point.policy, presets.load(point.model), _workload(point, batch), budget, **point.knobs
         )
-        try:
-            require_fit(schedule, profile, budget)
-        except DoesNotFit:
-            return False
-        return True
+        return shortage(schedule, profile, budget) is not None
 
-    low, high = 1, _LARGEST_BATCH
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return 1 + bisect_left(range(2, _LARGEST_BATCH + 1), True, key=too_large)
 
 
 def _row(point: Point) -> dict[str, object]:
@@ -236,10 +229,13 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
     def last_end(phase: Phase) -> int:
         return max(int(trace.end_ns[r]) for op, r in of_step if op.phase == phase)
 
-    def spent(*found: Phase) -> int:
-        return sum(int(trace.end_ns[r] - trace.start_ns[r]) for op, r in of_step if _on_host(op, found))
+    def by_host(op: Op, phases: Sequence[Phase]) -> bool:
+        return op.stream == Stream.HOST and op.phase in phases
 
-    tail = min(int(trace.start_ns[r]) for op, r in of_step if _on_host(op, (Phase.NORM, Phase.SCALE, Phase.ADAM)))
+    def spent(*found: Phase) -> int:
+        return sum(int(trace.end_ns[r] - trace.start_ns[r]) for op, r in of_step if by_host(op, found))
+
+    tail = min(int(trace.start_ns[r]) for op, r in of_step if by_host(op, (Phase.NORM, Phase.SCALE, Phase.ADAM)))
     forward, backward = last_end(Phase.FORWARD), last_end(Phase.BACKWARD)
     parts = {
         "forward": forward - begin,
@@ -255,7 +251,3 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
     }
     parts["rest"] = int(trace.step_end_ns[last]) - begin - sum(parts.values())
     return {name: ns / 1e9 for name, ns in parts.items()}
-
-
-def _on_host(op: Op, phases: Sequence[Phase]) -> bool:
-    return op.stream == Stream.HOST and op.phase in phases

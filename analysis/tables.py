@@ -299,12 +299,13 @@ def parameters(billions: float) -> str:
 def markdown(frame: pd.DataFrame, columns: Sequence[Column], *, note: str = "") -> str:
     """The same table in Markdown."""
     lines = [
-        _line([column.heading.replace("\n", " ") for column in columns]),
-        _line(["---:" if column.number else "---" for column in columns]),
+        markdown_line([column.heading.replace("\n", " ") for column in columns]),
+        markdown_line(["---:" if column.number else "---" for column in columns]),
     ]
-    lines += [_line([column.cell(record) for column in columns]) for record in records(frame)]
+    lines += [markdown_line([column.cell(record) for column in columns]) for record in records(frame)]
     return "\n".join(lines) + (f"\n\n{note}" if note else "") + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
+def markdown_line(cells: Sequence[str]) -> str:
+    """A row of a table in Markdown."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -116,14 +116,14 @@ def typical_step(trace: Trace) -> int:
     """
     if trace.steps < 3:
         return trace.steps - 1
-    lengths = np.diff(np.maximum.accumulate(trace.step_end_ns), prepend=0)
+    lengths = np.diff(trace.step_end_ns, prepend=0)
     away = np.abs(lengths - np.median(lengths[1:]))
     return min(range(1, trace.steps - 1), key=lambda step: (away[step], -step))
 
 
 def step_bounds(trace: Trace, step: int) -> tuple[int, int]:
     """From the end of the step before to the end of this one, ns."""
-    ends = [0, *np.maximum.accumulate(trace.step_end_ns).tolist()]
+    ends = [0, *trace.step_end_ns.tolist()]
     return ends[step], ends[step + 1]
 
 

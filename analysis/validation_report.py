@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import figure, plots, tables, validation
+from megatrain.here import today
 from megatrain.validate import WARMUP, Grid, Point
 from schedules.errors import InputError
 from schedules.files import whole, write_text
@@ -93,8 +93,7 @@ def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command
     held = ", ".join(f"{b} x {s}" for b, s in grid.held_out)
     found = [
         "# Predictions against runs",
-        f"{machine}, {datetime.datetime.now(datetime.UTC).date().isoformat()}, Python {platform.python_version()}, "
-        f"{versions}. Made by `{command}`.",
+        f"{machine}, {today()}, Python {platform.python_version()}, {versions}. Made by `{command}`.",
         f"{len(points)} points: {_count(grid.models, 'model')} x {_count(grid.policies, 'schedule')} x "
         f"{_count(grid.held_out, 'shape')}, {grid.precision}. The profile ({profile.date}) saw the shapes {seen} "
         "(micro-batch x sequence), one op at a time, and what ops share with "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import importlib.util
 import os
 import shutil
@@ -27,7 +26,7 @@ import torch
 
 from megatrain import adam
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name
+from megatrain.here import machine_name, today
 from megatrain.native import adam as native
 from schedules.files import write_text
 from schedules.workload import PRECISIONS
@@ -164,7 +163,7 @@ def main() -> None:
 
     say("# AdamW on the host\n")
     say(
-        f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, measured: {machine_name()}, {cores} cores, "
+        f"`python {' '.join(sys.argv)}`, {today()}, measured: {machine_name()}, {cores} cores, "
         f"torch {torch.__version__}; {n:,} parameters out of cache. Our kernel: {native.why_not() or 'compiled'}.\n"
     )
     say("| threads | precision | by | Gparam/s | slowest-fastest | GB/s | of a copy |")

@@ -7,7 +7,6 @@ hardware points. Each time is the best of five runs.
 
 from __future__ import annotations
 
-import datetime
 import platform
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name
+from megatrain.here import machine_name, today
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
@@ -51,7 +50,7 @@ def main() -> None:
     many_issue = np.repeat(issue, POINTS, axis=0)
 
     print(f"{machine_name()}, {usable_cores()} cores; Python {platform.python_version()}, numpy {np.__version__}")
-    print(f"{datetime.date.today()}; {MODEL}, {schedule.policy}, {len(schedule.ops)} ops a step, {STEPS} steps")
+    print(f"{today()}; {MODEL}, {schedule.policy}, {len(schedule.ops)} ops a step, {STEPS} steps")
     for name, work, points in (
         ("SimPy, shared", lambda: simulate(schedule, profile, steps=STEPS), 1),
         ("SimPy, nothing shared", lambda: simulate(schedule, profile, steps=STEPS, terms=alone), 1),

@@ -8,7 +8,6 @@ Also shows, without a GPU, that every row's schedule can be built, is safe and f
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import gpu_rows
 from gpu_case import Case, schedule_of
 from rich.progress import track
 
+from megatrain.here import today
 from schedules.errors import Refused
 from schedules.files import write_text
 from schedules.op import Tier
@@ -58,7 +58,7 @@ def page(rows: dict[str, dict[str, Any] | str], profile: HardwareProfile, comman
     lines = [
         f"# What the steps of gpu.py are expected to take: {profile.name}",
         "",
-        f"`{command}`, {datetime.date.today()}, **predicted** from datasheets: `{profile.name}` with "
+        f"`{command}`, {today()}, **predicted** from datasheets: `{profile.name}` with "
         f"{profile.host.memory} of host memory and {profile.host.cores}. Nothing here was measured; "
         "`benchmarks/gpu.py` measures the same rows. Kernels are taken to be fused.",
         "",

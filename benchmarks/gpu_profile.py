@@ -9,7 +9,7 @@ from collections import defaultdict
 import gpu_machine
 from gpu_machine import Row
 
-from schedules.op import Phase, Stream
+from schedules.op import Phase
 from schedules.schedule import Schedule
 from sim import hardware
 from sim.cost import timed
@@ -58,7 +58,7 @@ def profile_of(
     rates = [
         op.params / known_ns[keys[place]] * 1e9
         for place, op in enumerate(schedule.ops)
-        if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST) and known_ns[keys[place]]
+        if op.phase == Phase.ADAM and not op.on_device and known_ns[keys[place]]
     ]
     host, issue = base.host, base.issue
     if rates:

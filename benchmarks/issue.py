@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import os
 import statistics
 import subprocess
@@ -34,11 +33,11 @@ from megatrain import pinned
 from megatrain.backend import Work
 from megatrain.cores import usable_cores
 from megatrain.cuda import CudaBackend
-from megatrain.here import machine_name
+from megatrain.here import machine_name, today
 from megatrain.store import Store
 from schedules.errors import Refused
 from schedules.files import write_text
-from schedules.op import DEVICE_STREAMS, Tier
+from schedules.op import Tier
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget
@@ -51,10 +50,7 @@ PLAYED = "PLAYED_GPU_GIB"  # set where this is the process that has the GPU
 
 def device_alone(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
     """What the host computes takes no time."""
-    return [
-        work if op.stream in DEVICE_STREAMS else (lambda step: None)
-        for op, work in zip(schedule.ops, works, strict=True)
-    ]
+    return [work if op.on_device else (lambda step: None) for op, work in zip(schedule.ops, works, strict=True)]
 
 
 def issued(case: gpu_case.Case, schedule: Schedule) -> dict[str, str]:
@@ -126,7 +122,7 @@ COLUMNS = (
 def page(lines: list[str], name: str, command: str) -> str:
     machine = f"{machine_name()}, {usable_cores()} cores, torch {torch.__version__}"
     told = (
-        f"`{command}`, {datetime.date.today()}. Launches, issuing and torch's memory are **measured**: {machine}, on a "
+        f"`{command}`, {today()}. Launches, issuing and torch's memory are **measured**: {machine}, on a "
         f"GPU that the host plays and that takes no time. Step and peak are **predicted** for `{name}` from its "
         "datasheet. Kernels between products are compiled; attention is torch's flash attention. A real driver takes "
         "about 2 us more for each launch."

@@ -25,14 +25,14 @@ from rich.progress import track
 
 from analysis import figure, plans
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name
+from megatrain.here import machine_name, today
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim import hardware
 from sim.plan import plan
-from sim.prediction import DoesNotFit, memory_of, predict, require_fit
+from sim.prediction import memory_of, predict, shortage
 from sim.search import NothingFits
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-70b", "gpt-oss-120b")
@@ -132,11 +132,8 @@ def brute_force(instance: int) -> float | None:
     for resident, offload, defer, through in itertools.product(range(blocks + 3), counts, counts, counts):
         knobs = {"resident": resident, "offload": offload, "defer": defer, "through": through}
         schedule = policies.build("streamed", model, workload, budget, **knobs)
-        try:
-            require_fit(schedule, profile, budget)
-        except DoesNotFit:
-            continue
-        best = min(best, predict(schedule, profile, budget).period_ns)
+        if shortage(schedule, profile, budget) is None:
+            best = min(best, predict(schedule, profile, budget).period_ns)
     try:
         found = plan(
             model, profile, seq_len=512, micro_batch_size=workload.micro_batch_size, accumulation=workload.accumulation
@@ -159,9 +156,7 @@ def against_brute_force(instances: int, out: Path) -> None:
         f"{sum(gap < 0 for gap in gaps)}."
     )
     command = f"`python benchmarks/plans.py --brute-force {instances}`"
-    write_text(
-        out / "brute_force.md", f"# Plans against brute force\n\n{told} Predicted, by {command}, {plans.today()}.\n"
-    )
+    write_text(out / "brute_force.md", f"# Plans against brute force\n\n{told} Predicted, by {command}, {today()}.\n")
     print(told)
 
 
@@ -204,7 +199,7 @@ def with_more_memory(out: Path) -> None:
         f"slower in {len(slower)} of them, at most by {max(slower, default=0.0):.1%}. Each begun with the plan before "
         f"(`megatrain plan --start FILE`, and what `sweep` and `--what-if` do of themselves), in {never}."
     )
-    made = f"Predicted from datasheets, by `python benchmarks/plans.py --more-memory`, {plans.today()}."
+    made = f"Predicted from datasheets, by `python benchmarks/plans.py --more-memory`, {today()}."
     write_text(out / "more_memory.md", f"# More memory\n\n{told} {made}\n")
     print(told)
 

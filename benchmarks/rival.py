@@ -18,10 +18,10 @@ from pathlib import Path
 import pandas as pd
 from rich.progress import track
 
-from analysis import figure, plans
+from analysis import figure
 from analysis.palette import BLACK, BLUE, VERMILLION
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name
+from megatrain.here import machine_name, today
 from schedules import presets
 from schedules.files import write_text
 from schedules.op import Tier
@@ -85,7 +85,7 @@ def page(table: pd.DataFrame) -> str:
         f"Llama 3 8B, AdamW, bf16 with bf16 moments. als244/dataflow measured these {len(table)} cells on an H100 of "
         "80 GB (c56b6ab, reproducibility/throughput_fidelity/FA3_CORRECTED_VS_FA3.md), each under a limit of device "
         f"memory. Ours are **predicted** from the datasheet of an `{MACHINE}` with 1 TB of host memory, by `python "
-        f"benchmarks/rival.py`, {plans.today()}, on {machine_name()}. Nothing of ours was measured; how much host "
+        f"benchmarks/rival.py`, {today()}, on {machine_name()}. Nothing of ours was measured; how much host "
         "memory the rival might use is unpublished.",
         "",
         f"Predicted over measured: median {ratio.median():.2f}, {ratio.min():.2f} to {ratio.max():.2f}. It is not an "

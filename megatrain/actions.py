@@ -21,7 +21,7 @@ from megatrain.store import Store
 from megatrain.template import Templates, sinks, views
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.op import DEVICE_STREAMS, Access, Kind, Op, Phase, Tier
+from schedules.op import Access, Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import parse
 
@@ -54,7 +54,7 @@ class Actions:
     def _ending(self, op: Op, work: Work, ended: tuple[str, ...]) -> Work:
         if not ended:
             return work
-        queued = op.stream in DEVICE_STREAMS
+        queued = op.on_device
 
         def run(step: int) -> None:
             work(step)

@@ -134,7 +134,7 @@ def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | 
 
 
 def master_weights(weights: Tensor, state: Tensor, precision: str) -> Tensor:
-    """The most exact weights there are, a new fp32 [n]: what a checkpoint holds."""
+    """The weights at their most exact, put together from both halves where there are two: a new fp32 [n]."""
     if precision == QUANTISED:
         return weights.float()
     parts = split_state(state, weights.numel(), precision)

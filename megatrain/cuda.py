@@ -195,7 +195,7 @@ class CudaBackend(CpuBackend):
 
     def submit(self, task: Task, waits: Sequence[CpuEvent]) -> CpuEvent:
         """See Backend."""
-        if task.op.stream not in DEVICE_STREAMS:
+        if not task.op.on_device:
             return super().submit(task, waits)
         self._check()
         if not self._begun:
@@ -322,7 +322,7 @@ def spinning(schedule: Schedule, works: Sequence[Work], durations_ns: Sequence[i
     """
 
     def lasting(op: Op, duration_ns: int) -> Work:
-        if op.stream in DEVICE_STREAMS:
+        if op.on_device:
             return lambda step: spin(duration_ns)
         return lambda step: time.sleep(duration_ns / 1e9)
 

@@ -55,11 +55,8 @@ class Executor(Generic[E]):
         self._record = record
         self._rows: list[tuple[int, int, E]] = []  # step, moment of issue and event of ops that may not have finished
         self._times: deque[tuple[int, Ints]] = deque(maxlen=TRACED)  # step, moments of [op, (issue, start, end)] in ns
-        index = self._schedule.index
-        self._waits = [
-            [(index[wait.on], wait.distance) for wait in self._schedule.waits_of[op.name]] for op in self._schedule.ops
-        ]
-        self._last_of_stream = [index[ops[-1].name] for ops in self._schedule.streams.values()]
+        self._waits = self._schedule.waits_at
+        self._last_of_stream = [self._schedule.index[ops[-1].name] for ops in self._schedule.streams.values()]
         self._steps: dict[int, list[E]] = {}  # events of steps not yet known to have finished, and of the last
 
     def issue(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import platform
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,11 @@ DEVICE_RESERVE, FRAGMENTS = 2 << 30, 0.03
 MAKING = 8  # bytes of RAM a parameter, of one layer at a time, while random weights are made in fp32
 
 PACKAGES = ("torch", "numpy")
+
+
+def today() -> str:
+    """The date, as results have it: that of UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def machine_name() -> str:

@@ -133,7 +133,7 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
     updated = {True: 0.0, False: 0.0}  # on the CPU or not
     for op in adam:
         assert op.layer is not None
-        updated[op.stream in (Stream.CPU, Stream.HOST)] += share(op.layer, trained.part(op))
+        updated[not op.on_device] += share(op.layer, trained.part(op))
     again = sum(op.phase == Phase.RECOMPUTE for op in schedule.ops)
     away = sum(
         op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s" for op in schedule.ops

@@ -89,7 +89,7 @@ def measure(
     ops: list[dict[str, Any]] = []
     for schedule in runnable[:WOKEN]:
         progress(0.0, f"how long streams take to notice, {schedule.policy}")
-        streams.append(kept.of(f"streams {schedule.digest}", lambda s=schedule: in_a_run(s, *run_on)))  # type: ignore[misc]
+        streams.append(kept.of(f"streams {schedule.digest}", functools.partial(in_a_run, schedule, *run_on)))
     for number in range(rounds):
 
         def of_round(done: float, note: str, number: int = number) -> None:
@@ -99,7 +99,7 @@ def measure(
     spaces = []
     for schedule in memory:
         progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
-        spaces.append(kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, *run_on)))  # type: ignore[misc]
+        spaces.append(kept.of(f"memory {schedule.digest}", functools.partial(workspaces, schedule, *run_on)))
     whole = _whole_machine(model, runnable[0], run_on, kept, progress)
     profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, at, way)
     kept.remove()
@@ -135,9 +135,9 @@ def _time_ops(
         ops = set(_computed(schedule).values())
         new = ops - metered if number == 0 else set[str]()
         name = f"ops {schedule.digest} {number}"
-        found.append(kept.of(name, lambda s=schedule, m=new: alone(s, *run_on, m)))  # type: ignore[misc]
+        found.append(kept.of(name, functools.partial(alone, schedule, *run_on, new)))
         if lacking := new - found[-1]["workspace"].keys():  # in another list others had them
-            more = kept.of(f"memory {schedule.digest}", lambda s=schedule: workspaces(s, *run_on))  # type: ignore[misc]
+            more = kept.of(f"memory {schedule.digest}", functools.partial(workspaces, schedule, *run_on))
             found[-1]["workspace"] |= {key: more[key] for key in lacking}
         metered |= ops
     return found
@@ -224,12 +224,11 @@ def in_a_run(
     trace, _ = _run(schedule, WOKEN_STEPS, backend, nvme, way)
     count, woken = len(schedule.ops), list[int]()
     issued: dict[str, list[int]] = {}
-    waits = [[(schedule.index[w.on], w.distance) for w in schedule.waits_of[op.name]] for op in schedule.ops]
     free: dict[Stream, int] = {}
     for row in range(len(trace)):
         step, index = divmod(row, count)
         op, before = schedule.ops[index], schedule.ops[index - 1]
-        on = [(step - distance) * count + other for other, distance in waits[index] if distance <= step]
+        on = [(step - distance) * count + other for other, distance in schedule.waits_at[index] if distance <= step]
         released = max([int(trace.issue_ns[row]), *(int(trace.end_ns[b]) for b in on)])
         if step >= way.warm_up and op.stream != Stream.HOST and released >= free.get(op.stream, 0):
             woken.append(int(trace.start_ns[row]) - released)

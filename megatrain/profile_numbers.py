@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ import torch
 
 from megatrain import here, readings
 from megatrain.cores import usable_cores
-from megatrain.here import Here, machine_name
+from megatrain.here import Here, machine_name, today
 from megatrain.native import adam as native
 from megatrain.rates import Rate
 from megatrain.way import Way
-from schedules.op import Op, Phase, Stream, Tier
+from schedules.op import Op, Phase, Tier
 from schedules.schedule import Schedule
 from sim.cost import timed
 from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
@@ -51,7 +50,7 @@ def _gather(found: Sequence[tuple[Schedule, Mapping[str, Any]]]) -> _Ops:
         for position, op in enumerate(schedule.ops):
             if op.phase == Phase.COPY and (direction := _direction(op, schedule)):
                 ops.copies[direction].append((op.nbytes, medians[position]))
-            if op.phase == Phase.ADAM and op.stream in (Stream.CPU, Stream.HOST):
+            if op.phase == Phase.ADAM and not op.on_device:
                 ops.adam.append((schedule.workload.precision, op, medians[position]))
     return ops
 
@@ -78,7 +77,7 @@ def profile_of(
         whole: what `megatrain.readings` tells, by what was read.
         way: in which all of it was computed.
     """
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    date = today()
     others = f", {at.optimizer_threads} on the optimizer's" if at.optimizer_threads != 1 else ""
     threads = f"1 thread a stream{others}, {torch.get_num_threads()} on the issuing thread"
     if why := native.why_not():
@@ -91,7 +90,7 @@ def profile_of(
     def value(number: float, unit: str, note: str = "") -> Value:
         return Value(value=float(number), unit=unit, source=f"{source}{note and f'; {note}'}")
 
-    links, dram = _links(ops, whole, at, value), 0.0
+    links = _links(ops, whole, at, value)
     # a copy reads and writes memory; the machine can do at least what any of its ops was seen to do
     passes = 1 if at.on_gpu else 2
     copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.startswith("copy/"))

@@ -156,7 +156,7 @@ def drive(backend: Backend[Any], folder: Path) -> Found:
             with Drive(folder, piece=piece, depth=depth) as opened:
                 slab = opened.allocate(Buffer(name="reading", tier=Tier.NVME, nbytes=memory.nbytes))
                 for verb, work in (("write", slab.write), ("read", slab.read)):
-                    times = [_seconds(lambda work=work: work(memory)) for _ in range(DRIVE_TURNS)]  # type: ignore[misc]
+                    times = [_seconds(functools.partial(work, memory)) for _ in range(DRIVE_TURNS)]
                     speeds = [memory.nbytes / s for s in times]
                     found[f"{verb}/{piece}/{depth}"] = Rate(min(speeds), statistics.median(speeds), max(speeds))
     return found

@@ -197,7 +197,7 @@ def profile_and_run(
             found[name_of(schedule)].append(_trained(grid, schedule, number, folder / "traces"))
     if not path.is_file():
         held = {batch * seq for batch, seq in grid.held_out}
-        between = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
+        unseen = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
         profile = measure(
             grid.models[0],
             [schedule for of_model in calibrated.values() for schedule in of_model],
@@ -206,7 +206,7 @@ def profile_and_run(
             nvme=grid.nvme,
             way=grid.way,
             parts=parts,
-            memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, between)]),
+            memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, unseen)]),
             rounds=grid.rounds,
         )
         hardware.save(profile, path)

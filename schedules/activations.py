@@ -15,7 +15,7 @@ from schedules.workload import Workload
 _TOLD = 3  # activations never freed, of what may be hundreds
 
 
-class Activations:
+class ActivationBuffers:
     """Which activation is in which buffer. A buffer given back serves the next of its kind and size.
 
     `declare` makes a buffer, `nbytes` tells a tensor's size.

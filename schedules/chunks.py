@@ -9,6 +9,7 @@ from schedules.ends import end_buffers
 from schedules.kept import Kept
 from schedules.op import Stream
 from schedules.program import Program
+from schedules.sweep import layer_visits
 
 
 class Chunks:
@@ -65,10 +66,7 @@ class Chunks:
 
     def _begin(self) -> None:
         """A micro-batch starts."""
-        model = self._program.model
-        again = [model.embed] if model.tie_word_embeddings else []
-        back = self._kept.backward_visits(model.blocks)
-        self._visits = deque([model.embed, *model.blocks, *again, model.head, *back])
+        self._visits = deque(layer_visits(self._program.model, self._kept))
 
     def _bring(self, i: int, *, ahead: bool = False) -> str:
         """Layer i's chunk, or the fp32 one that it is made from, on its way to the buffer that is returned."""

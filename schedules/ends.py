@@ -7,5 +7,5 @@ from schedules.program import Program
 
 
 def end_buffers(p: Program, of: str, tier: Tier = Tier.DEVICE) -> dict[int, str]:
-    """A buffer for each, `embed.grad` and `head.grad`: a slot of a ring need not be as large as they are."""
+    """A buffer for each, "embed.grad" and "head.grad" of "grad": a slot of a ring need not be as large as they are."""
     return {i: p.buffer(f"{p.model.layer_name(i)}.{of}", tier) for i in (p.model.embed, p.model.head)}

@@ -8,7 +8,7 @@ from itertools import pairwise
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.amounts import Amounts
-from schedules.op import DEVICE_STREAMS, DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
+from schedules.op import DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.program import MOST_OPS
 from schedules.schedule import Schedule
@@ -94,7 +94,7 @@ def _updates_on_one_stream(schedule: Schedule) -> Iterator[Violation]:
     """Those of the CPU: an update takes all its threads already, and on two streams they would be counted twice."""
     first: dict[Stream, Op] = {}
     for op in schedule.ops:
-        if op.phase == Phase.ADAM and op.stream not in DEVICE_STREAMS:
+        if op.phase == Phase.ADAM and not op.on_device:
             first.setdefault(op.stream, op)
     for one, other in pairwise(first.values()):
         what = f"{one.name} updates on {one.stream} and {other.name} on {other.stream}"
@@ -276,17 +276,17 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
 
     The GPU runs its streams' ops long after the host has queued them, so host memory is in their reach as one end of a
     copy only, and device memory is in no reach of a thread of the host. The global norm, one number, is in both where
-    it is on the host.
+    it is on the host, beside what is on the device: by itself it would be read before the GPU has written it.
     """
     if op.kind == Kind.COMPUTE or op.phase == Phase.SYNC:
         return
-    copies, on_gpu = op.phase == Phase.COPY, op.stream in DEVICE_STREAMS
+    copies, on_gpu = op.phase == Phase.COPY, op.on_device
     tiers = {
         access.buffer: tier
         for access in op.accesses
         if (tier := schedule.buffer[access.buffer].tier) != Tier.HOST or access.tensor != NORM
     }
-    if on_gpu and copies and Tier.DEVICE not in tiers.values():
+    if on_gpu and (copies or not tiers) and Tier.DEVICE not in tiers.values():
         fix = "name a buffer on the device, or queue it on cpu"
         yield _wrong(op, f"{op.name} copies on {op.stream}, but nothing to or from the device", fix)
     # saved activations are bound to memory as they move; a drive reads and writes memory, not another drive

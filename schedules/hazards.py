@@ -125,8 +125,8 @@ def in_order(schedule: Schedule, order: HappensBefore, *, steps: int) -> Iterato
     """The ops of `steps` steps, each with what has finished when it starts; fills `order` on the way."""
     for instance, op in unrolled(schedule.ops, steps):
         clock = order.start(op)
-        for wait in schedule.waits_of[op.name]:
-            first = Instance(instance.step - wait.distance, schedule.index[wait.on])
+        for on, distance in schedule.waits_at[instance.place]:
+            first = Instance(instance.step - distance, on)
             if order.knows(first):
                 clock = order.after(clock, first)
         yield instance, op, clock

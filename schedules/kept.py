@@ -20,6 +20,7 @@ KNOBS = {  # the help of knobs that many policies have
     "activations": "what blocks do, but for those that keep theirs anyway: run forward again, from an input on the "
     "device (recompute) or on the host (inputs), or keep what they need, there (keep), on the host or on NVMe.",
     "every": "blocks that run forward again from one input.",
+    "keep": "how many of the last blocks keep their activations; as many as fit the device if left out.",
 }
 
 
@@ -113,6 +114,13 @@ def at_most(limit: int, what: str, **counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count > limit:
             raise ProgramError(f"{name}={count}: there are {limit} {what}")
+
+
+def from_0_to_1(what: str, **shares: float | None) -> None:
+    """Raises ProgramError for a knob that is a share, `what` says of what, and lies outside."""
+    for name, share in shares.items():
+        if share is not None and not 0 <= share <= 1:
+            raise ProgramError(f"{name}: {what}, from 0 to 1, not {share}")
 
 
 def most_that_fit(build: Callable[[int], Program], memory: MemoryBudget, *, copies: Sequence[int]) -> Program:

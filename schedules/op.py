@@ -104,6 +104,11 @@ class Op:
         """Reads, then writes."""
         return self.reads + self.writes
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a queue of the GPU runs it, not a thread of the host."""
+        return self.stream in DEVICE_STREAMS
+
     def reads_from(self, buffer: str) -> bool:
         """Whether the op reads any tensor in `buffer`."""
         return any(access.buffer == buffer for access in self.reads)

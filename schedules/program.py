@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.activations import Activations, never_freed
+from schedules.activations import ActivationBuffers, never_freed
 from schedules.buffers import Buffers, Held
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
@@ -46,7 +46,7 @@ class Program(Buffers):
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
         self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
-        self._activations = Activations(self._of_activations, self.nbytes)
+        self._activations = ActivationBuffers(self._of_activations, self.nbytes)
 
     # ---- copies
 

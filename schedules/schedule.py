@@ -83,6 +83,11 @@ class Schedule:
         return {name: tuple(waits) for name, waits in found.items()}
 
     @cached_property
+    def waits_at(self) -> list[list[tuple[int, int]]]:
+        """For each op in program order, its waits: the position of the op that it waits for, and the distance."""
+        return [[(self.index[wait.on], wait.distance) for wait in self.waits_of[op.name]] for op in self.ops]
+
+    @cached_property
     def streams(self) -> dict[Stream, tuple[Op, ...]]:
         """Stream -> its ops in order, for the streams that are used."""
         return {s: ops for s in Stream if (ops := tuple(op for op in self.ops if op.stream == s))}

@@ -15,6 +15,7 @@ from schedules import trained
 from schedules.buffers import Held
 from schedules.ends import end_buffers
 from schedules.kept import Kept, Travel
+from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Keep, Program
 from schedules.ring import Ring
@@ -86,6 +87,12 @@ def visits(kept: Kept, blocks: Sequence[int], *, turns: int = 1, singly: int = 0
     first, last = blocks[: len(blocks) - singly], blocks[len(blocks) - singly :]
     above = [*last, *kept.backward_visits(last)] * (turns if singly else 1)
     return [*first, *above, *kept.backward_visits(first)]
+
+
+def layer_visits(model: ModelSpec, kept: Kept) -> list[int]:
+    """The layers in the order in which `sweep` asks for their weights, for a group of one micro-batch."""
+    table = [model.embed] if model.tie_word_embeddings else []  # which the loss multiplies with
+    return [model.embed, *model.blocks, *table, model.head, *kept.backward_visits(model.blocks)]
 
 
 class _Sweep:

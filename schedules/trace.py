@@ -68,10 +68,13 @@ class Trace:
 
     @cached_property
     def step_end_ns(self) -> Ints:
-        """When the last op of each step finished, shape (steps,)."""
+        """When every op of a step and of those before it had finished, shape (steps,).
+
+        A stream may have finished the next step's ops before another has finished this one's.
+        """
         ends = np.zeros(self.steps, dtype=np.int64)
         np.maximum.at(ends, self.step, self.end_ns)
-        return ends
+        return np.maximum.accumulate(ends)
 
     def step_ns(self, warmup: int = 1) -> Ints:
         """Times from the end of one step to the end of the next, after `warmup` steps, shape (steps - warmup - 1,).
@@ -79,19 +82,14 @@ class Trace:
         Raises:
             TraceError: fewer than two steps are left.
         """
-        ends = np.maximum.accumulate(self.step_end_ns)[warmup:]
+        ends = self.step_end_ns[warmup:]
         if len(ends) < 2:
             raise TraceError(f"{self.steps} steps are too few for a period after {warmup} of warm-up")
         return np.diff(ends)
 
-    def period_ns(self, warmup: int = 1) -> float:
-        """Mean of `step_ns`."""
-        return float(self.step_ns(warmup).mean())
-
     def window(self, warmup: int = 1) -> tuple[int, int]:
-        """From the end of the warm-up to the end of the last step: the span that `period_ns` averages."""
-        ends = np.maximum.accumulate(self.step_end_ns)
-        return int(ends[warmup]), int(ends[-1])
+        """From the end of the warm-up to the end of the last step: the span of all that `step_ns` tells."""
+        return int(self.step_end_ns[warmup]), int(self.step_end_ns[-1])
 
     def rows_of(self, schedule: Schedule, stream: Stream) -> Ints:
         """Rows of one stream, in the order they ran."""

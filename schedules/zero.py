@@ -19,7 +19,7 @@ from schedules.kept import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Place, sweep
+from schedules.sweep import Place, layer_visits, sweep
 from schedules.workload import Workload
 
 Master = Literal["fp32", "weights"]  # the optimizer's own weights and gradients: fp32, or of the weights' type
@@ -178,9 +178,7 @@ class Fetch:
 
     def _begin(self) -> None:
         """A micro-batch starts with nothing fetched."""
-        model = self._program.model
-        again, back = [model.embed] if model.tie_word_embeddings else [], self._kept.backward_visits(model.blocks)
-        self._visits = deque([model.embed, *model.blocks, *again, model.head, *back])
+        self._visits = deque(layer_visits(self._program.model, self._kept))
         self._slots.clear()
 
     def _fetch(self, i: int) -> Held:

@@ -52,7 +52,7 @@ class LayerAreas:
         step = replace(workload, accumulation=min(workload.accumulation, 2))
         blocks = len(first)
         probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
-        probes += [{"resident": blocks + 2}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
+        probes += [{"resident": len(small.layers)}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
         missing: MissingCost | TooLong | None = None
         for knobs in probes:
             schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)

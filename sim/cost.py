@@ -30,7 +30,6 @@ NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
 
 HOUR_NS = 3.6e12
 LONGEST_NS = 1e13  # of one op: the times of many steps of many of them still fit 64 bits
-_HOST_STREAMS = frozenset({Stream.CPU, Stream.HOST, Stream.NVME_READ, Stream.NVME_WRITE})
 
 
 Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.shapes
@@ -139,7 +138,7 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
         of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
         if (part := trained.part(op)) is not None:
             of += f"/1 of {part.of}"
-        return f"{model.name}/{layer}/{op.phase}/{'host' if _on_host(op) else 'device'}/{workload.precision}{of}"
+        return f"{model.name}/{layer}/{op.phase}/{'device' if op.on_device else 'host'}/{workload.precision}{of}"
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
     if op.phase == Phase.RECOMPUTE and tensors.makes_output(a.tensor for a in op.writes):
         keep += "+output"
@@ -181,15 +180,11 @@ def peak_flops(profile: HardwareProfile, workload: Workload) -> float:
     return (profile.gpu.fp32_flops if fp32 else profile.gpu.matmul_flops).value
 
 
-def _on_host(op: Op) -> bool:
-    return op.stream in _HOST_STREAMS
-
-
 def issue_kind(op: Op) -> str:
     """The field of a profile's `issue` that says what the op costs to issue. The optimizer on the device computes."""
     if op.phase == Phase.COPY:
         return "copy"
-    return "update" if _on_host(op) else "compute"
+    return "compute" if op.on_device else "update"
 
 
 def _issue_ns(op: Op, profile: HardwareProfile) -> float:
@@ -340,7 +335,7 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
     """
     gpu, host = profile.gpu, profile.host
     adam = op.phase == Phase.ADAM
-    if not _on_host(op):
+    if op.on_device:
         measured = _measured(op, schedule, profile) if adam else None
         bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
         return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured, op, profile), {GPU: 1.0}

@@ -209,9 +209,7 @@ class _Run:
         self._durations = durations
         self._env = simpy.Environment(initial_time=0)
         self._machine = _Machine(self._env, usages, slowdown)
-        self._waits = [
-            [(schedule.index[wait.on], wait.distance) for wait in schedule.waits_of[op.name]] for op in schedule.ops
-        ]
+        self._waits = schedule.waits_at
         count = len(schedule.ops)
         rows = steps * count
         self._issued = [self._env.event() for _ in range(rows)]

@@ -17,7 +17,7 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     blocks = model.num_hidden_layers
     counts: list[Knob] = list(range(blocks + 1))
     space: dict[str, list[Knob]] = {
-        "resident": list(range(blocks + 3)),
+        "resident": list(range(len(model.layers) + 1)),
         "offload": counts,
         "slack": [1, 2, 3, 4],
         "slots": [2, 3, 4],

@@ -255,7 +255,7 @@ TIMED = (
     "host.adam_efficiency",
     "host.adam_params_per_s",
 )
-"""Paths of what ops' times do not follow from where they were measured."""
+"""Paths of what no op's time depends on where ops were timed; only a datasheet profile makes their times of it."""
 
 
 CEILINGS = (

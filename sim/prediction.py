@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from schedules import tensor as tensors
 from schedules.errors import Refused
 from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
-from schedules.trace import Ints, Trace
+from schedules.trace import Trace
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
@@ -116,11 +114,6 @@ class Prediction:
         return self.bound.binding
 
     @property
-    def step_ns(self) -> Ints:
-        """From the end of each step to the end of the next, the first from time zero; shape (steps,)."""
-        return np.diff(np.maximum.accumulate(self.trace.step_end_ns), prepend=0)
-
-    @property
     def tokens_per_s(self) -> float:
         return self.schedule.workload.tokens_per_step / (self.period_ns / 1e9)
 
@@ -202,8 +195,7 @@ def predict(
         if length := repeats_after(trace):
             break
     span = length or trace.steps // 2
-    step_end = np.maximum.accumulate(trace.step_end_ns)
-    window = (int(step_end[-2 - span]), int(step_end[-2]))
+    window = (int(trace.step_end_ns[-2 - span]), int(trace.step_end_ns[-2]))
     period_ns = (window[1] - window[0]) / span
     return Prediction(
         schedule=schedule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from schedules import policies
@@ -58,13 +59,14 @@ class Room:
 
     def residents(self, start: Candidate) -> tuple[int, int]:
         """The fewest layers that must live on the device, for the host has no room, and the most that may."""
-        counts = range(self._model.num_hidden_layers + 3)
-        return _first(counts, lambda n: self._with_resident(n, start, Tier.HOST)), self.most_residents(start)
+        counts = range(len(self._model.layers) + 1)
+        least = bisect_left(counts, True, key=lambda n: self._with_resident(n, start, Tier.HOST))
+        return least, self.most_residents(start)
 
     def most_residents(self, start: Candidate) -> int:
         """The most layers that may live on the device; -1 if even none is too many."""
-        counts = range(self._model.num_hidden_layers + 3)
-        return _first(counts, lambda n: not self._with_resident(n, start, Tier.DEVICE)) - 1
+        counts = range(len(self._model.layers) + 1)
+        return bisect_left(counts, True, key=lambda n: not self._with_resident(n, start, Tier.DEVICE)) - 1
 
     def _with_resident(self, count: int, start: Candidate, tier: Tier) -> bool:
         return self.on(tier, start.with_knobs({"resident": count, "keep": 0}))
@@ -175,7 +177,7 @@ class Room:
     def _on_the_drive(self, start: Candidate, enough: Callable[[Candidate], bool]) -> Candidate | None:
         """With no more on NVMe than is enough; None if all of it is not."""
         amounts = range(self._all_on_the_drive(start) + 1)
-        least = _first(amounts, lambda n: enough(self._with_on_the_drive(start, n)))
+        least = bisect_left(amounts, True, key=lambda n: enough(self._with_on_the_drive(start, n)))
         return self._with_on_the_drive(start, least) if least in amounts else None
 
     def _with_on_the_drive(self, start: Candidate, amount: int) -> Candidate:
@@ -251,15 +253,6 @@ class Room:
     def _built(self, candidate: Candidate) -> Schedule:
         knobs = dict(candidate.knobs)
         return policies.build_without_waits(candidate.policy, self._model, candidate.workload, self._budget, **knobs)
-
-
-def _first(values: range, holds: Callable[[int], bool]) -> int:
-    """The first of the values for which `holds`, as it then does for all after it; the one past the end if none."""
-    low, high = values.start, values.stop
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
 
 
 def _gigabytes(tier: Tier, nbytes: int) -> str:

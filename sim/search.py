@@ -338,7 +338,8 @@ class Search:
             return  # not even what must be on the device has room there
         blocks, placed = self.found.model.num_hidden_layers, bound.placed
         start = replace(self.start, workload=workload)
-        resident = min(self.most, max(self.least, round(placed.get("state on device", 0.0) * (blocks + 2))))
+        on_device = round(placed.get("state on device", 0.0) * len(self.found.model.layers))
+        resident = min(self.most, max(self.least, on_device))
         late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": MANY_SLABS}
         sent = placed.get("activations on host", 0.0) + placed.get("activations on NVMe", 0.0)
         away: dict[str, Knob] = {"offload": math.floor(sent * blocks)}
@@ -400,7 +401,7 @@ class Search:
 
     def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
         """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
-        layers, one = self.found.model.num_hidden_layers + 2, self.found.model.params(0)
+        layers, one = len(self.found.model.layers), self.found.model.params(0)
         weights = one * workload.bytes.weight
         if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.found.budget.device_bytes:
             return False

@@ -43,13 +43,15 @@ def rounded(value: float, dimension: str) -> str:
     """A base-unit value for people: as `readable` where that is short, else to four digits in the largest unit."""
     number, unit = readable(value, dimension)
     if float(f"{number:.4g}") != number:
-        unit = max(
-            (u for u, factor in UNITS[dimension].items() if factor <= value and "i" not in u),
-            default=dimension,
-            key=lambda u: UNITS[dimension][u],
-        )
-        number = value / UNITS[dimension][unit]
+        number, unit = in_largest_unit(value, dimension)
     return f"{number:.4g} {unit}"
+
+
+def in_largest_unit(value: float, dimension: str) -> tuple[float, str]:
+    """A base-unit value in the largest decimal unit that it is at least one of; in the base unit if there is none."""
+    units = {unit: factor for unit, factor in UNITS[dimension].items() if factor <= value and "i" not in unit}
+    unit = max(units, key=lambda unit: units[unit], default=dimension)
+    return value / UNITS[dimension][unit], unit
 
 
 def scaled(value: float, unit: str, digits: int = 1) -> str:

@@ -64,9 +64,9 @@ def trace(schedule: Schedule) -> Trace:
 def test_step_ends_and_period(trace: Trace) -> None:
     assert trace.steps == 3
     assert trace.step_end_ns.tolist() == [41, 81, 121]
-    assert trace.period_ns(warmup=0) == 40
+    assert trace.step_ns(warmup=0).tolist() == [40, 40]
     with pytest.raises(TraceError, match="too few"):
-        trace.period_ns(warmup=2)
+        trace.step_ns(warmup=2)
 
 
 def test_busy_and_idle_add_up_and_idle_has_a_cause(schedule: Schedule, trace: Trace) -> None:

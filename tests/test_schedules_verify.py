@@ -724,6 +724,24 @@ def test_an_op_works_on_memory_that_its_stream_can_wait_for(name: str, change: d
     assert any(v.rule == "structure" and told in str(v) for v in found), [str(v) for v in found]
 
 
+def test_a_gpu_does_not_copy_the_norm_within_the_host() -> None:
+    """Its thread would, as it queues the op, before the GPU has written it."""
+    schedule = streaming(CLIPPED).build(policy="streaming")
+    copied = Op(
+        name="C", kind=Kind.UPDATE, phase=Phase.CAST, stream=Stream.COMPUTE, nbytes=16,
+        reads=(Access("norm", "norm"),), writes=(Access("norm2", "norm"),),
+    )  # fmt: skip
+    place = schedule.index["N"] + 1
+    found = problems(
+        replace(
+            schedule,
+            ops=(*schedule.ops[:place], copied, *schedule.ops[place:]),
+            buffers=(*schedule.buffers, Buffer(name="norm2", tier=Tier.HOST, nbytes=8)),
+        )
+    )
+    assert any(v.op == "C" and "nothing to or from the device" in str(v) for v in found), [str(v) for v in found]
+
+
 def test_a_norm_on_the_device_is_out_of_a_host_threads_reach() -> None:
     """Its copy to the host would not have arrived when the thread divides by it."""
     schedule = streaming(CLIPPED).build(policy="streaming")

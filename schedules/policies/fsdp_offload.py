@@ -30,7 +30,7 @@ from schedules.kept import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Window, sweep
+from schedules.sweep import Window, sweep, visits
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -73,7 +73,7 @@ def policy(
 
     def run(m: int) -> None:
         """One micro-batch; the host waits for its gradients."""
-        window = Window([*model.blocks, *kept.backward_visits(model.blocks)], ahead=ahead, fetch=fetch)
+        window = Window(visits(kept, model.blocks), ahead=ahead, fetch=fetch)
 
         def done(i: int, buffer: str) -> None:
             if m < first:

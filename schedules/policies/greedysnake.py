@@ -26,8 +26,7 @@ here whether it keeps an fp32 master, as the system that it is compared with doe
 
 from __future__ import annotations
 
-from schedules.errors import ProgramError
-from schedules.kept import Activations, kept_as
+from schedules.kept import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
@@ -52,8 +51,7 @@ def policy(
         alpha: the fraction of the blocks, from 0 to 1, that are updated beside the next forward.
         ssd: weights and optimizer state live on a drive.
     """
-    if not 0 <= alpha <= 1:
-        raise ProgramError(f"alpha: a fraction of the blocks, from 0 to 1, not {alpha}")
+    from_0_to_1("a fraction of the blocks", alpha=alpha)
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)

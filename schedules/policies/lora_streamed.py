@@ -49,7 +49,6 @@ def policy(
     Args:
         rank: of the adapters, at least 1.
         slots: device buffers for streamed weights.
-        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
     """
     if rank < 1:

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from schedules.errors import ProgramError
-from schedules.kept import Activations, Kept, kept_as, most_that_fit
+from schedules.kept import Activations, Kept, from_0_to_1, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
@@ -44,10 +43,8 @@ def policy(
     Args:
         pressure: the fraction of the layers whose states are paged, from 0 to 1; as few as the device has no
             room for if left out.
-        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
     """
-    if pressure is not None and not 0 <= pressure <= 1:
-        raise ProgramError(f"pressure: a fraction of the layers, from 0 to 1, not {pressure}")
+    from_0_to_1("a fraction of the layers", pressure=pressure)
 
     def kept(keep: int) -> Kept:
         return kept_as(model, activations, keep=keep, every=every)

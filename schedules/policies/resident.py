@@ -29,11 +29,7 @@ def policy(
     activations: Activations = "recompute",
     every: int = 1,
 ) -> Program:
-    """Build the step.
-
-    Args:
-        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
-    """
+    """Build the step."""
     if keep is None:
 
         def build(keep: int) -> Program:

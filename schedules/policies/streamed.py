@@ -79,7 +79,6 @@ def policy(
         slots: device buffers for streamed weights.
         grad_slots: device buffers for gradients on their way out.
         slabs: host buffers in which gradients, or parts of them, wait for the optimizer.
-        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
         offload: how many of the other blocks' activations go to the host and come back for the backward.
         inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
             do not fit the device together.

@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.errors import ProgramError
-from schedules.kept import Activations, kept_as
+from schedules.kept import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
@@ -57,8 +56,7 @@ def policy(
         sub_group_size: parameters of a sub-group, rounded up to whole layers, and of the gradient bucket.
         overlap_comm: gradients have a stream of their own (false in DeepSpeed's examples of SuperOffload).
     """
-    if not 0 <= ratio <= 1:
-        raise ProgramError(f"ratio: a part of the sub-groups, from 0 to 1, not {ratio}")
+    from_0_to_1("a part of the sub-groups", ratio=ratio)
     groups = sub_groups(model, sub_group_size)
     split = int((1 - ratio) * len(groups))  # DeepSpeed's rounding
     on_gpu, on_cpu = groups[:split], groups[split:]

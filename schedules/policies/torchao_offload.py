@@ -48,7 +48,6 @@ def policy(
     Args:
         offload_gradients: free a gradient on the device once it is copied. Not with accumulation.
         run_ahead: Adam starts with the first gradient that has landed, while the device is still at the backward.
-        keep: how many of the last blocks keep their activations; as many as fit the device if left out.
     """
     if offload_gradients and workload.accumulation > 1:
         raise ProgramError("offload_gradients: torchao frees a gradient after each backward, it cannot accumulate")

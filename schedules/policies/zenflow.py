@@ -29,8 +29,7 @@ Source: ZenFlow, arXiv 2505.12242; DeepSpeed edaa722 (0.19.6 development), runti
 from __future__ import annotations
 
 from schedules.ends import end_buffers
-from schedules.errors import ProgramError
-from schedules.kept import Activations, kept_as
+from schedules.kept import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
@@ -53,8 +52,7 @@ def policy(
     Args:
         topk_ratio: the fraction of the blocks, from 0 to 1, that are important.
     """
-    if not 0 <= topk_ratio <= 1:
-        raise ProgramError(f"topk_ratio: a fraction of the blocks, from 0 to 1, not {topk_ratio}")
+    from_0_to_1("a fraction of the blocks", topk_ratio=topk_ratio)
     workload = with_master(workload)
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload, staleness=1)

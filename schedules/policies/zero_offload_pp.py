@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from schedules.errors import ProgramError
-from schedules.kept import Activations, kept_as
+from schedules.kept import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
@@ -79,8 +78,7 @@ def policy(
         return p
 
     if ratio is not None:
-        if not 0 <= ratio <= 1:
-            raise ProgramError(f"ratio: a part of the sub-groups, from 0 to 1, not {ratio}")
+        from_0_to_1("a part of the sub-groups", ratio=ratio)
         return build(int((1 - ratio) * len(groups)))  # DeepSpeed's rounding
     fitting = bisect_right(range(len(groups) + 1), memory.device_bytes, key=lambda n: build(n).device_bytes())
     return build(max(fitting - 1, 0))
