@@ -172,11 +172,11 @@ class Store:
             return
         if buffer in self._on_drive:
             self._on_drive[buffer].poison()
-        elif buffer in self._slabs and queued and self._schedule.buffer[buffer].tier == Tier.HOST:
+        elif buffer in self._slabs and self._schedule.buffer[buffer].tier == Tier.HOST and queued:
             for part in torch.split(self._slabs[buffer], POISON_BLOCK):
                 part.copy_(self._poison[: part.nbytes], non_blocking=True)
-        elif buffer in self._slabs:
-            self._slabs[buffer].fill_(POISON)
+        elif buffer in self._slabs and (queued or self._schedule.buffer[buffer].tier == Tier.HOST):
+            self._slabs[buffer].fill_(POISON)  # not the device's from the host: no stream would wait for that
 
     # ---- before the first step, and after the last
 

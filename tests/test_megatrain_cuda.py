@@ -31,6 +31,7 @@ from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spi
 from megatrain.executor import Executor
 from megatrain.graphs import PHASES, NotCaptured, Pool, replayed
 from megatrain.here import backend_of
+from megatrain.lifetime import released
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
 from megatrain.pointwise import compiled
 from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
@@ -137,6 +138,33 @@ def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str, tmp_path: Path) 
     right = result(schedule, CpuBackend(), nvme=tmp_path)[0]
     for debug in (Debug(poison=False), Debug(poison=True)):
         assert result(schedule, FakeBackend(gpu), nvme=tmp_path, debug=debug)[0] == right
+
+
+def test_no_thread_of_the_host_poisons_the_device(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stream writes there next does not wait for it: the host's wait is the last to read a buffer."""
+    schedule = built("megatrain_released", MODEL, dataclasses.replace(WORKLOAD, grad_clip=1.0))
+    ended = zip(schedule.ops, released(schedule), strict=True)
+    by_host = {buffer for op, buffers in ended if not op.on_device for buffer in buffers}
+    assert any(schedule.buffer[buffer].tier == Tier.DEVICE for buffer in by_host)
+    backend, names = FakeBackend(gpu), dict[int, str]()
+    allocate, fill = backend.allocate, Tensor.fill_
+
+    def allocated(buffer: Buffer) -> Tensor:
+        slab = allocate(buffer)
+        if buffer.tier == Tier.DEVICE:
+            names[slab.data_ptr()] = buffer.name
+        return slab
+
+    def filled(slab: Tensor, value: Any) -> Tensor:
+        if backend._begun and slab.data_ptr() in names:
+            poisoned.append((names[slab.data_ptr()], getattr(gpu._here, "stream", "default")))
+        return fill(slab, value)
+
+    poisoned: list[tuple[str, str]] = []
+    monkeypatch.setattr(backend, "allocate", allocated)
+    monkeypatch.setattr(Tensor, "fill_", filled)
+    result(schedule, backend, debug=Debug(poison=True))
+    assert poisoned and not [name for name, stream in poisoned if stream == "default"]
 
 
 def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
