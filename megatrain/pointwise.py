@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedules.hf_config import GPT_OSS_ACTIVATION
+
 
 def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm over the last dimension in x's type, and 1 / sqrt(mean(x^2) + eps) in at least fp32."""
@@ -59,8 +61,7 @@ def halves_backward(dy: Tensor, both: Tensor) -> Tensor:
     return torch.cat(swiglu_backward(dy, *both.chunk(2, dim=-1)), dim=-1)
 
 
-# What gpt-oss' configuration calls swiglu_alpha and swiglu_limit (transformers, configuration_gpt_oss.py).
-CLAMP, SLOPE = 7.0, 1.702
+CLAMP, SLOPE = GPT_OSS_ACTIVATION["swiglu_limit"], GPT_OSS_ACTIVATION["swiglu_alpha"]
 
 
 def clamped_forward(both: Tensor) -> Tensor:

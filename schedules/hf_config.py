@@ -18,6 +18,8 @@ class ModelError(InputError):
     """A model that cannot be described, or that MegaTrain cannot train; the message says why."""
 
 
+# What gpt-oss' activation is computed with, by the names in its config (transformers, configuration_gpt_oss.py).
+GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 # Per architecture: what transformers assumes when config.json is silent, and what its code fixes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -255,6 +257,9 @@ def _biases_and_norms(architecture: str, settings: Mapping[str, Any]) -> dict[st
 
 def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
     if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
+        for name, known in GPT_OSS_ACTIVATION.items() if architecture == "GptOssForCausalLM" else ():
+            if settings.get(name, known) != known:
+                raise ModelError(f"{name} must be {known}, as gpt-oss' released models have it, not {settings[name]!r}")
         biased = architecture == "GptOssForCausalLM"
         return {
             "num_experts": need("num_local_experts"),

@@ -317,6 +317,7 @@ def test_a_config_without_its_class_is_known_by_its_type() -> None:
 
 NAN = float("nan")
 SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 16}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 
@@ -329,6 +330,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"architectures": None}, "must name one class in 'architectures'"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, mis"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({**GPT_OSS, "swiglu_limit": 1.0}, "swiglu_limit must be 7.0, as gpt-oss' released models have it, not 1.0"),
+        ({**GPT_OSS, "swiglu_alpha": 2}, "swiglu_alpha must be 1.702"),
         ({"architectures": ["MixtralForCausalLM"]}, "lacks 'num_local_experts'"),
         ({"hidden_size": -32}, "hidden_size must be a whole number of at least 1, not -32"),
         ({"intermediate_size": NAN}, "intermediate_size must be a whole number"),
