@@ -95,6 +95,24 @@ def test_moments_of_16_bits_have_the_bits_of_torch_adamw_on_bf16_parameters(n):
 
 
 @pytest.mark.parametrize("precision", WHOLE)
+@pytest.mark.parametrize("n", [7, 15, 250])
+def test_a_gradient_that_was_widened_gives_the_same_bits(n, precision):
+    """As schedules have it that add gradients up, or cast them, and others not."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        source, grads = torch.randn(n), [torch.randn(n).to(DTYPES[precision]) for _ in range(4)]
+        found = []
+        for wide in (False, True):
+            weights = torch.empty(n, dtype=DTYPES[precision])
+            state = torch.zeros(PRECISIONS[precision].state_bytes(n), dtype=torch.uint8)
+            initialise(weights, state, precision, source)
+            for number, grad in enumerate(grads, 1):
+                step(weights, grad.float() if wide else grad, state, HYPER, number, precision=precision)
+            found.append((weights, state))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), seed
+
+
+@pytest.mark.parametrize("precision", WHOLE)
 @pytest.mark.parametrize("n", SIZES)
 def test_every_element_agrees_with_fp64(n, precision):
     _, weights, state, grads = make(n, precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -303,3 +304,29 @@ def test_kernel_holds_no_python_lock() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert len(counted) > 5  # a call that held the lock would let this thread run between calls only
+
+
+FORKED = """import os, signal, torch, warnings
+from megatrain import adam
+n = 1 << 20
+slabs = [(torch.ones(n), torch.ones(n), torch.zeros(8 * n, dtype=torch.uint8)) for _ in range(2)]
+def step(weights, grad, state):
+    adam.step(weights, grad, state, adam.Adam(lr=1e-3), 1, precision="fp32")
+    return weights.numpy()
+torch.set_num_threads(2)
+mine = step(*slabs[0])
+warnings.simplefilter("ignore")  # of threads that a forked process does not have
+child = os.fork()
+if not child:
+    signal.alarm(30)
+    os._exit(0 if (step(*slabs[1]) == mine).all() else 1)  # torch has no threads here either
+status = os.waitpid(child, 0)[1]
+assert status == 0, status"""
+
+
+@needs_kernel
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

@@ -16,6 +16,8 @@
 #include <thread>
 #include <type_traits>
 
+#include <pthread.h>
+
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add in hardware the bits would not be torch's, and std::fma would be slow"
 #endif
@@ -193,10 +195,15 @@ private:
     uint64_t turn_ = 0;
 };
 
-// never destroyed: its threads end with the process
+std::atomic<Pool*> of_process;  // never destroyed: its threads end with the process
+
 Pool& pool() {
-    static Pool* const only = new Pool;
-    return *only;
+    static const int told = [] {
+        of_process = new Pool;
+        return pthread_atfork(nullptr, nullptr, [] { of_process = new Pool; });  // a forked process has no such threads
+    }();
+    (void)told;
+    return *of_process;
 }
 
 template <typename P, typename G, typename M>
