@@ -30,6 +30,7 @@ from pathlib import Path
 __begun__ = time.monotonic()  # importing torch takes a while, and counts
 sys.path.insert(0, str(Path(__file__).parent.parent))  # on a machine where nothing of ours is installed
 
+import gpu_block
 import gpu_case
 import gpu_checks
 import gpu_machine
@@ -46,11 +47,11 @@ from gpu_table import table
 from torch.utils import cpp_extension
 
 from megatrain.cores import usable_cores
-from megatrain.cuda import let_segments_grow
+from megatrain.cuda import prepare_process
 from megatrain.ram import total_memory
 from schedules.errors import Refused
 
-PARTS = (SMOKE, "links", "gemm", "dram", "ways", "steps", "rivals", "attention", "adam", "checks", "kernels")
+PARTS = (SMOKE, "block", "links", "gemm", "dram", "ways", "steps", "rivals", "attention", "adam", "checks", "kernels")
 # Each way is judged where the GPU waits for nothing else: kernels where a step is long, launches where it is short.
 WAYS_OF = {
     "fused": Case(model="llama-3.2-1b", policy="resident", seq_len=1024, micro_batch_size=8, precision="bf16_16bit"),
@@ -133,6 +134,13 @@ def alone(work: Callable[[], Row | list[Row]]) -> Row | list[Row]:
     return work()
 
 
+def device_bytes(results: Results) -> int:
+    """Of the GPU's memory, what steps are planned for: read once, so that each process plans the same."""
+    if "device_bytes" not in results.body:
+        results.body["device_bytes"] = gpu_machine.free_bytes()
+    return int(results.body["device_bytes"])
+
+
 def rival(case: Case, host_bytes: int, known: Mapping[str, Row]) -> Row:
     """`known` are the rivals' rows by key: an engine that did not begin, or ended its process, would do so again."""
     if case.policy != gpu_rows.ZERO3:
@@ -174,6 +182,10 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     smoke = gpu_checks.smoke()
     yield by_itself(SMOKE, SMOKE, lambda: gpu_checks.checked(smoke), smoke.takes_s)
+    yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, gpu_block.checks, 40.0)
+    if results.wrong("block", gpu_block.AS_TORCH_CHOOSES):
+        torch.backends.cuda.enable_cudnn_sdp(False)  # of this process: in each row that follows
+        yield by_itself("block", gpu_block.WITHOUT_CUDNN, gpu_block.checks, 40.0)
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
     yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
@@ -181,7 +193,10 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     def step(case: Case) -> Row:
         known = results.body["op_times_ns"].setdefault(f"fused={case.fused}, graphs={case.graphs}", {})
-        return gpu_steps.measure(case, host_bytes, machine, known, traces, gpu_rows.spun(case))
+        return gpu_steps.measure(case, device_bytes(results), host_bytes, machine, known, traces, gpu_rows.spun(case))
+
+    def kernels() -> Row:
+        return gpu_steps.kernels(in_way(KERNELS_OF, way), device_bytes(results), host_bytes, machine)
 
     way: dict[str, bool] = {}
     for name, of in WAYS_OF.items():
@@ -222,13 +237,12 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     yield from map(check, gpu_checks.checks())
     yield by_itself("attention", "attention", gpu_machine.attention, 45.0)
     if KERNELS_OF.model in options.models:
-        kernels = functools.partial(gpu_steps.kernels, in_way(KERNELS_OF, way), host_bytes, machine)
         yield by_itself("kernels", KERNELS_OF.key, kernels, gpu_rows.seconds(KERNELS_OF, gpu))
     yield from (measured(case) for case in cases if case.key not in gpu_rows.AIMS)
 
 
 def main() -> None:
-    let_segments_grow()
+    prepare_process()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="the folder of the results")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")

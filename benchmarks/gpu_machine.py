@@ -84,6 +84,12 @@ def clear() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def free_bytes() -> int:
+    """Of the GPU's memory, what torch may have: not CUDA's context, loaded kernels, or what others hold."""
+    clear()
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+
 def datasheet(gpu: str | None = None) -> str:
     """The profile of a GPU, this one if None, by CUDA's name for it ("NVIDIA H100 80GB HBM3"); of one that is called
     alike if there is none, see `has_datasheet`. Raises Refused where there is none of that either."""
@@ -226,6 +232,16 @@ def attention() -> list[Row]:
     return [row for name in SHAPES for seq in SEQUENCES for row in _attention(presets.load(name), seq)]
 
 
+def attention_kernel(model: ModelSpec, seq: int) -> SDPBackend:
+    """Which of its kernels torch takes for plain causal attention in bf16."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    q, k, v = (
+        torch.empty(1, seq, count, model.head_dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=heads != kv_heads))
+
+
 def _attention(model: ModelSpec, seq: int) -> Iterator[Row]:
     heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     batch = max(1, TOKENS[-1] // seq)
@@ -234,7 +250,7 @@ def _attention(model: ModelSpec, seq: int) -> Iterator[Row]:
         torch.randn(batch, seq, count, dim, device=DEVICE).bfloat16().transpose(1, 2).requires_grad_()
         for count in (heads, kv_heads, kv_heads)
     ]
-    taken = SDPBackend(torch._fused_sdp_choice(*inputs, is_causal=True, enable_gqa=heads != kv_heads))
+    taken = attention_kernel(model, seq)
     for kernel in dict.fromkeys((taken, SDPBackend.FLASH_ATTENTION)):
         case = f"heads of {dim}, {batch} sequences of {seq}, {kernel.name.lower()}"
         yield {"case": case, "taken": kernel == taken} | _attention_rates(inputs, kernel, flops / 1e12)

@@ -86,9 +86,14 @@ class Results:
         """The rows of a part that tell of a check that failed."""
         return [row for row in self.rows(part) if not row.get("passed", True)]
 
+    def wrong(self, part: str, key: str) -> bool:
+        """Whether a check is there that failed, or ended in an error."""
+        found = [row for name, row in self.body["rows"].get(part, {}).items() if _of(name, key)]
+        return any("error" in row or not row["passed"] for row in found)
+
     def there(self, part: str, key: str) -> bool:
         """Whether its rows were measured, or failed."""
-        return any(name == key or name.startswith(f"{key}: ") for name in self.body["rows"].get(part, {}))
+        return any(_of(name, key) for name in self.body["rows"].get(part, {}))
 
     def begins(self, part: str, key: str, *, takes_s: float = 0.0) -> bool:
         """Whether rows are still to be measured, and there is the time."""
@@ -137,6 +142,11 @@ class Results:
         """Write the file, whole or not at all, and the table of what is in it."""
         write_text(self._file, json.dumps(self.body, indent=1, default=str))
         write_text(self._file.with_suffix(".md"), table(self.body))
+
+
+def _of(name: str, key: str) -> bool:
+    """Whether a row is what was measured under a key, or one of several."""
+    return name == key or name.startswith(f"{key}: ")
 
 
 def _wanted_again(part: str, row: Row, again: bool) -> bool:

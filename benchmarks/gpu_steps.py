@@ -48,6 +48,7 @@ PROFILED = torch.profiler.ProfilerActivity.CUDA
 
 def measure(
     case: Case,
+    device_bytes: int,
     host_bytes: int,
     machine: dict[str, list[Row]],
     known_ns: dict[str, float],
@@ -58,8 +59,9 @@ def measure(
 
     `known_ns` is what ops were found to take alone, by signature; what this schedule's take is added where any lacks.
     """
-    verified = _verified(case, host_bytes, machine)
+    verified = _verified(case, device_bytes, host_bytes, machine)
     schedule = verified.schedule
+    kernel = gpu_machine.attention_kernel(schedule.model, case.seq_len).name.lower()
     begun = time.perf_counter()
     backend, trainer = trainer_of(case, verified, ArenaBackend, case.way.prepare)
     backend.events = []
@@ -84,6 +86,7 @@ def measure(
         profile = profile_of(schedule, machine, known_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
         row |= {
+            "attention": kernel,
             "startup_s": startup_s,
             "gpu_peak_GB": peak / 1e9,
             "gpu_reserved_GB": reserved / 1e9,
@@ -93,6 +96,7 @@ def measure(
             "host_peak_GB": (_high_water() - backend.unused) / 1e9,
             "host_threads": torch.get_num_threads(),
             "handing_over_us": {name: ns / 1e3 for name, ns in handing_ns.items()},
+            "clock_us": backend.clock_ns / 1e3,
         }
         row |= _predicted(schedule, profile, row["step_s"]["median"])
         if spin:
@@ -100,9 +104,9 @@ def measure(
     return row
 
 
-def kernels(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
+def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
     """What lasts longest on the GPU in one step of the case: name, calls and total ms of a few. Raises Refused."""
-    _, trainer = trainer_of(case, _verified(case, host_bytes, machine), ArenaBackend, case.way.prepare)
+    _, trainer = trainer_of(case, _verified(case, device_bytes, host_bytes, machine), ArenaBackend, case.way.prepare)
     with trainer:
         trainer.run(WARM_UP)
         with torch.profiler.profile(activities=[PROFILED]) as profiler:
@@ -116,10 +120,9 @@ def kernels(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
     return {"case": case.key, "fused": case.fused, "graphs": case.graphs, "longest": told[:LONGEST]}
 
 
-def _verified(case: Case, host_bytes: int, machine: dict[str, list[Row]]) -> Verified:
-    total = torch.cuda.get_device_properties(0).total_memory
+def _verified(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]]) -> Verified:
     known = machine_of(machine)
-    return verify(schedule_of(case, known, device_bytes=total, host_bytes=host_bytes, planning_s=PLANNING_S))
+    return verify(schedule_of(case, known, device_bytes=device_bytes, host_bytes=host_bytes, planning_s=PLANNING_S))
 
 
 def trainer_of(

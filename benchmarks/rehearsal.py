@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_block
 import gpu_case
 import gpu_checks
 import gpu_machine
@@ -108,6 +109,8 @@ def install(gpu: Any) -> None:
         "is_current_stream_capturing": _always(False),
         "get_device_name": lambda index=0: REHEARSED,
         "get_device_properties": lambda index: properties,
+        "mem_get_info": _always((MEMORY, MEMORY)),
+        "memory_reserved": _always(0),
         "max_memory_allocated": _always(0),
         "max_memory_reserved": _always(0),
         "memory_stats": lambda: {"num_alloc_retries": 0},
@@ -126,6 +129,7 @@ def install(gpu: Any) -> None:
     gpu_machine.WINDOW_S = {"link": 0.002, "product": 0.002}
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
+    gpu_block.MODELS, gpu_block.SEQUENCES, gpu_block.LENGTH = ("tiny",), 1, 16
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
     here.DEVICE_RESERVE, here.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler

@@ -41,6 +41,7 @@ SYNCHRONISATIONS = 5  # times that the two clocks are read side by side; the clo
 READINGS = 4  # of the clocks that are remembered: those that the steps in flight lie between
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `launched_ahead`; tokens of a micro-batch
 SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
+QUEUES = 32  # the most that CUDA makes
 SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said
 
 
@@ -53,6 +54,7 @@ class Clock:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream  # with nothing else on it: its events are reached at once
+        self.within_ns = 0  # of which two moments that belong together were read, the worst reading so far
         self._readings = deque[tuple[torch.cuda.Event, int]](maxlen=READINGS)
         self._since_ms: list[float] = []  # of the readings, from the oldest on
         self._read()
@@ -75,7 +77,8 @@ class Clock:
                 pass
             after = time.perf_counter_ns()
             pairs.append((after - before, (before + after) // 2, event))
-        _, ns, event = min(pairs, key=lambda pair: pair[:2])
+        within, ns, event = min(pairs, key=lambda pair: pair[:2])
+        self.within_ns = max(self.within_ns, within)
         self._readings.append((event, ns))
         self._since_ms = [self._readings[0][0].elapsed_time(event) for event, _ in self._readings]
 
@@ -148,7 +151,7 @@ class CudaBackend(CpuBackend):
     def __init__(
         self, *, index: int = 0, threads: Mapping[Stream, int] | None = None, machine: str | None = None
     ) -> None:
-        let_segments_grow()
+        prepare_process()
         self._index = index
         torch.cuda.set_device(index)
         self._cpus = cpus_beside(pci_address(index))
@@ -171,6 +174,11 @@ class CudaBackend(CpuBackend):
     def device(self) -> torch.device:
         """See Backend."""
         return torch.device("cuda", self._index)
+
+    @property
+    def clock_ns(self) -> int:
+        """Within what time the two clocks were read side by side, at worst: a span is as exact as that."""
+        return self._clock.within_ns
 
     @functools.cached_property
     def spin(self) -> Spin:
@@ -276,11 +284,13 @@ def handed_over(events: Iterable[tuple[Op, DeviceEvent]]) -> dict[str, list[int]
     return dict(found)
 
 
-def let_segments_grow() -> None:
-    """Have torch's allocator leave no holes between allocations of different sizes.
+def prepare_process() -> None:
+    """Set what torch and CUDA read from the environment as they begin; nothing that is set there already.
 
-    Of use before CUDA's first memory is asked for; does nothing where the allocator has been set up by the environment.
+    torch's allocator leaves no holes between allocations of different sizes. Streams have queues of their own on the
+    GPU, of which CUDA makes 8 if nothing is said: two on one would wait for each other.
     """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(QUEUES))
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 

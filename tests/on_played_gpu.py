@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_machine
 import gpu_steps
 import played_gpu
 import pytest
@@ -118,7 +119,7 @@ def test_the_benchmark_measures_a_step_its_ops_alone_and_a_spun_one(graphs: bool
     case = Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2, graphs=graphs)
     known_ns: dict[str, float] = {}
     played_gpu.count("graphs")
-    row = gpu_steps.measure(case, 1 << 33, {}, known_ns, None, True)
+    row = gpu_steps.measure(case, gpu_machine.free_bytes(), 1 << 33, {}, known_ns, None, True)
     schedule = policies.build("streamed", presets.load("tiny"), case.workload, MEMORY)
     assert known_ns.keys() == set(timed(schedule).values()) and row["spin_step_s"] > 0 and row["alloc_retries"] == 0
     launched = gpu_steps.WARM_UP + gpu_steps.STEPS - 1 + gpu_steps.alone_steps(case) - 1  # after each's eager call

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PARTS = [
+    "block",
     "links",
     "gemm",
     "attention",
@@ -328,6 +329,39 @@ gpu.main()"""
     assert rows["smoke"]["smoke"]["passed"] is True and rows["dram"]
 
 
+def test_where_a_block_is_wrong_all_goes_on_without_cudnns_attention(tmp_path: Path) -> None:
+    code = """import sys
+import gpu, gpu_block, gpu_machine, torch
+name = sys.argv[1].rpartition("/")[2]
+def right(case):
+    return {"case": case, "passed": True}
+def checks():
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return [right("a"), right("b")]
+    if name == "fails":
+        return [right("a"), {**right("b"), "passed": False}]
+    if name == "raises":
+        raise RuntimeError("no plan")
+    return [right("a")]
+gpu_block.checks = checks
+enabled = lambda: {"case": "links", "enabled": torch.backends.cuda.cudnn_sdp_enabled()}
+gpu_machine.links = enabled
+sys.argv = ["gpu.py", "--once", "--rehearse", "--parts", *sys.argv[2:], "--out", sys.argv[1]]
+gpu.main()"""
+    first, second = "attention as torch chooses", "attention without cuDNN"
+    cases = {
+        "right": [f"{first}: a"],
+        "fails": [f"{first}: a", f"{first}: b", f"{second}: a", f"{second}: b"],
+        "raises": [first, f"{second}: a", f"{second}: b"],
+    }
+    for name, told in cases.items():
+        assert python(code, str(tmp_path / name), "block").returncode == (3 if name == "raises" else 0)
+        done = python(code, str(tmp_path / name), "block", "links")  # another process, which reads what was found
+        assert done.returncode == 0, done.stderr
+        rows = json.loads((tmp_path / name / "gpu.json").read_text())["rows"]
+        assert list(rows["block"]) == told and rows["links"]["links"]["enabled"] == (name == "right")
+
+
 def test_on_a_gpu_no_test_is_run_that_has_nothing_to_say_of_it() -> None:
     """Such as those by Triton's interpreter, which fail with some versions of NumPy: the check would seem to."""
     code = """import gpu_checks
@@ -373,7 +407,7 @@ rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
 options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False, parts=gpu.PARTS)
 ways = rows.body["rows"].setdefault("ways", {})
 def told():
-    return [part.name for part in gpu.parts(options, rows) if part.part not in gpu.PARTS[:4]]
+    return [part.name for part in gpu.parts(options, rows) if part.part not in gpu.PARTS[:5]]
 for count in (2, 2, 4, 4):  # of the first way, then of both: one row is not enough
     assert told() == [*ways, *told()][-count:] and len(told()) == count, told()
     ways[told()[len(ways)]] = {"case": "a", "error": "none"}

@@ -571,16 +571,19 @@ def test_a_gpus_place_is_told_as_linux_writes_it(gpu: FakeGpu, told: dict[str, i
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_the_allocators_settings_are_the_users_where_there_are_any(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_settings_from_the_environment_are_the_users(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "backend:native")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     before = dict(os.environ)
-    cuda.let_segments_grow()
+    cuda.prepare_process()
     assert dict(os.environ) == before
     monkeypatch.delenv(name)
-    cuda.let_segments_grow()
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    cuda.prepare_process()
     assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "32"
 
 
 # ---- graphs
