@@ -246,9 +246,12 @@ class Room:
         return "; ".join(told)
 
     def might_hold(self, workload: Workload) -> bool:
-        """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together."""
+        """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together, or as
+        `least` tells, since what is copied nowhere may take less in all."""
         least, limits = self._taken(self.thriftiest(workload)), self.limits
-        return least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values())
+        if least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values()):
+            return True
+        return all(peak <= limits[tier] for tier, peak in self.least(workload).items())
 
     def _built(self, candidate: Candidate) -> Schedule:
         knobs = dict(candidate.knobs)

@@ -75,6 +75,11 @@ def _words(workload: Workload) -> str:
     return f"{size}, {workload.precision}, {clip}"
 
 
+def _orders(workload: Workload) -> tuple[str, ...]:
+    """The orders in which the step's micro-batches may pass through the layers."""
+    return ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
+
+
 def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:
     """The modes of recompute: where not all activations can stay as they are, what costs next to nothing goes first."""
     plain = [found for found, workload in bounded if workload.recompute == "none"]
@@ -168,7 +173,7 @@ class Search:
         self.found.share = 0.9
         of_best = self.found.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
-        modes = ["none"]
+        modes = ["none"] if self.found.at is not None else list(self.found.model.recompute_modes)
         if of_bound.accumulation != of_best.accumulation:  # ours need more micro-batches than others might
             modes.append(self.found.model.recompute_modes[-1])
         self.named(of_best, replace(of_best, recompute="none"), *(replace(of_bound, recompute=mode) for mode in modes))
@@ -303,9 +308,13 @@ class Search:
         if self.few(workload):
             placements = self._placements(workload)
             effort = self.found.effort
-            for begin in dict.fromkeys((start, self.found.room.begin(start, one_block=self.one_block))):
-                every = itertools.product(*placements.values())
-                self.found.evaluate(*(begin.with_knobs(dict(zip(placements, values, strict=True))) for values in every))
+            begins = dict.fromkeys((start, self.found.room.begin(start, one_block=self.one_block)))
+            for order, begin in itertools.product(_orders(workload), begins):
+                if order != "layers" and self.found.at is not None:
+                    break  # from what fits the other order is tried later
+                every = itertools.product([order], *placements.values())
+                names = ["order", *placements]
+                self.found.evaluate(*(begin.with_knobs(dict(zip(names, values, strict=True))) for values in every))
             self.found.effort = effort  # there are few: what follows may still take its own
             return
         blocks = self.found.model.num_hidden_layers
@@ -319,7 +328,7 @@ class Search:
         residents = [most, blocks + 1]
         if whole:
             residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)]
-        orders = ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
+        orders = _orders(workload)
         away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
         chosen = itertools.product(orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,))
         # and where even buffers are tight, all that can leave the device

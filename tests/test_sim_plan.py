@@ -378,6 +378,22 @@ def test_splits_are_searched_down_to_the_size_from_which_smaller_gain_nothing(
     assert worth_searching(bounded[:5]) == bounded[:5]
 
 
+@pytest.mark.parametrize("share", [0.95, 1.05, 1.2])
+def test_where_few_placements_have_room_the_other_order_and_all_modes_are_tried(share: float) -> None:
+    """Without room in the host, where a micro-batch at a time is what fits, and some modes take less than others."""
+    model = presets.load("tiny")
+    steps = [step(1, accumulation=4, grad_clip=1.0, recompute=mode) for mode in model.recompute_modes]
+    whole: dict[str, Knob] = {"resident": len(model.layers), "order": "microbatches", "keep": 0}
+    needs = peak_bytes(policies.build("streamed", model, steps[0], ROOMY, **whole), hardware.load("rtx4090"))
+    changes = [f"gpu.memory={int(share * needs[Tier.DEVICE])}bytes", "host.memory=1kB"]
+    profile = replace(hardware.override(hardware.load("rtx4090"), changes), nvme=None)
+    found = plan(model, profile, seq_len=512, micro_batch_size=1, accumulation=4, grad_clip=1.0)
+    built = [policies.build("resident", model, workload, memory_of(profile)) for workload in steps]
+    assert found.prediction.period_ns <= min(filter(None, (period_if_it_fits(s, profile) for s in built)))
+    ours = [tried for tried in found.tried if tried.policy == "streamed" and tried.period_ns is not None]
+    assert "microbatches" in {dict(tried.knobs).get("order") for tried in ours}
+
+
 def test_where_nothing_searched_fits_the_thriftiest_of_any_split_is_tried() -> None:
     model, steps = shallow(1), [step(24 // n, accumulation=n) for n in (1, 6, 12, 24)]
     profile = replace(hardware.load("rtx4090"), nvme=None)

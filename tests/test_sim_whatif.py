@@ -13,7 +13,7 @@ from schedules.op import Stream, Tier
 from schedules.workload import RECOMPUTED, Workload
 from sim import hardware, whatif
 from sim.plan import Plan, plan
-from sim.prediction import Prediction, memory_of, predict
+from sim.prediction import Prediction, memory_of, peak_bytes, predict
 from sim.search import NothingFits
 
 
@@ -126,6 +126,19 @@ def test_what_a_drive_cannot_hold_may_live_on_the_device() -> None:
     assert knobs["resident"] and knobs["nvme"]
     with pytest.raises(NothingFits):
         planned(least * 0.9)
+
+
+def test_limits_are_told_where_only_what_is_copied_nowhere_has_room() -> None:
+    """A model that streams takes more in all: its weights are in both memories, and gradients wait in the host's."""
+    model = replace(presets.load("llama-3.2-1b"), num_hidden_layers=4, vocab_size=8192)
+    workload = Workload(micro_batch_size=1, seq_len=1024)
+    base = replace(hardware.load("rtx4090"), nvme=None)
+    resident = policies.build("streamed", model, workload, memory_of(base), resident=6, keep=0)
+    needs = peak_bytes(resident, base)[Tier.DEVICE]
+    profile = hardware.override(base, [f"gpu.memory={int(1.001 * needs)}bytes", "host.memory=20MB"])
+    assert predict(resident, profile).fits
+    assert whatif.largest_micro_batch(model, profile, workload) >= 1
+    assert whatif.longest_sequence(model, profile, workload) >= 1024
 
 
 def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
