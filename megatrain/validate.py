@@ -119,7 +119,10 @@ class Grid:
         }
 
     def _workload(self, shape: Shape) -> Workload:
-        return Workload(micro_batch_size=shape[0], seq_len=shape[1], precision=self.precision)
+        try:
+            return Workload(micro_batch_size=shape[0], seq_len=shape[1], precision=self.precision)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
 
 def named(shape: Shape) -> str:
@@ -164,16 +167,15 @@ def profile_and_run(
     the runs. What is in `folder` is not measured or run again. What ops share is measured with the first model.
 
     Raises:
-        InputError: ops cannot be computed in the grid's way here.
+        InputError: ops cannot be computed in the grid's way here, or there is no such policy or precision.
         Refused: what is in `folder` is of another machine, drive, way or grid; or what `train` refuses.
     """
     here = machine_here(partial(backend_of, grid.backend), grid.nvme)
     grid.way.require(on_gpu=here.on_gpu)
-    claim(folder, here, grid.way, grid.measured())
-    path = folder / "profile.json"
     calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
-    machine, parts = partial(backend_of, grid.backend), folder / "parts"
     schedules = grid.points()
+    claim(folder, here, grid.way, grid.measured())  # not before it is known that there is something to measure
+    machine, parts, path = partial(backend_of, grid.backend), folder / "parts", folder / "profile.json"
     found: dict[str, list[Trace]] = {name_of(schedule): [] for schedule in schedules}
     turns = list(itertools.product(range(grid.rounds), grid.models))
     for turn, (number, model) in enumerate(turns):

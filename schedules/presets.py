@@ -38,7 +38,8 @@ def load(name_or_path: str | Path) -> ModelSpec:
     if path.is_file():
         return _read(path, plain(path.resolve().parent.name if path.name == "config.json" else path.stem))
     if path.suffix == ".json" or len(path.parts) > 1:
-        raise ModelError(f"there is no file {path}")
+        meant = f"; a preset is called {path.name.lower()}" if path.name.lower() in names() else ""  # as a hub has it
+        raise ModelError(f"there is no file {path}{meant}")
     near = difflib.get_close_matches(preset, names(), n=3)
     hint = f"nearest are {', '.join(near)}" if near else f"there are {', '.join(names())}"
     raise ModelError(f"no model is called {wanted!r}; {hint}, or give the path of a config.json")

@@ -68,6 +68,20 @@ def test_a_schedule_is_one_in_whatever_order_its_fields_are(step: Path, tmp_path
     assert called("timeline", str(trace), str(other), "--out", str(tmp_path / "drawn"))[1] is None
 
 
+def test_a_folder_is_not_taken_for_what_was_refused(tmp_path: Path) -> None:
+    """A misspelt policy or precision measures nothing: the right command may write there."""
+    for wrong in (["--policy", "steamed"], ["--precision", "fp16"]):
+        _, error = called("validate", *wrong, "--out", str(tmp_path / "found"))
+        assert isinstance(error, InputError) and not (tmp_path / "found" / "machine.txt").exists()
+
+
+def test_what_was_meant_is_named() -> None:
+    _, error = called("simulate", "Qwen/Qwen2.5-7B")
+    assert "there is no file Qwen/Qwen2.5-7B; a preset is called qwen2.5-7b" in str(error)
+    _, error = called("hardware", "--set", "host.memory=1GB")
+    assert isinstance(error, InputError) and "--set host.memory=1GB is for one machine: name it" in str(error)
+
+
 # ---- what a schedule file fixes
 
 

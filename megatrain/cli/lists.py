@@ -10,6 +10,7 @@ import typer
 
 from megatrain.cli.bars import stages
 from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
+from schedules.errors import InputError
 
 if TYPE_CHECKING:
     from schedules.model import ModelSpec
@@ -112,6 +113,8 @@ def hardware(
     from sim import machine
 
     if name is None:
+        if change:
+            raise InputError(f"--set {change[0]} is for one machine: name it")
         profiles = [machines.load(known) for known in machines.names()]
         if as_json:
             print_json([machines.to_json(known) for known in profiles])
