@@ -106,14 +106,27 @@ def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command
     return found
 
 
+def _noise(table: pd.DataFrame) -> str:
+    noise = table["noise"].dropna()
+    if noise.empty:
+        return "One round says nothing of the machine's noise."
+    told = f"median {noise.median():.1%}, largest {noise.max():.1%}"
+    return f"Machine noise, the difference between rounds of one point: {told}."
+
+
+def _choice(table: pd.DataFrame) -> str:
+    if table["policy"].nunique() < 2:
+        return "Of one policy there is none to choose."
+    tau, regret = validation.ranking(table)
+    return f"Choosing a policy by prediction: Kendall's tau {tau:.2f}, regret {regret:.2%}."
+
+
 def _body(table: pd.DataFrame, steps: pd.DataFrame, classes: pd.DataFrame, streams: pd.DataFrame) -> list[str]:
     """All that the tables say."""
-    tau, regret = validation.ranking(table)
     columns = tables.summaries
     return [
         tables.markdown(headline(table), columns("level", "level")),
-        f"Machine noise, the difference between rounds of one point: median {table['noise'].median():.1%}, largest "
-        f"{table['noise'].max():.1%}. Choosing a policy by prediction: Kendall's tau {tau:.2f}, regret {regret:.2%}. "
+        f"{_noise(table)} {_choice(table)} "
         "Peak bytes: buffers are exact, since a run allocates each once at its declared size and refuses activations "
         f"that are larger than theirs; workspace is predicted to {table['workspace_error'].abs().max():.1%} at worst, "
         f"to {table['workspace_error'].abs().median():.1%} at the median.",

@@ -284,3 +284,12 @@ def test_a_run_of_few_steps_is_refused() -> None:
 def test_a_shape_that_no_profile_could_time_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(InputError, match=r"8x128 is not among the profiled ones \(1x16, .*\): profile at least 3"):
         small(held_out=((8, 128),))
+
+
+def test_of_one_round_and_one_policy_nothing_is_told_that_is_no_number() -> None:
+    """And as numpy gives no number, it would warn of it."""
+    alone = pd.DataFrame({"policy": ["streamed"] * 2, "noise": [float("nan")] * 2})
+    assert validation_report._noise(alone) == "One round says nothing of the machine's noise."
+    assert validation_report._choice(alone) == "Of one policy there is none to choose."
+    rounds = alone.assign(noise=[0.01, 0.03])
+    assert validation_report._noise(rounds).endswith("between rounds of one point: median 2.0%, largest 3.0%.")
