@@ -426,7 +426,9 @@ def test_release_poisons_only_in_debugging() -> None:
         store = cpu_store(schedule, poison=poison)
         assert bool(store.tensor(access).isnan().all()) is poison
         store.tensor(access).fill_(1.0)
-        store.release("weight0")
+        store.release("weight0")  # by a thread of the host, for which no stream of a GPU would wait
+        assert bool((store.tensor(access) == 1.0).all())
+        store.release("weight0", queued=True)
         assert bool(store.tensor(access).isnan().all()) is poison
 
 
