@@ -186,6 +186,8 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     if results.wrong("block", gpu_block.AS_TORCH_CHOOSES):
         torch.backends.cuda.enable_cudnn_sdp(False)  # of this process: in each row that follows
         yield by_itself("block", gpu_block.WITHOUT_CUDNN, gpu_block.checks, 40.0)
+        # what is wrong without it, too, is not its fault: no compiler, say
+        torch.backends.cuda.enable_cudnn_sdp(results.wrong("block", gpu_block.WITHOUT_CUDNN))
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
     yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)

@@ -336,6 +336,8 @@ name = sys.argv[1].rpartition("/")[2]
 def right(case):
     return {"case": case, "passed": True}
 def checks():
+    if name == "both":
+        return [{**right("a"), "passed": False}]
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return [right("a"), right("b")]
     if name == "fails":
@@ -353,13 +355,14 @@ gpu.main()"""
         "right": [f"{first}: a"],
         "fails": [f"{first}: a", f"{first}: b", f"{second}: a", f"{second}: b"],
         "raises": [first, f"{second}: a", f"{second}: b"],
+        "both": [f"{first}: a", f"{second}: a"],
     }
     for name, told in cases.items():
         assert python(code, str(tmp_path / name), "block").returncode == (3 if name == "raises" else 0)
         done = python(code, str(tmp_path / name), "block", "links")  # another process, which reads what was found
         assert done.returncode == 0, done.stderr
         rows = json.loads((tmp_path / name / "gpu.json").read_text())["rows"]
-        assert list(rows["block"]) == told and rows["links"]["links"]["enabled"] == (name == "right")
+        assert list(rows["block"]) == told and rows["links"]["links"]["enabled"] == (name in ("right", "both"))
 
 
 def test_on_a_gpu_no_test_is_run_that_has_nothing_to_say_of_it() -> None:
