@@ -313,7 +313,7 @@ def _step_in_torch(
     w, low = weights[part], None if parts.low is None else parts.low[part]
     g = grad[part]
     alone = low is None and parts.master is None and grad_scale is None
-    # no copies needed; of bf16 torch's kernel takes its sums in another order, and other schedules' bits would differ
+    # no copies needed; bf16 in place rounds otherwise than its copies in fp32 do, and schedules' bits would differ
     if alone and w.dtype == g.dtype == parts.m.dtype == torch.float32:
         _fused(w, g, parts.m[part], parts.v[part], count, hyper, weight_decay)
         return
