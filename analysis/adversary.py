@@ -80,12 +80,16 @@ def search(
 
     Raises:
         InputError: fewer than one point, a policy that is not known or that refuses every point, two that do not do
-            the same, or a machine on which every point takes too long.
+            the same, a measured profile, or a machine on which every point takes too long.
         ScheduleError: a policy's schedule is not safe.
-        MissingCost: the machine is a measured profile, which knows only the shapes it was measured with.
     """
     if points < 1:
         raise InputError("an adversary needs at least one point to try")
+    if machine.mode == "measured":
+        raise InputError(
+            f"{machine.name} is a measured profile, which knows the shapes and the speeds it was measured with and no "
+            "others: an adversary needs a datasheet; megatrain hardware lists them"
+        )
     trained = [policies.trains(name) for name in (first, second)]
     if trained[0] != trained[1]:
         raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")

@@ -81,8 +81,8 @@ def headline(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([{"level": name, **vars(validation.summary(table[error]))} for name, error in levels])
 
 
-def _count(things: Sequence[object], name: str) -> str:
-    return f"{len(things)} {name}{'s' if len(things) > 1 else ''}"
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command: str) -> list[str]:
@@ -94,13 +94,14 @@ def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command
     found = [
         "# Predictions against runs",
         f"{machine}, {today()}, Python {platform.python_version()}, {versions}. Made by `{command}`.",
-        f"{len(points)} points: {_count(grid.models, 'model')} x {_count(grid.policies, 'schedule')} x "
-        f"{_count(grid.held_out, 'shape')}, {grid.precision}. The profile ({profile.date}) saw the shapes {seen} "
-        "(micro-batch x sequence), one op at a time, and what ops share with "
-        f"`{grid.models[0].name}` only; the runs have the shapes {held}. "
+        f"{_count(len(points), 'point')}: {_count(len(grid.models), 'model')} x "
+        f"{_count(len(grid.policies), 'schedule')} x {_count(len(grid.held_out), 'shape')}, {grid.precision}. "
+        f"The profile ({profile.date}) saw the shapes {seen} (micro-batch x sequence), one op at a time, and what "
+        f"ops share with `{grid.models[0].name}` only; the runs have the shapes {held}. "
         "No run is of a shape that was profiled, and nothing is fitted to a run. Each point was run in "
-        f"{grid.rounds} rounds of {grid.steps} steps, the first {WARMUP} left out; rounds go over the whole grid, and "
-        "each model's ops are timed anew before its runs, so that both see the machine at the same pace.",
+        f"{_count(grid.rounds, 'round')} of {grid.steps} steps, the first {WARMUP} left out; rounds go over "
+        "the whole grid, and each model's ops are timed anew before its runs, so that both see the machine at the "
+        "same pace.",
     ]
     assert len(found) == _HEAD
     return found

@@ -124,7 +124,7 @@ class TokenFile:
         except (ValueError, EOFError, BadZipFile, TokenError, LookupError, OverflowError, TypeError):
             found = None
         if not isinstance(found, np.ndarray):
-            what = "no .npy file" if found is None else "an archive of arrays"
+            what = "no whole .npy file" if found is None else "an archive of arrays"
             raise DataError(f"{self.path} is {what}: give one array of token numbers, saved with numpy.save")
         return found
 
@@ -151,9 +151,11 @@ def from_file(path: Path, vocab_size: int, workload: Workload, seed: int = 0) ->
         )
     try:
         text = np.fromfile(path, dtype=np.uint8)
+        return ByteText(text=torch.from_numpy(text), workload=workload, seed=seed)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    return ByteText(text=torch.from_numpy(text), workload=workload, seed=seed)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,16 +193,17 @@ def _files(folder: Path) -> dict[str, str]:
     """The file that each tensor lies in."""
     try:
         if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():  # as transformers chooses
-            listed = json.loads((folder / INDEX).read_text())["weight_map"]
+            index = json.loads((folder / INDEX).read_text())
+            listed = index.get("weight_map") if isinstance(index, dict) else None
             if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-                raise ValueError("weight_map does not name a file for each tensor")
+                raise ValueError(f"the weight_map of {INDEX} does not name a file for each tensor")
             return listed
         with safetensors.safe_open(folder / WHOLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), WHOLE)
     except FileNotFoundError:
         what = f"{folder} has neither {INDEX} nor {WHOLE}" if folder.is_dir() else f"there is no folder {folder}"
         raise WeightsError(what) from None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
 
 

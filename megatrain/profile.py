@@ -32,7 +32,7 @@ from megatrain.rates import Load
 from megatrain.train import Trainer
 from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes
-from schedules.errors import Refused
+from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Stream, Tier
 from schedules.schedule import Schedule
@@ -78,8 +78,8 @@ def measure(
     `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not timed again.
 
     Raises:
-        InputError: ops cannot be computed in this way here.
-        Refused: no schedule can be run, or `parts` are of another machine, drive or way.
+        InputError: ops cannot be computed in this way here, or every schedule needs a drive.
+        Refused: `parts` are of another machine, drive or way.
         DriveError: the drive cannot be written.
     """
     runnable = _runnable(schedules, nvme)
@@ -146,7 +146,7 @@ def _time_ops(
 def _runnable(schedules: Sequence[Schedule], nvme: Path | None) -> list[Schedule]:
     found = [s for s in schedules if nvme is not None or not s.allocated_bytes(Tier.NVME)]
     if not found:
-        raise Refused("nothing to measure: every schedule given uses NVMe, and no folder on a drive was given")
+        raise InputError("every schedule to be measured keeps bytes on NVMe: give a folder there, with --nvme FOLDER")
     return found
 
 

@@ -37,9 +37,6 @@ class Program(Buffers):
     """
 
     def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0, fused: bool = True) -> None:
-        # a forward and, in training, a backward of every layer: too many are told before they are written
-        passes = 2 if workload.task == "train" else 1
-        _require_few(passes * len(model.blocks) * workload.accumulation, workload)
         super().__init__(model, workload)
         self._staleness = staleness
         self._fused = fused
@@ -480,6 +477,14 @@ class Program(Buffers):
                 blocking=blocking,
             )
         )
+
+
+def require_few_ops(model: ModelSpec, workload: Workload) -> None:
+    """Raises ProgramError where a step has too many ops, before any of them is written: it has a forward and, in
+    training, a backward of every block and micro-batch.
+    """
+    passes = 2 if workload.task == "train" else 1
+    _require_few(passes * len(model.blocks) * workload.accumulation, workload)
 
 
 def _require_few(ops: int, workload: Workload) -> None:

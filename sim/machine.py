@@ -258,6 +258,10 @@ TIMED = (
 """Paths of what no op's time depends on where ops were timed; only a datasheet profile makes their times of it."""
 
 
+THREADS = ("host.adam_threads", "host.copy_threads", "host.compute_threads")
+"""Paths of how many of the host's cores an op occupies; without any of them the number of cores slows nothing down."""
+
+
 CEILINGS = (
     ("links.h2d.bandwidth", "links.duplex"),
     ("links.d2h.bandwidth", "links.duplex"),
@@ -265,9 +269,7 @@ CEILINGS = (
     ("links.d2h.bandwidth", "host.memory_bandwidth"),
     ("nvme.read", "host.memory_bandwidth"),
     ("nvme.write", "host.memory_bandwidth"),
-    ("host.adam_threads", "host.cores"),
-    ("host.copy_threads", "host.cores"),
-    ("host.compute_threads", "host.cores"),
+    *((path, "host.cores") for path in THREADS),
 )
 """(path, path it cannot exceed): no op, running alone, uses more of a shared capacity than there is."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from schedules.errors import InputError, ProgramError
 from schedules.model import ModelSpec
-from schedules.program import Program
+from schedules.program import require_few_ops
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
@@ -189,7 +189,7 @@ def _that_can_be_written(model: ModelSpec, steps: Sequence[Workload]) -> list[Wo
     found: list[Workload] = []
     for workload in steps:
         try:
-            Program(model, workload)
+            require_few_ops(model, workload)
             found.append(workload)
         except ProgramError:
             if workload is steps[-1] and not found:

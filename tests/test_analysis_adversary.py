@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from timed_profile import timed
 
 from analysis import adversary
-from schedules import policies
+from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.verify import ScheduleError
+from schedules.workload import Workload
 from sim import hardware, machine
 from sim.cost import TooLong
 
@@ -46,6 +48,12 @@ def test_the_same_seed_finds_the_same_and_searching_on_finds_no_less() -> None:
     )
     assert few == again
     assert more[0].ratio >= few[0].ratio
+
+
+def test_a_measured_profile_is_refused_before_the_search() -> None:
+    step = Workload(micro_batch_size=1, seq_len=16)
+    with pytest.raises(InputError, match=r"is a measured profile, .* an adversary needs a datasheet"):
+        adversary.search("megatrain", "streamed", timed(presets.load("tiny"), [step]), points=1, progress=print)
 
 
 def test_every_point_lies_in_the_box() -> None:

@@ -62,7 +62,9 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--steps", "1", "--backend", "cpu", "--graphs"], 2, "CUDA graphs need a GPU"),
         (["run", "tiny", "-p", "zero_infinity", "--steps", "1"], 2, "give a folder on a drive, with --nvme FOLDER"),
         (["run", "tiny", "--steps", "1", "--resume", "/x", "--weights", "/y"], 2, "leave out --weights"),
+        (["simulate", "tiny", "-p", "streamed slots=3", "-k", "slots=2"], 2, "knob slots is set twice"),
         (["simulate", "demo", "-a", "100000", "-s", "1"], 2, "too many to simulate"),
+        (["simulate", "tiny", "-a", "1" + 12 * "0", "-s", "1"], 2, "too many to simulate"),
         (["simulate", "tiny", "--batches", "2"], 2, "--batch"),
         (["simulatte", "tiny"], 2, "simulate"),
         (["simulate", "qwen2.5-72b", "-p", "resident"], 1, "device memory is"),
@@ -190,6 +192,13 @@ def test_a_machine_with_changed_numbers_is_told_as_one() -> None:
     assert f" on {told} (datasheet profile)" in megatrain("simulate", "tiny", *changes).stdout
     (row,) = json.loads(megatrain("compare", "tiny", "-p", "streamed slots=3", *changes, "--json").stdout)
     assert (row["machine"], row["knobs"]) == (told, "slots=3")
+
+
+def test_cores_that_no_op_is_said_to_occupy_are_told_to_change_nothing() -> None:
+    told = "nothing says how many cores an op of h200 occupies, so host.cores changes no time"
+    done = megatrain("simulate", "tiny", "-p", "streamed slots=3", "--set", "host.cores=4")
+    assert done.returncode == 0 and told in done.stderr
+    assert told not in megatrain("simulate", "tiny", "--set", "host.cores=4", "--set", "host.adam_threads=2").stderr
 
 
 def test_planning_imports_no_torch_and_help_nothing_heavy() -> None:

@@ -257,6 +257,12 @@ def test_what_does_not_fit_says_so_before_any_number() -> None:
     assert re.fullmatch(r"DOES NOT FIT: device \+[\d,.]+ GB; all below is as if it did", first)
 
 
+def test_a_comparison_of_what_does_not_fit_is_a_no() -> None:
+    done = megatrain("compare", "llama-3.1-70b", "-p", "resident", "-H", "rtx4090")
+    assert done.returncode == 1 and "does not fit: device" in done.stdout
+    assert done.stderr.endswith("megatrain: none of these fits rtx4090\n")
+
+
 def test_a_schedule_that_is_built_says_whether_it_fits() -> None:
     built = ("build", "llama-3.1-8b", "-p", "resident")
     assert "149.25 GB device; it fits\n" in called(*built)[0]

@@ -53,10 +53,13 @@ def test_every_place_can_be_drawn_even_the_last():
     assert starts == {0, 1}
 
 
-def test_a_text_shorter_than_one_sequence_is_refused():
+def test_a_text_shorter_than_one_sequence_is_refused(tmp_path):
     ByteText(text=TEXT[:17], workload=WORKLOAD)
     with pytest.raises(DataError, match="16 bytes is too short for a sequence of 16 tokens"):
         ByteText(text=TEXT[:16], workload=WORKLOAD)
+    (tmp_path / "few.txt").write_text("few words")
+    with pytest.raises(DataError, match=r"few\.txt: a text of 9 bytes is too short"):
+        data.from_file(tmp_path / "few.txt", 256, WORKLOAD)
     with pytest.raises(DataError, match="step -1"):
         ByteText(text=TEXT, workload=WORKLOAD).batch(-1)
 
@@ -160,7 +163,7 @@ def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):
     ):
         read("z.npz")
     (tmp_path / "text.txt").write_text("words, many of them " * 30)
-    with pytest.raises(DataError, match=r"text\.txt is no \.npy file: give one array .* saved with numpy\.save$"):
+    with pytest.raises(DataError, match=r"text\.txt is no whole \.npy file: give one array .* saved with numpy\.save$"):
         read("text.txt")
     headers = [  # read as Python's literals
         b"((((((",
@@ -171,5 +174,5 @@ def test_what_is_no_npy_file_is_told_with_what_would_be(tmp_path):
     written = [b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header for header in headers]
     for damaged in (b"", b"PK\x03\x04 no archive", *written):
         (tmp_path / "damaged.npy").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"damaged\.npy is no \.npy file"):
+        with pytest.raises(DataError, match=r"damaged\.npy is no whole \.npy file"):
             read("damaged.npy")

@@ -374,5 +374,5 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         hf.parameters(tmp_path, TINY)
     for text in ("{}", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"model.norm.weight": 3}}'):
         (tmp_path / hf.INDEX).write_text(text)
-        with pytest.raises(WeightsError, match=r"the weights in .* cannot be read"):
+        with pytest.raises(WeightsError, match=r"the weights in .* cannot be read: the weight_map of .* does not name"):
             hf.parameters(tmp_path, TINY)

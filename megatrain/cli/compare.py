@@ -28,6 +28,7 @@ from megatrain.cli.options import (
     require_outputs,
     workload_of,
 )
+from schedules.errors import Refused
 
 
 def compare(
@@ -94,3 +95,5 @@ def compare(
                 print_words(f"Left out, since they do not train every weight: {told}")
     if out is not None and not as_json:
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")
+    if frame["fits"].eq(False).all():
+        raise Refused(f"none of these fits {profile.name}")

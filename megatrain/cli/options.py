@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from sim.machine import HardwareProfile
 
 Target = Annotated[str, typer.Argument(help="A model's name, its config.json, or a schedule file.", show_default=False)]
-Policy = Annotated[str, typer.Option("--policy", "-p", help="A policy's name, or a file of your own.")]
+Policy = Annotated[
+    str, typer.Option("--policy", "-p", help='A policy\'s name, with any knobs: "streamed slots=3"; or your own file.')
+]
 Hardware = Annotated[str, typer.Option("--hardware", "-H", "--profile", help="A machine's name, or a profile file.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Change a number: host.memory=256GiB. Repeatable.")]
 Knob = Annotated[list[str] | None, typer.Option("--knob", "-k", help="Set a policy's knob: slots=3. Repeatable.")]
@@ -77,13 +79,16 @@ def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
     Says so on stderr where ops were measured whose times a number does not change.
     """
     from sim.hardware import load, override
-    from sim.machine import TIMED
+    from sim.machine import THREADS, TIMED, lookup
 
     machine = override(load(hardware), changes or [])
     last = {change.partition("=")[0].strip(): change for change in changes or []}  # of several for one number
     if machine.measured is not None and (idle := [path for path in TIMED if path in last]):
         told = f"note: the ops of {machine.name} were measured, and take as long whatever {' and '.join(idle)} may be"
         print(told, file=sys.stderr)
+    if "host.cores" in last and not any(lookup(machine, path) for path in THREADS):
+        told = f"note: nothing says how many cores an op of {machine.name} occupies, so host.cores changes no time"
+        print(f"{told}; give {', '.join(THREADS)}", file=sys.stderr)
     return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine
 
 
@@ -112,8 +117,8 @@ def schedule_of(
             raise InputError(f"the file {target} is a whole step: leave out {', '.join(given)}, or name a model")
         schedule = schedule_to_prove(Path(target))
     else:
-        chosen = policies.parse_knobs(policy, knobs or [])
-        schedule = policies.build(policy, presets.load(target), workload, budget, **chosen)
+        name, chosen = policies.with_knobs(policy, knobs or [])
+        schedule = policies.build(name, presets.load(target), workload, budget, **chosen)
     note_length(schedule.model, schedule.workload.seq_len)
     return schedule
 

@@ -48,7 +48,10 @@ def profile(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy", "-p", help="A policy whose ops are timed, or several: a,b. Repeatable; all if left out."
+            "--policy",
+            "-p",
+            help='A policy whose ops are timed, with any knobs: "streamed slots=3"; or several: a,b. Repeatable; '
+            "all if left out.",
         ),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
@@ -82,12 +85,12 @@ def profile(
     here = machine_here(machine, nvme)
     way.require(on_gpu=here.on_gpu)
     shapes = [shape_of(text) for text in listed(shape or [])] or shapes_up_to(batch, seq)
-    chosen = listed(policy or []) or known.comparable()
+    chosen = [known.with_knobs(text) for text in listed(policy or []) or known.comparable()]
 
     def built(shapes: list[tuple[int, int]], of: ModelSpec) -> list[Schedule]:
         modes = dict.fromkeys(listed(recompute or []) or ["none"])
         workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
-        return [known.build(name, of, w, here.budget) for w in workloads for name in chosen]
+        return [known.build(name, of, w, here.budget, **knobs) for w in workloads for name, knobs in chosen]
 
     with stages() as begin:
         begin("choosing what to measure")

@@ -21,6 +21,7 @@ from megatrain.cli.options import (
     print_json,
     require_outputs,
 )
+from schedules.errors import Refused
 
 
 def sweep(
@@ -114,3 +115,5 @@ def sweep(
                 tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
             if page is not None:
                 print(f"pictures and all numbers: {page}")
+    if not table["fits"].any():
+        raise Refused("at none of these points does anything fit")

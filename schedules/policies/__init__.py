@@ -23,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from schedules import kept
 from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.program import Program
+from schedules.program import Program, require_few_ops
 from schedules.schedule import Knob, Schedule
 from schedules.words import plain
 from schedules.workload import MemoryBudget, Workload
@@ -113,10 +113,10 @@ def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, 
     return parsed
 
 
-def with_knobs(text: str) -> tuple[str, dict[str, Knob]]:
-    """A policy and the knobs that follow it: "streamed nvme=4". Raises PolicyError as `parse_knobs` does."""
+def with_knobs(text: str, more: Sequence[str] = ()) -> tuple[str, dict[str, Knob]]:
+    """A policy and the knobs that follow it: "streamed nvme=4"; and `more`. Raises as `parse_knobs` does."""
     name, *settings = [text] if Path(text).is_file() else text.split() or [text]
-    return name, parse_knobs(name, settings)
+    return name, parse_knobs(name, [*settings, *more])
 
 
 def build(
@@ -156,6 +156,7 @@ def _built(
         raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
     chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
     with _Blame(name_or_path, values):
+        require_few_ops(model, workload)
         program = function(model, workload, memory, **chosen)
         if not isinstance(program, Program):
             raise TypeError(f"policy() returned {type(program).__name__}, not a Program")
