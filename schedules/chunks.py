@@ -72,6 +72,9 @@ class Chunks:
         """Layer i's chunk, or the fp32 one that it is made from, on its way to the buffer that is returned."""
         p = self._program
         stream = Stream.H2D if ahead else Stream.COMPUTE
+        for slot, layer in self._standing.items():  # one that comes as fp32 has nothing in its slot yet
+            if layer in self._coming and slot not in self.ends.values():
+                self._ring.use(slot)
         buffer = self.ends[i] if i in self.ends else self._ring.next()
         self._evict(buffer)
         if i in self._stale:

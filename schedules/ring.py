@@ -28,6 +28,11 @@ class Ring:
         self._buffers.discard(slot)
         return slot
 
+    def use(self, slot: str) -> None:
+        """Hand this slot out after all others."""
+        self._names.remove(slot)
+        self._names.append(slot)
+
     def clear(self) -> None:
         """Empty all slots."""
         for slot in self._names:
@@ -40,7 +45,6 @@ class Ring:
         """The slot in which `tensor` still stands, now the one used last; None if it is in none."""
         for slot in self._names:
             if self._buffers.holds(slot) == tensor:
-                self._names.remove(slot)
-                self._names.append(slot)
+                self.use(slot)
                 return slot
         return None

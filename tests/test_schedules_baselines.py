@@ -193,6 +193,15 @@ def test_gemini_fetches_ahead_on_request(ahead: int, tied: bool, placement: str)
     assert moved(schedule, DEVICE, HOST, "w")["w.0"] == moved(usual, DEVICE, HOST, "w")["w.0"]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3, 5])
+@pytest.mark.parametrize("count", [5, 8])
+def test_gemini_brings_no_layer_twice_that_is_still_coming(count: int, ahead: int) -> None:
+    schedule = policies.build("gemini", blocks(count), workload(accumulation=1), ROOM, max_prefetch=ahead)
+    verify(schedule)
+    loads = of_blocks(moved(schedule, HOST, DEVICE, "w"), "w")
+    assert max(loads) <= 3  # the halves of the master, and once more for the backward
+
+
 def test_gemini_folds_clipping_into_an_adam_that_runs_alone() -> None:
     schedule = policies.build("gemini", TINY, workload(clip=1.0), ROOM)
     assert not phases(schedule)[Phase.SCALE]
