@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from schedules.ends import end_buffers
 from schedules.model import ModelSpec
-from schedules.op import Kind, Stream, Tier
+from schedules.op import Kind, Phase, Stream, Tier
 from schedules.program import Program
+from schedules.traffic import workspace_bytes
 from schedules.workload import Workload
 
 
@@ -21,8 +22,7 @@ class ReleasedStep:
         self.grads, self.slabs = p.slots("grad", 2), p.slots("slab", slabs, Tier.HOST)
         self.weights, self.own = end_buffers(p, "weight"), end_buffers(p, "grad")
         self.staging = end_buffers(p, "slab", Tier.HOST)
-        logits = workload.tokens_per_microbatch * model.vocab_size * workload.bytes.activation
-        p.reserve("logits", logits)
+        p.reserve("logits", _logits_beyond_a_block(p))
         self.pending: dict[str, int] = {}  # slab -> the layer whose gradient the CPU thread takes from it
 
     def load(self, i: int) -> None:
@@ -111,3 +111,14 @@ class ReleasedStep:
             p.prefetch(p.weight(i), into=buffer, blocking=True)
         for i in layers:
             p.zero(i, grad=grads[i], stream=Stream.HOST)
+
+
+def _logits_beyond_a_block(p: Program) -> int:
+    """Bytes by which a micro-batch's logits, all of which the loss keeps for its backward, exceed what a block's
+    backward takes later: torch gives it the same memory.
+    """
+    model, workload, block = p.model, p.workload, p.model.blocks[-1]
+    logits = workload.tokens_per_microbatch * model.vocab_size * workload.bytes.activation
+    of_loss = logits + workspace_bytes(model, model.head, Phase.LOSS, workload)
+    of_block = p.nbytes(p.saved(block, 0)) + workspace_bytes(model, block, Phase.BACKWARD, workload)
+    return max(0, of_loss - of_block)

@@ -164,9 +164,10 @@ def _built(
 
 
 def changed(schedule: Schedule) -> list[str]:
-    """The knobs that its policy was given other values for than its defaults: "slots=3". Raises PolicyError."""
-    known = {name: knob.default for name, knob in knobs(schedule.policy).items()}
-    return [f"{name}={value}" for name, value in schedule.knobs.items() if value != known.get(name)]
+    """The knobs that its policy was given other values for than its defaults: "slots=3"; all, of a policy of a file."""
+    ours = knobs(schedule.policy) if schedule.policy in names() else {}
+    known = {name: knob.default for name, knob in ours.items()}
+    return [f"{name}={value}" for name, value in schedule.knobs.items() if name not in known or value != known[name]]
 
 
 # ---- files

@@ -11,7 +11,9 @@ Where states live, in bytes per parameter at bf16: weights 2, gradients 2 and mo
 tile per layer. On the device: two weight slots, two gradient buffers, and embedding, final norm and head with
 their gradients, refreshed by a copy after their update.
 
-Exact in its training. Approximated: packing into staging buffers is not shown, the host tile is pinned; a
+Exact in its training. Approximated: Adam follows each gradient as it lands, where the digest of the paper lists it
+as a phase after the backward and leaves open whether it waits for all; packing into staging buffers is not shown, the
+host tile is pinned; a
 layer that still stands in a slot is not copied again, where the paper says that each is; checkpoints stay on
 the device; the order of micro-batches under accumulation is the usual one (the paper does not say).
 Source: the paper, "MegaTrain" (arXiv 2604.05091, April 2026), sections on the execution engine, from a digest.

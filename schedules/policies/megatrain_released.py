@@ -10,8 +10,8 @@ thread. Then, with the GPU idle and all on the issuing thread: clip (norm, scale
 into their pinned flats, embedding and head to the device from pageable memory, gradients zeroed.
 
 Where states live, in bytes per parameter at bf16, all on the host: weights 2, their pinned flats 2,
-gradients 2, moments 8. On the device: two flats, two templates, two gradients, embedding, norm and head, and the
-logits of a micro-batch, which all chunks of the loss keep for one backward.
+gradients 2, moments 8. On the device: two flats, two templates, two gradients, embedding, norm and head, and
+the logits of a micro-batch, all kept for one backward; a block's activations follow in their place.
 
 Layers are Hugging Face's, run op by op: norms, rotary embedding and gate move more through device memory than
 fused kernels would (fused=true).
