@@ -62,7 +62,7 @@ class WhatIf:
 
 
 def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
-    """Ask everything of a plan; some seconds for a large model."""
+    """Ask everything of a plan; some minutes for a large model."""
     prediction, workload = found.prediction, found.schedule.workload
     model, profile = found.schedule.model, prediction.profile
     gains = whatif.marginal_gains(prediction)
@@ -87,6 +87,8 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             effort=SOME,
             workers=usable_cores(),
         )
+        if not again.finished:  # half an answer would look like a whole one
+            raise KeyboardInterrupt
         planned_gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
     note("the least memory")
     least = whatif.smallest_memory(model, profile, workload, known=prediction.peak_bytes)
@@ -130,24 +132,29 @@ def placement(schedule: Schedule) -> list[tuple[str, str]]:
         return f"{sum(share(model.layer_index(t.layer), t.part) for t in there):.3g} of {len(model.layers)}"
 
     adam = [op for op in schedule.ops if op.phase == Phase.ADAM]
-    updated = {True: 0.0, False: 0.0}  # on the CPU or not
+    on_device = on_cpu = 0.0
     for op in adam:
         assert op.layer is not None
-        updated[not op.on_device] += share(op.layer, trained.part(op))
-    again = sum(op.phase == Phase.RECOMPUTE for op in schedule.ops)
-    away = sum(
-        op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s" for op in schedule.ops
-    )
+        part = share(op.layer, trained.part(op))
+        on_device, on_cpu = (on_device + part, on_cpu) if op.on_device else (on_device, on_cpu + part)
+    # of a layer that is computed again more than once, with others and then by itself, one run is not kept
+    again = {(op.layer, op.microbatch) for op in schedule.ops if op.phase == Phase.RECOMPUTE}
+    away = {
+        op.reads[0].tensor
+        for op in schedule.ops
+        if op.phase == Phase.COPY and op.stream == Stream.D2H and op.reads[0].tensor[0] == "s"
+    }
     deep = sum(op.stream == Stream.NVME_WRITE and op.reads[0].tensor[0] == "s" for op in schedule.ops)
     runs = model.num_hidden_layers * workload.accumulation
+    becomes = f"{runs - len(again) - len(away)}, {len(away)}, {len(again)} of {runs}"
     return [
         ("layers whose weights never leave the device", count(tensors.WEIGHT, Tier.DEVICE, only=True)),
         ("layers whose optimizer state does not", count(tensors.STATE, Tier.DEVICE, only=True)),
         ("optimizer state on NVMe", f"{count(tensors.STATE, Tier.NVME, only=False)} layers"),
         ("weights on NVMe", f"{count(tensors.WEIGHT, Tier.NVME, only=False)} layers"),
-        ("layers updated on the device, on the CPU", f"{updated[False]:.3g}, {updated[True]:.3g}"),
+        ("layers updated on the device, on the CPU", f"{on_device:.3g}, {on_cpu:.3g}"),
         ("loads of weights in a step", f"{loads}"),
-        ("activations kept, to the host, recomputed", f"{runs - again - away}, {away}, {again} of {runs}"),
+        ("activations kept, to the host, recomputed", becomes),
         *([("of those on the host, on to NVMe", f"{deep}")] if deep else []),
     ]
 

@@ -202,6 +202,8 @@ def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -
         config = torch._dynamo.config
         if config.recompile_limit < SHAPES:  # since torch 2.12 every thread has its own, and streams have threads
             config.recompile_limit = config.accumulated_recompile_limit = SHAPES
+        if args[0].is_cuda and torch.get_num_threads() != 1:  # in autograd's own thread: a kernel is for one number
+            torch.set_num_threads(1)
         return kernel(*args)
 
     return call

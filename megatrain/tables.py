@@ -62,9 +62,11 @@ def print_prediction(prediction: Prediction) -> None:
 def setting(prediction: Prediction) -> str:
     """The model, the machine and the step of a prediction, in a line."""
     workload, profile = prediction.schedule.workload, prediction.profile
+    recompute = "" if workload.recompute == "none" else f", recompute {workload.recompute}"
+    clip = "" if workload.grad_clip is None else f", clipped to {workload.grad_clip:g}"
     return (
-        f"{prediction.schedule.model.name} on {profile.name} ({profile.mode} profile), "
-        f"{workload.accumulation} x {workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}"
+        f"{prediction.schedule.model.name} on {profile.name} ({profile.mode} profile), {workload.accumulation} x "
+        f"{workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}{recompute}{clip}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from json import JSONDecodeError
 from pathlib import Path
 
@@ -9,8 +10,7 @@ SCHEDULE, TRACE, PROFILE, MODEL = "a schedule", "a trace", "a hardware profile",
 _SIGNS = {
     '"megatrain-schedule/': SCHEDULE,
     '"megatrain-trace/': TRACE,
-    '"mode": "datasheet"': PROFILE,
-    '"mode": "measured"': PROFILE,
+    r'"mode"\s*:\s*"(datasheet|measured)"': PROFILE,
     '"architectures"': MODEL,
 }
 _START = 1000  # characters
@@ -18,7 +18,7 @@ _START = 1000  # characters
 
 def kind_of(text: str) -> str | None:
     """What a file holds by its text, whatever the order of its fields and its version; None if nothing shows it."""
-    return next((kind for sign, kind in _SIGNS.items() if sign in text), None)
+    return next((kind for sign, kind in _SIGNS.items() if re.search(sign, text)), None)
 
 
 def kind_of_file(path: Path) -> str | None:

@@ -120,6 +120,8 @@ class Schedule:
             "accumulation": self.workload.accumulation,
             "seq_len": self.workload.seq_len,
             "precision": self.workload.precision,
+            "grad_clip": self.workload.grad_clip,
+            "recompute": self.workload.recompute,
             "knobs": dict(self.knobs),
             "digest": self.digest,
         }

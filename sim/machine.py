@@ -111,7 +111,7 @@ class Gpu:
     matmul_flops: Annotated[Value, _number("FLOP/s", "peak dense bf16 matrix rate, fp32 accumulation, no sparsity")]
     matmul_efficiency: Annotated[Value, _fraction("share of the peak that large GEMMs sustain during training")]
     attention_efficiency: Annotated[
-        Value, _fraction("share of the bf16 peak that attention sustains, mean of forward and backward")
+        Value, _fraction("share of the matrix peak that attention sustains, mean of forward and backward")
     ]
     memory_efficiency: Annotated[Value, _fraction("share of the memory bandwidth that elementwise kernels sustain")]
     fp32_flops: Annotated[Value, _number("FLOP/s", "peak matrix rate for fp32 tensors")]
@@ -251,11 +251,9 @@ NUMBERS: Mapping[str, Rule] = dict(_numbers(HardwareProfile))
 TIMED = (
     "gpu.matmul_flops",
     "gpu.fp32_flops",
-    "gpu.memory_bandwidth",
-    "host.adam_efficiency",
     "host.adam_params_per_s",
 )
-"""Paths of what no op's time depends on where ops were timed; only a datasheet profile makes their times of it."""
+"""Paths of what no op's time depends on where compute and Adam were timed; only a datasheet makes their times of it."""
 
 
 THREADS = ("host.adam_threads", "host.copy_threads", "host.compute_threads")

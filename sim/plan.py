@@ -224,8 +224,8 @@ def splits(
             raise InputError("say how long a step is: tokens per step, or a micro-batch size")
         yield workload(micro_batch_size, 1 if accumulation is None else accumulation)
         return
-    sequences, rest = divmod(tokens_per_step, seq_len)
-    if rest or not sequences:
+    sequences, rest = divmod(tokens_per_step, max(seq_len, 1))
+    if rest or sequences < 1 or seq_len < 1:
         raise InputError(f"{tokens_per_step:,} tokens per step is no whole number of sequences of {seq_len:,} tokens")
     small = [count for count in range(1, math.isqrt(sequences) + 1) if sequences % count == 0]
     counts = [

@@ -101,7 +101,7 @@ def stream_class(op: Op) -> str:
 
 
 def faster(profile: HardwareProfile) -> dict[str, HardwareProfile]:
-    """What is more of a resource -> the machine with it; without what it lacks, and what was timed in its place.
+    """What is more of a resource -> the machine with it; without what it lacks, and what no measured time is made of.
 
     A quarter more, or as much as what it cannot exceed leaves: "link, host to device, +8%".
     """

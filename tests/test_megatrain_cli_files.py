@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,21 @@ def test_a_number_beyond_all_measure_is_wrong_input(
     assert left.value.code == 2 and "must be a number of 64 bits, not one of 401 digits" in capsys.readouterr().err
 
 
+def test_who_interrupts_before_a_training_has_begun_sees_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def interrupted(**options: bool) -> Iterator[None]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(sys.modules["megatrain.cli.run"], "progress_bar", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatrain", "run", "tiny", "--steps", "1", "--seq", "16", "--backend", "cpu"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 130 and "Traceback" not in capsys.readouterr().err
+
+
 def test_an_error_of_the_system_is_told_by_its_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,7 +352,7 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path: Path) -> None:
     schedule, trace, profile, empty = (str(tmp_path / f"{name}.json") for name in ("s", "t", "p", "e"))
     assert called("build", "tiny", "-b", "1", "-s", "16", "--out", schedule)[1] is None
     assert called("simulate", schedule, "--trace", trace)[1] is None
-    hardware.save(hardware.load("h200"), Path(profile))
+    Path(profile).write_text(json.dumps(hardware.to_json(hardware.load("h200")), separators=(",", ":")))
     Path(empty).write_text("")
     for command, told in (
         (["simulate", "tiny", "-H", schedule], f"{schedule} is a schedule, not a hardware profile"),

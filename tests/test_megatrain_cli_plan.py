@@ -7,17 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from timed_profile import timed
 
-from megatrain import plan_tables
+from megatrain import cli, plan_tables
 from megatrain.cli import profile as profile_command
-from schedules import presets
+from schedules import codec, policies, presets
 from schedules.schedule import Schedule
-from schedules.workload import RECOMPUTED, Workload
+from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware, whatif
 from sim.plan import plan
 
@@ -55,6 +56,14 @@ def test_a_plan_on_a_measured_profile_says_what_it_leaves_out(here: str, shallow
     assert "to measure it: megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none" in told.stdout
 
 
+@pytest.mark.parametrize("name", policies.names())
+def test_activations_are_counted_once_whatever_becomes_of_them(name: str) -> None:
+    step, room = Workload(micro_batch_size=2, accumulation=2, seq_len=16), MemoryBudget(device_bytes=0, host_bytes=0)
+    told = dict(plan_tables.placement(policies.build(name, presets.load("demo"), step, room)))
+    kept, away, again, runs = map(int, re.findall(r"-?\d+", told["activations kept, to the host, recomputed"]))
+    assert kept >= 0 and kept + away + again == runs
+
+
 def test_the_same_for_programs_with_what_if(here: str, shallow: str) -> None:
     told = megatrain("plan", shallow, "-H", here, *STEP, "--what-if", "--json")
     assert told.returncode == 0, told.stderr
@@ -84,6 +93,23 @@ def test_what_if_is_in_words_and_narrow_enough_for_a_terminal(capsys: pytest.Cap
     named = told.partition("policies as they come")[2].partition("what more would bring")[0]
     assert re.search(r"^ zero3_offload  +-  cannot take less than", named, re.MULTILINE)
     assert max(map(len, named.splitlines())) < 80
+
+
+def test_an_interrupted_what_if_is_no_answer_and_the_plan_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*model: Any, **step: Any) -> Any:
+        return replace(plan(*model, **step), finished=False)
+
+    file = tmp_path / "plan.json"
+    monkeypatch.setattr(plan_tables, "plan", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatrain", "plan", "tiny", *STEP, "--what-if", "--out", str(file)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    told = capsys.readouterr()
+    assert left.value.code == 130 and told.err.endswith("megatrain: interrupted; left out: what if\n")
+    assert f"written to {file}" in told.out and "what more would bring" not in told.out
+    assert codec.read(file).policy == "streamed"
 
 
 def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:

@@ -36,7 +36,8 @@ from sim.cost import (
     timed,
 )
 from sim.engine import simulate
-from sim.machine import HardwareProfile, Measured, Table
+from sim.hardware import override
+from sim.machine import NUMBERS, TIMED, HardwareProfile, Measured, Table
 
 MB = 10**6
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
@@ -333,6 +334,15 @@ def test_the_ops_that_are_timed_are_those_that_a_measured_profile_is_asked_for()
         with pytest.raises(MissingCost) as missing:
             demands(schedule, measured(**{other: ns for other, ns in times.items() if other != key}))
         assert missing.value.what.signature == key
+
+
+@pytest.mark.parametrize("path", TIMED)
+def test_no_measured_time_is_made_of_what_is_told_to_change_none(path: str) -> None:
+    for name in ("megatrain_released", "zero3_offload", "streamed"):
+        schedule = policies.build(name, MODEL, WORKLOAD, ROOM)
+        profile = measured(**dict.fromkeys(timed(schedule).values(), 1000))
+        changed = override(profile, [f"{path}=1{NUMBERS[path].unit}"])
+        assert demands(schedule, changed) == demands(schedule, profile)
 
 
 @pytest.mark.parametrize("op", [compute(flops=1), update(Stream.COMPUTE, nbytes=1), update(Stream.CPU, nbytes=1)])

@@ -594,6 +594,8 @@ def test_splits_of_a_step_are_its_divisors() -> None:
     ("arguments", "told"),
     [
         ({"seq_len": 512, "tokens_per_step": 1000}, "1,000 tokens per step is no whole number of sequences of 512"),
+        ({"seq_len": 128, "tokens_per_step": -128}, "-128 tokens per step is no whole number of sequences of 128"),
+        ({"seq_len": 0, "tokens_per_step": 128}, "128 tokens per step is no whole number of sequences of 0"),
         (
             {"seq_len": 512, "tokens_per_step": 1024, "micro_batch_size": 3},
             "2 sequences a step do not divide into micro-batches of 3",

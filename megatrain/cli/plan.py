@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +49,9 @@ def plan(
             min=0.0, max=1.0, help="Spread of op times for the interval; the profile's own or 0.02 if left out."
         ),
     ] = None,
-    what_if: Annotated[bool, typer.Option("--what-if", help="Report what more of each resource would gain.")] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Report what more of each resource would gain; some minutes more.")
+    ] = False,
     prove: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds for proving what another order could gain; for few layers.")
     ] = None,
@@ -102,34 +106,45 @@ def plan(
                 workers=usable_cores(),
             )
             bar.update(task, completed=1.0)
+            not_kept: InputError | None = None
+            if out is not None:  # first: whoever waits for more, or reads what is printed (`head`), may end before it
+                try:
+                    codec.save(found.schedule, out)
+                except InputError as error:  # which is no reason to lose the plan
+                    not_kept = error
             if noise is None:
-                noise = whatif.op_noise(profile) or whatif.USUAL_NOISE
+                noise = whatif.op_noise(profile)
+            if noise is None:
+                noise = whatif.USUAL_NOISE
             spread = whatif.spread(found.prediction, noise)
             proof: OrderProof | None = None
             not_proven: InputError | None = None
-            if prove is not None:
-                bar.add_task("proving the order", total=None, note=f"{prove:g} s at most")
-                try:
-                    proof = order_proof.prove(found.schedule, profile, seconds=prove)
-                except InputError as error:  # it has too many ops, which is no reason to lose the plan
-                    not_proven = error
             answers = None
-            if what_if:
-                asked = bar.add_task("asking what if", total=None, note="")
-                answers = tables.what_if(found, lambda note: bar.update(asked, note=note))
+            left_out = [name for name, asked in (("the proof", prove is not None), ("what if", what_if)) if asked]
+            with suppress(KeyboardInterrupt):
+                if prove is not None and found.finished:
+                    bar.add_task("proving the order", total=None, note=f"{prove:g} s at most")
+                    try:
+                        proof = order_proof.prove(found.schedule, profile, seconds=prove)
+                    except InputError as error:  # it has too many ops
+                        not_proven = error
+                    left_out.remove("the proof")
+                if what_if and found.finished:
+                    asking = bar.add_task("asking what if", total=None, note="")
+                    answers = tables.what_if(found, lambda note: bar.update(asking, note=note))
+                    left_out.remove("what if")
     except NothingFits as error:
         if as_json:  # not before the bar has ended, which takes what is printed to stderr
             print_json(tables.nothing_record(spec, profile, str(error)))
         raise
-    try:  # first to the file: whoever reads the output, such as `head`, may end before it does
-        if out is not None:
-            codec.save(found.schedule, out)
-    finally:
-        if as_json:
-            print_json(tables.record(found, spread, answers, proof))
-        else:
-            tables.show(found, spread, answers, proof)
-    if not as_json:
-        print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")
-    if not_proven is not None:
-        raise not_proven
+    if as_json:
+        print_json(tables.record(found, spread, answers, proof))
+    else:
+        tables.show(found, spread, answers, proof)
+        if not_kept is None:
+            print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")
+    if failed := not_kept or not_proven:
+        raise failed
+    if left_out:
+        print(f"megatrain: interrupted; left out: {', '.join(left_out)}", file=sys.stderr)
+        raise typer.Exit(130)

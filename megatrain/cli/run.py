@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,32 +151,41 @@ def run(
                 interrupt = hearing.enter_context(
                     Interrupt(useful=lambda: save is not None and bool(progress.losses) and not trained)
                 )
-                result = train(
-                    verified,
-                    steps=steps,
-                    hyper=hyper,
-                    seed=seed,
-                    debug=debug,
-                    backend=backend,
-                    nvme=nvme,
-                    way=way,
-                    files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
-                    on_stage=progress.stage,
-                    on_loss=lambda step, loss: progress.loss(step, loss, hyper(step).lr),
-                    on_files=on_files,
-                    stop=lambda: interrupt.asked,
-                )
-                trained = True
-            # only now: a bar on a terminal takes what is printed meanwhile to stderr
-            _answer(schedule, result, happened | predicted, trace, as_json=as_json)
-        except checkpoint.Diverged as error:
+                with _left_by(interrupted):
+                    result = train(
+                        verified,
+                        steps=steps,
+                        hyper=hyper,
+                        seed=seed,
+                        debug=debug,
+                        backend=backend,
+                        nvme=nvme,
+                        way=way,
+                        files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
+                        on_stage=progress.stage,
+                        on_loss=lambda step, loss: progress.loss(step, loss, hyper(step).lr),
+                        on_files=on_files,
+                        stop=lambda: interrupt.asked,
+                    )
+                    trained = True
+            with _left_by(interrupted):
+                # only now: a bar on a terminal takes what is printed meanwhile to stderr
+                _answer(schedule, result, happened | predicted, trace, as_json=as_json)
+        except Refused as error:  # it diverges, or there is no room
             if as_json:
                 print_json({**schedule.describe(), "losses": progress.losses, **happened, "reason": str(error)})
             raise
-        except KeyboardInterrupt:
-            raise interrupted() from None
         if interrupt.asked:
             raise interrupted()
+
+
+@contextmanager
+def _left_by(interrupted: Callable[[], typer.Exit]) -> Iterator[None]:
+    """Whoever interrupts what is done within is told how far it came."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise interrupted() from None
 
 
 def _hyper(lr: float, weight_decay: float, warmup: int, until: int | None) -> Callable[[int], Adam]:

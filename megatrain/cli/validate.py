@@ -47,7 +47,7 @@ def validate(
 ) -> None:
     """Profile this machine, run shapes that were not profiled, and report how far predictions are from runs.
 
-    The profiled shapes must surround those that are run.
+    The profiled shapes, three or more, must surround those that are run. The first steps of a run do not count.
     """
     from analysis import tables, validation, validation_report
     from megatrain import validate as grids
