@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,7 +113,7 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     schedule = _schedule(rows, model, workload)
     return Recording(
         schedule=schedule,
-        trace=_trace(rows, schedule, begin, _machine(body)),
+        trace=_trace(rows, schedule, begin, _machine(body, spans)),
         queues=tuple(queue for *_, queue in rows),
         step_ns=length,
         step=mark,
@@ -201,10 +202,10 @@ def _span(event: Event) -> _Span:
     )
 
 
-def _machine(body: Mapping[str, Any]) -> str:
+def _machine(body: Mapping[str, Any], spans: Sequence[_Span]) -> str:
     devices = body.get("deviceProperties")
     if not isinstance(devices, list) or not devices:
-        return "a CPU"
+        return "a GPU" if any(span.category in _ON_GPU for span in spans) else "a CPU"
     return plain(str(devices[0].get("name", "a GPU"))) if isinstance(devices[0], dict) else "a GPU"
 
 
@@ -216,6 +217,12 @@ def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) ->
         if not work:
             raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
         begin = min(s.start for s in work)
+        if (updates := sum(s.name.startswith(_OPTIMIZER) for s in spans)) > 1:
+            warnings.warn(
+                f"{path} has {updates} steps of an optimizer and no marks of steps: what is told is of all of them "
+                "together; record with torch.profiler.schedule, which marks each",
+                stacklevel=2,
+            )
         return "the whole recording", begin, max(s.end for s in work) - begin + 1
     ends = [s.start for s in marks[1:]] + [marks[-1].end]
     steps = sorted(zip(marks, ends, strict=True), key=lambda step: step[1] - step[0].start)

@@ -325,7 +325,7 @@ class Contents:
                 buffer=access.buffer,
                 message=f"{op.name} updates {describe(access.tensor)} in version {content.version} where version "
                 f"{self._step} is due (counted in updates); {content.writer} wrote it",
-                fix="update the copy that the last update wrote",
+                fix="update the copy that the last update wrote; where that is another, copy it back after that update",
             )
 
     def _sync(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:

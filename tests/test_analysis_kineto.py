@@ -190,6 +190,13 @@ def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
     assert len(found.trace) == 8 and found.trace.end_ns[1] - found.trace.start_ns[1] == 23_000
 
 
+def test_of_several_steps_without_marks_it_is_told_that_they_are_taken_as_one(tmp_path: Path) -> None:
+    events = [e for i in range(3) for e in gpu_step(1000.0 * i, i) if not e["name"].startswith("ProfilerStep#")]
+    with pytest.warns(UserWarning, match=r"has 3 steps of an optimizer and no marks of steps: .* of all of them"):
+        found = kineto.read(write(tmp_path / "three.json", events, deviceProperties=[]), TINY, STEP)
+    assert found.step == "the whole recording" and found.trace.machine == "a GPU"
+
+
 def test_kernels_that_overlap_are_not_counted_twice(tmp_path: Path) -> None:
     events = gpu_step(1000, 0)
     events += launched(90, 1009, "kernel", "reduce_kernel", 1050, 10, 23)  # beside the first kernel
