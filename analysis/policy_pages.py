@@ -15,6 +15,7 @@ from analysis.text_gantt import LEGEND, SMALL, text_gantt
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.op import Tier
+from schedules.schedule import Knob
 from schedules.tensor import LAYER_CLASSES
 from schedules.verify import verify
 from schedules.workload import Workload
@@ -28,6 +29,7 @@ STEP = Workload(micro_batch_size=16, seq_len=1024)
 YARDSTICK = "streamed"
 COMMAND = "megatrain policies --out docs/policies"
 OVERVIEW = "all.png"
+IN_PARAMETERS = ("max_live", "sub_group_size", "reduce_bucket_size")  # knobs that count them
 _SCALE = 3  # the picture of all cuts steps longer than this many of the yardstick's
 _DPI = 100
 _STATES = frozenset(CLASS_NAMES[cls] for cls in LAYER_CLASSES)
@@ -64,14 +66,20 @@ def page(policy: str) -> Page:
 
 @cache
 def _predicted(policy: str, *, numbers: bool) -> Prediction:
+    knobs: dict[str, Knob] = {}
     if numbers:
         model = presets.load(NUMBERS_MODEL)
     else:
         whole = presets.load(PICTURE_MODEL)
         name = f"{PICTURE_BLOCKS} blocks of {PICTURE_MODEL}"
         model = replace(whole, name=name, num_hidden_layers=PICTURE_BLOCKS)
+        knobs = {  # so much less that these blocks show what the policy does to all
+            knob: max(1, given.default * PICTURE_BLOCKS // whole.num_hidden_layers)
+            for knob, given in policies.knobs(policy).items()
+            if knob in IN_PARAMETERS
+        }
     profile = hardware.load(MACHINE)
-    schedule = policies.build(policy, model, STEP, memory_of(profile))
+    schedule = policies.build(policy, model, STEP, memory_of(profile), **knobs)
     if policy not in policies.names():
         verify(schedule)
     return predict(schedule, profile)
@@ -107,7 +115,8 @@ def _per_param(nbytes: float) -> str:
     return f"{nbytes:.2f}" if nbytes else ""
 
 
-_WORDS = frozenset({"", "what", "what binds", "policy", "what it does"})  # headings of columns that are no numbers
+# headings of columns that are no numbers
+_WORDS = frozenset({"", "what", "what binds", "policy", "what it does", "state"})
 STATES_HEADING = ("what", *(str(tier) for tier in Tier))
 SPEED_HEADING = ("", "step", "tokens/s", "bound", "above it", "what binds")
 
@@ -143,7 +152,9 @@ def about(prediction: Prediction) -> str:
 def drawing(found: Page, columns: int | None = None) -> list[str]:
     """The steady step as text, with its length and legend; its lanes in as many columns, if they would need more."""
     picture = found.picture
+    scaled = [f"{name}={picture.schedule.knobs[name]}" for name in IN_PARAMETERS if name in picture.schedule.knobs]
     head = f"{about(picture)}: step of {seconds(picture.period_ns / 1e9)}"
+    head += f"; {', '.join(scaled)}, scaled with the blocks" if scaled else ""
     return [head, "", *text_gantt(picture.schedule, picture.trace, columns), "", LEGEND, SMALL]
 
 
@@ -181,9 +192,11 @@ def index(names: Sequence[str]) -> str:
         told = rate(found.tokens_per_s) if found.fits else "does not fit"
         ratio = f"{found.tokens_per_s / yardstick.tokens_per_s:.2f}" if found.fits else ""
         link = f"[{found.schedule.label}]({name}.md)"
-        rows.append([link, policies.summary(name), told, ratio, *total[1:]])
-    heading = ("policy", "what it does", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
-    lines = ["# Policies", "", f"{about(yardstick)}; states in bytes per parameter.", ""]
+        rows.append([link, policies.summary(name), found.schedule.workload.precision, told, ratio, *total[1:]])
+    heading = ("policy", "what it does", "state", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
+    step = about(yardstick).replace(f" {yardstick.schedule.workload.precision},", "")
+    lines = ["# Policies", ""]
+    lines += [f"{step}; every policy as it comes, with the state that its system keeps, in bytes per parameter.", ""]
     lines += [_table(heading, rows)]
     lines += [f"All at one scale: {about(_predicted(YARDSTICK, numbers=False))}, longest step last.", ""]
     lines += [f"![all policies]({OVERVIEW})", "", _made()]
