@@ -212,6 +212,7 @@ def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
         Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),
         Column(heading="hour is", cell=lambda row: row["hour"], number=False, spare=True),
+        Column(heading=f"to buy ({prices.currency})", cell=tables.number("buy", ",.0f"), spare=True),
         Column(heading="days", cell=tables.number("days", ",.1f")),
         Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
         money("cost"),

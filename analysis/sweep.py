@@ -30,7 +30,7 @@ from schedules.verify import verify
 from schedules.workload import Workload
 from sim import hardware
 from sim.candidate import cost
-from sim.cost import TooLong
+from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
 from sim.plan import bound_of_any_split, plan, splits
 from sim.prediction import Prediction, memory_of, predict
@@ -211,21 +211,28 @@ def _planned(point: Point) -> Found:
 
 
 def _named(point: Point) -> Found:
-    """A policy with the knobs it was given, and the fewest micro-batches that fit."""
+    """A policy with the knobs it was given, the fewest micro-batches that fit, and the recompute that suits them."""
     name, knobs = policies.with_knobs(point.policy)
     steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, None))
-    refused: Refused | TooLong | None = None
+    refused: Refused | MissingCost | TooLong | None = None
     for workload in steps:
-        schedule = policies.build(name, point.model, workload, memory_of(point.profile), **knobs)
-        verify(schedule)
-        try:
-            prediction = predict(schedule, point.profile)
-        except TooLong as error:  # smaller micro-batches have shorter ops
-            refused = error
-            continue
-        if prediction.does_not_fit is None:
-            return prediction, knobs, _bound_ns(schedule, point)
-        refused = prediction.does_not_fit
+        fitting: list[Prediction] = []
+        for mode in point.model.recompute_modes:
+            step = replace(workload, recompute=mode)
+            schedule = policies.build(name, point.model, step, memory_of(point.profile), **knobs)
+            verify(schedule)
+            try:
+                prediction = predict(schedule, point.profile)
+            except (MissingCost, TooLong) as error:  # another way is measured, smaller micro-batches have shorter ops
+                refused = refused or error
+                continue
+            if prediction.does_not_fit is None:
+                fitting.append(prediction)
+            else:
+                refused = prediction.does_not_fit
+        if fitting:
+            best = min(fitting, key=lambda prediction: prediction.period_ns)
+            return best, knobs, _bound_ns(best.schedule, point)
     assert refused is not None, "a step has at least one micro-batch"
     raise refused
 
