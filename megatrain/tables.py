@@ -31,8 +31,8 @@ def print_fit(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit 
     print(f"{profile.name}, with ops' workspace: {'; '.join(told)}; {verdict}")
 
 
-def print_prediction(prediction: Prediction) -> None:
-    """Step, memory and streams of one prediction."""
+def print_prediction(prediction: Prediction, any_bound_ns: float) -> None:
+    """Step, memory and streams of one prediction; with the bound of any schedule of its step, 0 if none is known."""
     schedule = prediction.schedule
     print(f"{schedule.label} for {setting(prediction)}")
     print(
@@ -46,8 +46,11 @@ def print_prediction(prediction: Prediction) -> None:
         ["HFU", f"{prediction.hfu:.1%}"],
         ["bound of this schedule", seconds(prediction.bound_ns / 1e9)],
         ["above the bound", f"{prediction.gap:.1%}"],
-        ["what binds", prediction.binding],
+        ["  which is set by", prediction.binding],
     ]
+    if any_bound_ns:
+        rows.append(["bound of any schedule, so split", seconds(any_bound_ns / 1e9)])
+        rows.append(["above that bound", f"{prediction.period_ns / any_bound_ns - 1:.1%}"])
     print_table("one step", ["", ""], rows + drive_rows(prediction))
     print_memory(prediction)
     streams = []

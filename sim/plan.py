@@ -179,6 +179,24 @@ def bound_of_any_split(
     return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)
 
 
+def bound_of_these_micro_batches(schedule: Schedule, profile: HardwareProfile) -> float:
+    """In ns, no exact schedule of this one's step with its micro-batches is faster; 0 where the bound knows of none.
+
+    It knows of none where not all weights are trained or a stale one is allowed, nothing could fit, a measured profile
+    lacks a time, or ops take too long.
+    """
+    workload = schedule.workload
+    if schedule.staleness or workload.task != "train" or workload.lora_rank is not None:
+        return 0.0
+    try:
+        bounded, unmeasured = by_bound(
+            schedule.model, profile, memory_of(profile), _all_ways(schedule.model, [workload])
+        )
+    except TooLong:
+        return 0.0
+    return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)
+
+
 def _all_ways(model: ModelSpec, steps: Iterable[Workload]) -> list[Workload]:
     """Each split with every mode of recompute."""
     return [replace(workload, recompute=mode) for workload in steps for mode in model.recompute_modes]

@@ -36,7 +36,7 @@ from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
 from sim.cost import timed as timed_ops
 from sim.machine import HardwareProfile, Measured
 from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
-from sim.plan import Plan, bound_of_any_split, plan, splits
+from sim.plan import Plan, bound_of_any_split, bound_of_these_micro_batches, plan, splits
 from sim.prediction import memory_of, peak_bytes, predict, shortage
 from sim.room import Room
 from sim.search import EFFORT, LONG, PART, NothingFits, Search, by_bound, worth_searching
@@ -580,6 +580,16 @@ def test_inputs_of_a_long_sequence_go_to_the_host() -> None:
     assert not predict(least, profile).fits  # with the inputs there
     found = searched(model, profile, workload)
     assert found.prediction.fits and found.schedule.knobs["inputs"]
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_no_exact_schedule_is_faster_than_the_bound_of_its_micro_batches(name: str) -> None:
+    model, profile = replace(presets.load("qwen2.5-7b"), num_hidden_layers=4), hardware.load("h200")
+    step = Workload(micro_batch_size=2, accumulation=2, seq_len=512)
+    schedule = policies.build(name, model, step, memory_of(profile))
+    bound = bound_of_these_micro_batches(schedule, profile)
+    exact = schedule.staleness == 0 and policies.trains(name) == "weights"
+    assert (bound > 0) == exact and bound <= predict(schedule, profile).period_ns
 
 
 def test_splits_of_a_step_are_its_divisors() -> None:

@@ -55,6 +55,7 @@ def simulate(
     """Predict how fast a schedule runs on a machine, what limits it and whether it fits."""
     from megatrain.tables import prediction_record, print_prediction
     from schedules.verify import verify
+    from sim.plan import bound_of_these_micro_batches
     from sim.prediction import memory_of, predict
 
     require_outputs(files=(trace, perfetto))
@@ -68,6 +69,7 @@ def simulate(
         verify(schedule)
         begin("simulating")
         prediction = predict(schedule, profile, budget)
+        any_bound_ns = bound_of_these_micro_batches(schedule, profile)
     lacking = prediction.does_not_fit
     try:  # first to the files, see `plan`
         if trace is not None:
@@ -78,11 +80,11 @@ def simulate(
             timeline.write(perfetto, [(schedule, prediction.trace)])
     finally:
         if as_json:
-            print_json(prediction_record(prediction))
+            print_json({**prediction_record(prediction), "bound_of_any_schedule_s": any_bound_ns / 1e9 or None})
         else:
             if lacking is not None:
                 print(f"DOES NOT FIT: {lacking.short}; all below is as if it did")
-            print_prediction(prediction)
+            print_prediction(prediction, any_bound_ns)
     if lacking is not None:
         raise lacking
 
