@@ -2,7 +2,7 @@
 
 A slab of n moments is codes, uint8 [n], and the largest magnitude of every block of 256, fp32 [blocks]. A code stands
 for a number in [-1, 1] (first moment) or [0, 1] (second), which is a share of its block's largest. Codes lie denser
-towards zero: with every power of ten less they are half as many, from 64 or 128 in the topmost down to one.
+towards zero: with every power of ten less they are half as many, from 64 or 128 in the topmost down to one or two.
 
 The second moment is never rounded down to zero. A step is divided by it, and would be endlessly long.
 """

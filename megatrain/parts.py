@@ -45,7 +45,8 @@ def claim(folder: Path, at: Here, way: Way, of: Mapping[str, str] | None = None)
 class Parts:
     """What has been measured so far, a JSON file each, so that a measurement goes on where it was stopped.
 
-    Raises what a measurement does where ops cannot be computed in this way, or the folder is of another one.
+    Raises InputError if ops cannot be computed in this way here, Refused if the folder holds what was measured on
+    another machine or in another way.
     """
 
     def __init__(self, folder: Path | None, at: Here, way: Way) -> None:

@@ -103,19 +103,15 @@ class Store:
 
     def _view(self, access: Access) -> Tensor:
         name, precision = parse(access.tensor), self._schedule.workload.bytes
-        slab = self._slabs[access.buffer]
-        if name.cls == tensors.NORM:
-            return slab[:8].view(torch.float64)[0]
         model, workload = self._schedule.model, self._schedule.workload
-        layer = model.layer_index(name.layer)
-        if name.cls == tensors.SAVED:
-            return slab[: model.saved_bytes(layer, workload)]
-        if name.cls in tensors.MICROBATCH_CLASSES:
-            hidden = slab[: model.hidden_bytes(workload)].view(float_type(precision.activation))
-            return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
-        held = slab[: tensor_bytes(access.tensor, model, workload)]
-        if name.cls == tensors.STATE:
+        held = self._slabs[access.buffer][: tensor_bytes(access.tensor, model, workload)]
+        if name.cls == tensors.NORM:
+            return held.view(torch.float64)[0]
+        if name.cls in (tensors.SAVED, tensors.STATE):
             return held
+        if name.cls in tensors.MICROBATCH_CLASSES:
+            hidden = held.view(float_type(precision.activation))
+            return hidden.view(workload.micro_batch_size, workload.seq_len, model.hidden_size)
         itemsize = {tensors.GRAD32: 4, tensors.GRAD: precision.grad}.get(name.cls, precision.weight)
         return held.view(float_type(itemsize))
 

@@ -12,7 +12,7 @@ from schedules.op import DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
 from schedules.program import MOST_OPS
 from schedules.schedule import Schedule
-from schedules.tensor import NORM, SAVED, TensorError, describe, parse
+from schedules.tensor import NORM, SAVED, describe, parse
 from schedules.violation import Violation
 
 
@@ -112,7 +112,7 @@ def _op_accesses(schedule: Schedule, op: Op, amounts: Amounts) -> Iterator[Viola
             continue
         try:
             need = amounts.tensor(access.tensor)
-        except (TensorError, ValueError) as error:
+        except ValueError as error:
             yield _wrong(op, f"{op.name}: {error}", "name a tensor of this model", access.buffer)
             continue
         microbatch = parse(access.tensor).microbatch

@@ -46,7 +46,7 @@ class Stream(StrEnum):
 
 
 DEVICE_STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)  # queues of the GPU; the others are threads of the host
-DRIVE_STREAMS = (Stream.NVME_READ, Stream.NVME_WRITE)  # of these, those that only copy
+DRIVE_STREAMS = (Stream.NVME_READ, Stream.NVME_WRITE)  # threads of the host that copy to and from a drive, no more
 
 
 class Tier(StrEnum):
@@ -80,9 +80,12 @@ class Op:
 
     `reads` and `writes` decide everything that is derived: edges, waits, races, memory. An op that both
     reads and writes a gradient adds to it. The demand is in amounts, never in time:
-    `nbytes` is the payload of a copy, the memory traffic of an update, on the side where it runs, and the
-    device-memory traffic of a compute op; `flops` are those executed (causal attention once); `params` are parameters
-    touched; `fresh` are bytes written into host memory that the process has only now been given, page by page.
+
+    nbytes: of a copy its payload, of an update the traffic of the memory that it runs in, of a compute op that of the
+        device's memory.
+    flops: those executed, causal attention counted once.
+    params: parameters touched.
+    fresh: bytes written into host memory that the process has only now been given, page by page.
     """
 
     name: str

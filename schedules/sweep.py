@@ -241,4 +241,5 @@ def spread(of: Sequence[T], count: int) -> set[T]:
     n = len(of)
     count = min(count, n)
     offset = (n - count) // 2
+    # counted from the last, those at which (j * count + offset) / n passes a whole number, as a line is drawn in pixels
     return {of[n - 1 - j] for j in range(n) if (j * count + offset) % n + count >= n} if n else set()

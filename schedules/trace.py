@@ -128,7 +128,7 @@ class Trace:
         """Bytes of a tier whose contents will still be read, over time: (moments in ns, bytes from then on).
 
         A buffer is live from the start of the op that writes it to the end of the last op that reads that
-        content; one that is only ever read is live throughout. Never above the bytes allocated.
+        content; one that is only ever read, from the beginning to its last read. Never above the bytes allocated.
         """
         sizes = {b.name: b.nbytes for b in schedule.buffers if b.tier == tier}
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}

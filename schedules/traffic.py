@@ -9,14 +9,11 @@ from schedules.op import Phase
 from schedules.trained import params, shapes
 from schedules.workload import Workload
 
-# The loss op never holds the logits of a whole micro-batch: it works through this many tokens at a time.
-LOSS_CHUNK_TOKENS = 1024
-# Nor are more elements of the embedding's gradient summed in fp32 at a time, where they are kept in 16 bits.
-EMBED_CHUNK = 1 << 26
-# Nor does an MLP that is computed again in backward hold what is as wide as it for more tokens than this.
-MLP_CHUNK_TOKENS = 8192
-# Nor are more elements of the gradient of a mixture's matrices held outside the slab that they go to.
-EXPERTS_CHUNK = 1 << 29
+# What an op works through at a time, so that its workspace does not grow with the step: kernels of these fill a GPU.
+LOSS_CHUNK_TOKENS = 1024  # tokens of the loss, whose fp32 logits are 0.5 GB at a vocabulary of 128k
+EMBED_CHUNK = 1 << 26  # elements of the embedding's gradient, where it has 16 bits and is summed in fp32: 0.27 GB
+MLP_CHUNK_TOKENS = 8192  # tokens of an MLP that is computed again in backward: 0.23 GB for a width of 14,336
+EXPERTS_CHUNK = 1 << 29  # elements of the gradient of a mixture's matrices, outside the slab that they go to: 1.1 GB
 FEW_TERMS = 16  # a sum of these in 16 bits is not far off
 
 
@@ -187,8 +184,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     Forward, which may run without saving: the larger of what lives at once in attention (normalised
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
-    Experts add their copies of the hidden state. Embedding: none forward; an fp32 index sort of the tokens is
-    ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
+    Experts add their copies of the hidden state. Embedding: none forward, and what sorting the tokens takes
+    is ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all.

@@ -158,7 +158,6 @@ class Links:
     h2d: Annotated[Link, _section(Link, "host to device")]
     d2h: Annotated[Link, _section(Link, "device to host")]
     duplex: Annotated[Value, _number("B/s", "both directions together when both are busy")]
-    pageable: Annotated[Value | None, _number("B/s", "copies from or to memory that is not pinned")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

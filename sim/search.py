@@ -101,13 +101,11 @@ def by_bound(
         try:
             found.append((placement_bound(model, workload, profile, budget), workload))
         except NoPlacement:
-            continue
+            pass
         except MissingCost as error:
             unmeasured.append(replace(error.what, workload=workload))  # the bound asks about fewer micro-batches
-            continue
         except TooLong as error:  # smaller micro-batches have shorter ops
             too_long.append(error)
-            continue
     if len(too_long) == len(steps) > 0:
         raise too_long[-1]
     return found, unmeasured

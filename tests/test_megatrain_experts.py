@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain import autograd, experts, initial, reference
+from megatrain import autograd, experts, initial
 from megatrain.adam import Adam
 from megatrain.attention import Attention, _attend, _attend_backward, band
 from megatrain.cpu import CpuBackend

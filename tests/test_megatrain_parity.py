@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import reference
 import torch
 from hand_written import WRITERS, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Reference
 from torch import Tensor
 
-from megatrain import initial, reference
+from megatrain import initial
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, inputs_and_targets, read_bytes, standard_library
-from megatrain.reference import Reference
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import reference
 import torch
 from hand_written import small
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain import autograd, initial, reference, train
+from megatrain import autograd, initial, train
 from megatrain.adam import Adam
 from megatrain.autograd import Sink
 from megatrain.cpu import CpuBackend
