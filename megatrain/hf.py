@@ -8,6 +8,7 @@ with an index; adapters are written as peft reads them.
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,11 @@ from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BESIDE = (  # what a folder of weights has beside them that training leaves as it is
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
+    "generation_config.json",
+)  # fmt: skip
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json, which no schedule depends on
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
@@ -239,7 +245,9 @@ def written_bytes(model: ModelSpec, workload: Workload) -> int:
 def write(
     folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor], base: Path | None = None
 ) -> None:
-    """Write what is trained to `folder`; `weights(i)` is that of layer i, flat, `base` where frozen ones come from.
+    """Write what is trained to `folder`; `weights(i)` is that of layer i, flat, `base` where the training began.
+
+    A model gets the tokenizer and the special tokens of that folder, adapters its path.
 
     Raises:
         NotExported: not all could be written, for want of room perhaps.
@@ -259,7 +267,7 @@ def write(
         if workload.lora_rank is not None:
             _write_adapters(folder, model, workload.lora_rank, finite, base)
         else:
-            _write_model(folder, model, config, finite)
+            _write_model(folder, model, config, finite, base)
     except BaseException as error:  # an interrupt too: what it left would have the next export refused
         for path in set(folder.iterdir()) - before:
             path.unlink()
@@ -268,7 +276,9 @@ def write(
         raise NotExported(f"the weights could not be exported to {folder}: {error}") from None
 
 
-def _write_model(folder: Path, model: ModelSpec, config: dict[str, Any], weights: Callable[[int], Tensor]) -> None:
+def _write_model(
+    folder: Path, model: ModelSpec, config: dict[str, Any], weights: Callable[[int], Tensor], base: Path | None
+) -> None:
     files: dict[str, str] = {}
     total, count = 0, len(model.layers)
     for number, i in enumerate(model.layers, 1):
@@ -279,7 +289,22 @@ def _write_model(folder: Path, model: ModelSpec, config: dict[str, Any], weights
         files |= dict.fromkeys(parts, file)
         total += flat.nbytes
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+    if base is not None:
+        config = {**config, **_special_tokens(base)}
+        for path in {path for pattern in BESIDE for path in base.glob(pattern) if path.is_file()}:
+            shutil.copyfile(path, folder / path.name)
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
+
+
+def _special_tokens(base: Path) -> dict[str, Any]:
+    """What the config.json of a folder says of them; nothing where there is none."""
+    if not (file := base / "config.json").is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # weights alone were asked of that folder
+        return {}
+    return {key: found[key] for key in TOKENS if key in found} if isinstance(found, dict) else {}
 
 
 def _write_adapters(

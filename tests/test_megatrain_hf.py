@@ -150,6 +150,21 @@ def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:
         hf.parameters(tmp_path, model)
 
 
+def test_an_export_has_the_tokenizer_and_the_special_tokens_of_where_it_began(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    hf.write(base, TINY, WORKLOAD, parameters(TINY))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9], "of_the_base": 1}))
+    (base / "tokenizer.json").write_text("{}")
+    (base / "notes.md").write_text("of the base alone")
+    hf.write(out, TINY, WORKLOAD, parameters(TINY), base)
+    assert (out / "tokenizer.json").read_text() == "{}" and not (out / "notes.md").exists()
+    assert json.loads((out / "config.json").read_text()) == {**config, "eos_token_id": [7, 9]}
+    (base / "config.json").unlink()
+    hf.write(tmp_path / "again", TINY, WORKLOAD, parameters(TINY), base)
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+
+
 def test_one_file_without_an_index_is_read_too(tmp_path: Path) -> None:
     source = parameters(TINY)
     whole = {
