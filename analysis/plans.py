@@ -21,24 +21,16 @@ from schedules.op import Tier
 from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim.machine import HardwareProfile
-from sim.plan import Plan, plan, splits
+from sim.plan import plan, splits
 from sim.prediction import memory_of, predict, shortage
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Of named policies, where they do not come as they are; of several the fastest counts. As much on the drive, and its
-# traffic as much beside each other, as each system can.
-KNOBS: dict[str, tuple[dict[str, Knob], ...]] = {
-    BASELINE: (OUR_STATE,),
-    "greedysnake": ({}, {"ssd": True}),
-    "lohan": ({}, {"inputs": "host"}, {"ssd": True, "inputs": "host"}),
-    "zero_infinity": (
-        {},
-        {"params_on_nvme": True, "pipeline_read": True, "pipeline_write": True, "activations": "inputs"},
-    ),
-}
+ALPHAS = (0.1, 0.25, 0.4, 0.55)  # of greedysnake: parts of the blocks
+RATIOS = (0.9, 0.7, 0.5, 0.3)  # of superoffload: parts of the sub-groups
+LOHAN: tuple[dict[str, Knob], ...] = ({}, {"inputs": "host"}, {"ssd": True, "inputs": "host"})
 FITTING = 2  # splits of the step that a named policy is tried with: the largest micro-batches that fit
 MOST = 16  # micro-batches
 
@@ -48,8 +40,7 @@ class Row:
     """A plan of one model, machine and step; all predicted. Rates are NaN where nothing fits, and `reason` says why.
 
     `gap` is by what fraction the step exceeds the bound over all exact schedules, `own_gap` its own schedule's
-    bound. `best_named` is the fastest exact policy, with the knobs it comes with or those of KNOBS, and micro-batches
-    that suit it.
+    bound. `best_named` is the fastest exact policy, with the knobs and the micro-batches that suit it.
     """
 
     model: str
@@ -107,58 +98,95 @@ def row(
         found = plan(model, profile, seq_len=seq_len, tokens_per_step=tokens_per_step, workers=workers)
     except Refused as error:
         return _nothing(model, name, seq_len, tokens_per_step, str(error)), {}
-    named = _named(found)
-    best = max(named, key=lambda policy: -1.0 if math.isnan(named[policy]) else named[policy])
     prediction, workload = found.prediction, found.schedule.workload
     changed = policies.changed(found.schedule)
-    return (
-        Row(
-            model=model.name,
-            machine=name,
-            tokens_per_step=tokens_per_step,
-            seq_len=seq_len,
-            micro_batch_size=workload.micro_batch_size,
-            accumulation=workload.accumulation,
-            tokens_per_s=prediction.tokens_per_s,
-            step_s=prediction.period_ns / 1e9,
-            bound_s=found.lower_bound_ns / 1e9,
-            gap=found.gap,
-            own_gap=prediction.gap,
-            **dict(zip(("more_work", "circle", "sharing"), found.gap_parts.values(), strict=True)),
-            mfu=prediction.mfu,
-            binding=found.bound.binding,
-            policy=found.schedule.policy,
-            knobs=" ".join(changed),
-            device_gb=prediction.peak_bytes[Tier.DEVICE] / 1e9,
-            host_gb=prediction.peak_bytes[Tier.HOST] / 1e9,
-            nvme_gb=prediction.peak_bytes[Tier.NVME] / 1e9,
-            best_named="" if math.isnan(named[best]) else best,
-            best_named_tokens_per_s=named[best],
-            zero3_offload_tokens_per_s=named[BASELINE],
-            planning_s=found.seconds,
-            candidates=len(found.tried),
-            digest=found.schedule.short_digest,
-            planned_on=today(),
-            reason="",
-        ),
-        named,
+    alone = Row(
+        model=model.name,
+        machine=name,
+        tokens_per_step=tokens_per_step,
+        seq_len=seq_len,
+        micro_batch_size=workload.micro_batch_size,
+        accumulation=workload.accumulation,
+        tokens_per_s=prediction.tokens_per_s,
+        step_s=prediction.period_ns / 1e9,
+        bound_s=found.lower_bound_ns / 1e9,
+        gap=found.gap,
+        own_gap=prediction.gap,
+        **dict(zip(("more_work", "circle", "sharing"), found.gap_parts.values(), strict=True)),
+        mfu=prediction.mfu,
+        binding=found.bound.binding,
+        policy=found.schedule.policy,
+        knobs=" ".join(changed),
+        device_gb=prediction.peak_bytes[Tier.DEVICE] / 1e9,
+        host_gb=prediction.peak_bytes[Tier.HOST] / 1e9,
+        nvme_gb=prediction.peak_bytes[Tier.NVME] / 1e9,
+        best_named="",
+        best_named_tokens_per_s=math.nan,
+        zero3_offload_tokens_per_s=math.nan,
+        planning_s=found.seconds,
+        candidates=len(found.tried),
+        digest=found.schedule.short_digest,
+        planned_on=today(),
+        reason="",
     )
+    return beside(alone, model, profile)
 
 
-def _named(found: Plan) -> dict[str, float]:
-    """Tokens/s of every exact policy, with KNOBS if any; NaN where it does not fit.
+def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
+    """What a named policy is tried with, of which the fastest counts: what its system would choose, or its user.
 
-    With micro-batches that suit it, and with or without what is pointwise computed again, whichever is faster: that
-    is a matter of a block's kernels, not of a policy.
+    Whether blocks keep their activations or run forward again, how much waits for the next forward or stays on the
+    device, and what lives on a drive, with its traffic as much beside each other as the system can.
     """
-    model, profile, whole = found.schedule.model, found.prediction.profile, found.schedule.workload
+    blocks = model.num_hidden_layers
+    chosen: dict[str, list[dict[str, Knob]]] = {
+        BASELINE: [OUR_STATE],
+        "gemini": [{}, {"placement": "auto"}],
+        "greedysnake": [{"alpha": alpha, "ssd": ssd} for alpha in ALPHAS for ssd in (False, True)],
+        "lohan": [{"swap": swap, **there} for swap in (0, blocks // 4, blocks // 2) for there in LOHAN],
+        "megatrain": [{}, {"checkpoint": 1}],
+        "megatrain_released": [{}, {"checkpoint": 1}],
+        "superoffload": [{"ratio": ratio} for ratio in RATIOS],
+        "zero_infinity": [
+            {},
+            {"params_on_nvme": True, "pipeline_read": True, "pipeline_write": True, "activations": "inputs"},
+        ],
+    }
+    found, knobs = chosen.get(name, [{}]), policies.knobs(name)
+    if "activations" in knobs and "keep" not in knobs:
+        found = [*found, *({**tried, "activations": "keep"} for tried in found if "activations" not in tried)]
+    return found
+
+
+def named_rates(model: ModelSpec, profile: HardwareProfile, whole: Workload) -> dict[str, float]:
+    """Tokens/s of every exact policy in steps as large as `whole`; NaN where it does not fit.
+
+    As `tried_with`, with micro-batches that suit it, and with or without what is pointwise computed again, whichever
+    is faster: that is a matter of a block's kernels, not of a policy.
+    """
     rates: dict[str, list[float]] = {}
     for name, mode in itertools.product(policies.comparable(), ("none", "pointwise")):
-        for knobs in KNOBS.get(name, ({},)):
+        for knobs in tried_with(name, model):
             tried = fitting_rates(name, model, profile, whole, mode, knobs)
             if tried is not None:
                 rates.setdefault(name, []).extend(tried)
     return {name: max(tried, default=math.nan) for name, tried in rates.items()}
+
+
+def beside(row: Row, model: ModelSpec, profile: HardwareProfile) -> tuple[Row, dict[str, float]]:
+    """A plan's row with what named policies do at its point, and the tokens/s of each, as `row` has them."""
+    step = Workload(micro_batch_size=row.micro_batch_size, accumulation=row.accumulation, seq_len=row.seq_len)
+    named = named_rates(model, profile, step)
+    best = max(named, key=lambda policy: -1.0 if math.isnan(named[policy]) else named[policy])
+    return (
+        replace(
+            row,
+            best_named="" if math.isnan(named[best]) else best,
+            best_named_tokens_per_s=named[best],
+            zero3_offload_tokens_per_s=named[BASELINE],
+        ),
+        named,
+    )
 
 
 def fitting_rates(
@@ -204,12 +232,12 @@ def markdown(table: pd.DataFrame) -> str:
     """The table for a README: a line per point, what does not fit included."""
     lines = [
         "| model | machine | plan, tokens/s | of the bound | more work | circle | sharing | best named policy "
-        "| plan against it | against ZeRO-3 | planning |",
-        "|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|",
+        "| plan against it | against ZeRO-3 | device / host / drive, GB | planning |",
+        "|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for point in table.to_dict("records"):
         if point["reason"]:
-            lines.append(f"| {point['model']} | {point['machine']} | nothing fits | | | | | | | | |")
+            lines.append(f"| {point['model']} | {point['machine']} | nothing fits | | | | | | | | | |")
             continue
         rate = point["best_named_tokens_per_s"]
         best = f"`{point['best_named']}` {rate:,.0f}" if point["best_named"] else "none fits"
@@ -217,7 +245,9 @@ def markdown(table: pd.DataFrame) -> str:
             f"| {point['model']} | {point['machine']} | {point['tokens_per_s']:,.0f} | {1 / (1 + point['gap']):.1%} "
             f"| {point['more_work']:+.1%} | {point['circle']:+.1%} | {point['sharing']:+.1%} "
             f"| {best} | {_times(point['tokens_per_s'], rate)} "
-            f"| {_times(point['tokens_per_s'], point['zero3_offload_tokens_per_s'])} | {point['planning_s']:.1f} s |"
+            f"| {_times(point['tokens_per_s'], point['zero3_offload_tokens_per_s'])} "
+            f"| {' / '.join(f'{point[tier]:,.0f}' for tier in ('device_gb', 'host_gb', 'nvme_gb'))} "
+            f"| {point['planning_s']:.1f} s |"
         )
     return "\n".join(lines)
 

@@ -1,10 +1,12 @@
 """Plans over many models and machines, beside every named policy and the bound: python benchmarks/plans.py
 
-    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--brute-force 1000] [--more-memory]
+    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--named] [--brute-force 1000]
+        [--more-memory]
 
 All predicted, from datasheet profiles. Writes plans.csv, the picture, the table and the point of a rival's planner.
 Each point is in plans.csv as soon as it is planned, with its date. With `--again` only points whose model or machine
-contains a TEXT are planned, the others are those of plans.csv.
+contains a TEXT are planned, the others are those of plans.csv. With `--named` all plans are those of plans.csv, and
+named policies alone are predicted again.
 `--brute-force N` plans N random small instances and compares each with the best of all its placements instead;
 `--more-memory` plans steps on machines that differ in their memory alone, and tells where more of it was slower.
 """
@@ -16,6 +18,7 @@ import itertools
 import math
 import random
 import sys
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -78,6 +81,12 @@ def planned(point: Point) -> tuple[plans.Row, dict[str, float]]:
     model, machine, changes, name, seq_len, tokens = point
     profile = hardware.override(hardware.load(machine), list(changes))
     return plans.row(presets.load(model), profile, seq_len=seq_len, tokens_per_step=tokens, machine=name, workers=CORES)
+
+
+def named(point: Point, row: plans.Row) -> tuple[plans.Row, dict[str, float]]:
+    """A row that was planned before, with named policies predicted again."""
+    model, machine, changes, *_ = point
+    return plans.beside(row, presets.load(model), hardware.override(hardware.load(machine), list(changes)))
 
 
 def kept(folder: Path) -> dict[tuple[str, str], tuple[plans.Row, dict[str, float]]]:
@@ -204,6 +213,10 @@ def with_more_memory(out: Path) -> None:
     print(told)
 
 
+def _table(rows: dict[tuple[str, str], tuple[plans.Row, dict[str, float]]], points: Sequence[Point]) -> pd.DataFrame:
+    return plans.frame([rows[p[0], p[3]] for p in points if (p[0], p[3]) in rows])
+
+
 def _reasons(table: pd.DataFrame) -> list[str]:
     """Why points do not fit, as a section, if there are any."""
     points = table[table["reason"] != ""].to_dict("records")
@@ -215,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
     parser.add_argument("--again", nargs="+", metavar="TEXT", default=[])
+    parser.add_argument("--named", action="store_true")
     parser.add_argument("--brute-force", type=int, metavar="N")
     parser.add_argument("--more-memory", action="store_true")
     chosen = parser.parse_args()
@@ -230,10 +244,19 @@ def main() -> None:
     anew = [p for p in points if any(text in name for text in chosen.again or [""] for name in (p[0], p[3]))]
     if not anew:
         parser.error(f"no model or machine contains {' or '.join(chosen.again)}")
-    for point in track(anew, "planning"):
-        rows[point[0], point[3]] = planned(point)
-        table = plans.frame([rows[p[0], p[3]] for p in points if (p[0], p[3]) in rows])
-        write_text(chosen.out / "plans.csv", table.to_csv(index=False))
+    if chosen.named:
+        known = [(p, rows[p[0], p[3]][0]) for p in anew if (p[0], p[3]) in rows]
+        fit = [(point, row) for point, row in known if not row.reason]
+        with ProcessPoolExecutor() as pool:
+            found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, *zip(*fit, strict=True))
+            for row, rates in track(found, "predicting named policies", total=len(fit)):
+                rows[row.model, row.machine] = row, rates
+    else:
+        for point in track(anew, "planning"):
+            rows[point[0], point[3]] = planned(point)
+            write_text(chosen.out / "plans.csv", _table(rows, points).to_csv(index=False))
+    table = _table(rows, points)
+    write_text(chosen.out / "plans.csv", table.to_csv(index=False))
     figure.save(figure.figure_of(plans.against_bound(table)), chosen.out / "plans", table)
     fits = table[table["reason"] == ""]
     text = [
@@ -241,10 +264,10 @@ def main() -> None:
         "",
         f"Predicted from datasheet profiles; nothing here was measured. One step is {TOKENS:,} tokens in sequences of "
         f"{SEQ:,} unless the machine's name says otherwise, bf16 weights and gradients, fp32 moments. Named policies "
-        "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`), "
-        "`zero_infinity`, `greedysnake` and `lohan` weights and state on the drive where nothing else fits or that is "
-        "faster, `zero_infinity` with its traffic pipelined, `lohan` also blocks' inputs on the host. Made by "
-        f"`python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
+        "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`). Each is "
+        "tried with what its system or its user would choose (`tried_with` in analysis/plans.py), and the fastest "
+        "counts: activations recomputed or kept, micro-batches, what of the state waits, stays or lives on a drive. "
+        f"Made by `python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
         f"{' to '.join(sorted({table['planned_on'].min(), table['planned_on'].max()}))}, each point as plans.csv says.",
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "

@@ -42,7 +42,7 @@ def readable(value: float, dimension: str) -> tuple[float, str]:
 def rounded(value: float, dimension: str) -> str:
     """A base-unit value for people: as `readable` where that is short, else to four digits in the largest unit."""
     number, unit = readable(value, dimension)
-    if float(f"{number:.4g}") != number:
+    if number >= 1000 or float(f"{number:.4g}") != number:
         number, unit = in_largest_unit(value, dimension)
     return f"{number:.4g} {unit}"
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from analysis import plans
+from analysis.compare import OUR_STATE
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
@@ -46,14 +47,20 @@ def test_zero_infinity_has_the_knobs_that_suit_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plans, "plan", functools.partial(plan, effort=0))  # what stands beside the plan is asked
     _, named = plans.row(model, profile, **STEP)
     whole = Workload(micro_batch_size=4, seq_len=512)
-    rates = [
-        plans.fitting_rates("zero_infinity", model, profile, whole, mode, knobs) or []
-        for mode in ("none", "pointwise")
-        for knobs in plans.KNOBS["zero_infinity"]
-    ]
-    as_it_comes, on_the_drive = rates[0] + rates[2], rates[1] + rates[3]
-    assert named["zero_infinity"] == max(on_the_drive) > max(as_it_comes)
+    rates: dict[bool, list[float]] = {True: [], False: []}  # with parameters on the drive, or not
+    for knobs in plans.tried_with("zero_infinity", model):
+        for mode in ("none", "pointwise"):
+            found = plans.fitting_rates("zero_infinity", model, profile, whole, mode, knobs)
+            rates["params_on_nvme" in knobs].extend(found or [])
+    assert named["zero_infinity"] == max(rates[True]) > max(rates[False])
     assert plans.fitting_rates("roundpipe", model, profile, whole, "none", {}) is None  # stale
+
+
+def test_a_named_policy_keeps_its_activations_where_that_is_faster() -> None:
+    machine, whole = hardware.load("h200"), Workload(micro_batch_size=8, seq_len=2048)
+    as_it_comes = plans.fitting_rates("zero3_offload", MODEL, machine, whole, "none", OUR_STATE)
+    assert as_it_comes
+    assert plans.named_rates(MODEL, machine, whole)["zero3_offload"] > 1.05 * max(as_it_comes)
 
 
 def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short() -> None:

@@ -266,8 +266,10 @@ def test_shipped_files_write_each_field_once(name: str, tmp_path: Path) -> None:
 
 
 def test_numbers_for_people_have_four_digits_in_a_unit_of_their_size() -> None:
-    shown = [rounded(*pair) for pair in [(4.8e12, "B/s"), (20072512345.6, "B/s"), (11829.0, "ns"), (0.68, "fraction")]]
-    assert shown == ["4.8 TB/s", "20.07 GB/s", "11.83 us", "0.68 fraction"]
+    times = [rounded(ns, "ns") for ns in (11829.0, 4646.0, 3820.0, 464.0)]
+    assert times == ["11.83 us", "4.646 us", "3.82 us", "464 ns"]
+    shown = [rounded(*pair) for pair in [(4.8e12, "B/s"), (20072512345.6, "B/s"), (0.68, "fraction")]]
+    assert shown == ["4.8 TB/s", "20.07 GB/s", "0.68 fraction"]
     assert rounded(139 * 2**30, "bytes") == "139 GiB"
     assert rounded(0.0, "ns") == "0 ns"
 
