@@ -127,6 +127,10 @@ class Buffers:
             self._homes[tensor] = self.buffer(f"host.{tensor}", Tier.HOST)
         return self._homes[tensor]
 
+    def at_home(self, tensor: str) -> Held:
+        """That buffer and the tensor, as ops take them that touch it there."""
+        return self.home(tensor), tensor
+
     def holds(self, buffer: str) -> str | None:
         """The tensor that `buffer` holds at this point of the program; None if its contents are void."""
         return self._holds.get(buffer)

@@ -66,7 +66,7 @@ class LlmqStep:
                 p.norm([self._grad(i)], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
         for i in p.model.layers:
             self._update(i)
-        p.synchronize(*((p.home(p.weight(i)), p.weight(i)) for i in p.model.layers), name="H.step")
+        p.synchronize(*(p.at_home(p.weight(i)) for i in p.model.layers), name="H.step")
         return p
 
     def _land(self, i: int, buffer: str, *, first: bool) -> None:

@@ -43,7 +43,7 @@ class ReleasedStep:
         p = self.program
         slab = self.staging[i] if i in self.staging else self.slabs.next()
         if (before := self.pending.pop(slab, None)) is not None:
-            p.synchronize((p.home(p.grad(before)), p.grad(before)), name=f"H.{slab}")
+            p.synchronize(p.at_home(p.grad(before)), name=f"H.{slab}")
         p.offload(p.grad(i), out_of=buffer, into=slab)
         p.discard(buffer)
         p.accumulate(i, out_of=slab, fresh=True)
@@ -92,13 +92,13 @@ class ReleasedStep:
         p.backward(embed, m, grad=own[embed])
         self.collect(embed, own[embed])
         p.synchronize((self.staging[embed], p.grad(embed)), kind=Kind.OFFLOAD, name="H.device")
-        p.synchronize((p.home(p.grad(embed)), p.grad(embed)), name="H.drain")
+        p.synchronize(p.at_home(p.grad(embed)), name="H.drain")
         self.pending.clear()
 
     def finish(self) -> None:
         """S7: the host alone works."""
         p, layers = self.program, self.program.model.layers
-        grads = {i: (p.home(p.grad(i)), p.grad(i)) for i in layers}
+        grads = {i: p.at_home(p.grad(i)) for i in layers}
         if p.workload.grad_clip is not None:
             p.norm(grads.values(), stream=Stream.HOST)
             for i in layers:
@@ -106,7 +106,7 @@ class ReleasedStep:
         for i in layers:
             p.update(i, scaled=True, stream=Stream.HOST)
         for i in p.model.blocks:
-            p.cast((p.home(p.weight(i)), p.weight(i)), (self.pinned[i], p.weight(i)), stream=Stream.HOST)
+            p.cast(p.at_home(p.weight(i)), (self.pinned[i], p.weight(i)), stream=Stream.HOST)
         for i, buffer in self.weights.items():
             p.prefetch(p.weight(i), into=buffer, blocking=True)
         for i in layers:

@@ -50,7 +50,7 @@ class Swap:
         """The optimizer's step, sub-group by sub-group."""
         p, groups = self._program, self._groups
         last = p.grad(p.model.embed, wide=True)
-        p.synchronize((p.home(last), last), kind=Kind.OFFLOAD, name="H.flush")
+        p.synchronize(p.at_home(last), kind=Kind.OFFLOAD, name="H.flush")
         read, written = self._read(groups[0]), list[Held]()
         for group, following in zip(groups, [*groups[1:], None], strict=True):
             staged = read

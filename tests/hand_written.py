@@ -48,7 +48,7 @@ def on_device(model: ModelSpec, workload: Workload) -> Schedule:
         if updated and model.embed not in updated:
             p.free(p.output_grad(model.embed, m))
     if updated and workload.grad_clip is not None:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in updated], stream=Stream.COMPUTE)
+        p.norm([p.at_home(p.grad(i)) for i in updated], stream=Stream.COMPUTE)
     for i in updated:
         p.update(i, stream=Stream.COMPUTE)
     return p.build(policy="on_device")
@@ -78,7 +78,7 @@ def two_slots(model: ModelSpec, workload: Workload) -> Schedule:
         p.backward(model.embed, m, grad=grads.next())
         leave(model.embed, grads.current)
     if workload.grad_clip is not None:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers])
+        p.norm([p.at_home(p.grad(i)) for i in model.layers])
     for i in model.layers:
         p.update(i)
     return p.build(policy="two_slots")
@@ -104,7 +104,7 @@ def stop_and_go(model: ModelSpec, workload: Workload) -> Schedule:
     weight, grad = p.buffer("weight"), p.buffer("grad")
     table, table_grad = p.buffer("table"), p.buffer("table.grad")
     for i in model.layers:
-        p.zero(i, grad=(p.home(p.grad(i)), p.grad(i)), stream=Stream.HOST)
+        p.zero(i, grad=p.at_home(p.grad(i)), stream=Stream.HOST)
 
     def leave(i: int, source: str) -> None:
         slab = p.buffer("slab", Tier.HOST)
@@ -135,9 +135,9 @@ def stop_and_go(model: ModelSpec, workload: Workload) -> Schedule:
         p.discard(grad)
         p.backward(model.embed, m, grad=grad)
         leave(model.embed, grad)
-    wide = {i: (p.home(p.grad(i, wide=True)), p.grad(i, wide=True)) for i in model.layers}
+    wide = {i: p.at_home(p.grad(i, wide=True)) for i in model.layers}
     for i in model.layers:
-        p.cast((p.home(p.grad(i)), p.grad(i)), wide[i], stream=Stream.CPU)
+        p.cast(p.at_home(p.grad(i)), wide[i], stream=Stream.CPU)
         if workload.grad_clip is not None:
             p.norm([wide[i]])
     for i in model.layers:
@@ -165,7 +165,7 @@ def moved_out(model: ModelSpec, workload: Workload) -> Schedule:
             p.backward(i, m)
         p.backward(model.embed, m)
     if workload.grad_clip is not None:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
+        p.norm([p.at_home(p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
     for i in model.layers:
         state = p.prefetch(p.state(i), into=moments.next())
         p.update(i, state=state, stream=Stream.COMPUTE)
@@ -197,7 +197,7 @@ def summed_wide(model: ModelSpec, workload: Workload) -> Schedule:
         for i in reversed(model.layers[:-1]):
             p.backward(i, m, grad=buffers.next())
             add(i, buffers.current)
-    sums = {i: (p.home(grad), grad) for i, grad in grads.items()}
+    sums = {i: p.at_home(grad) for i, grad in grads.items()}
     if workload.grad_clip is not None:
         p.norm(sums.values(), stream=Stream.COMPUTE)
     for i in model.layers:

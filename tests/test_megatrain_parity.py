@@ -300,10 +300,10 @@ def behind(model: ModelSpec, workload: Workload, fresh: frozenset[int]) -> Sched
         for i in reversed(model.layers[:-1]):
             p.backward(i, m, weights=used.get(i))
     if workload.grad_clip is not None:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
+        p.norm([p.at_home(p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
     for i in model.layers:
         if i in used:
-            p.cast((p.home(p.weight(i)), p.weight(i)), (used[i], p.weight(i)), stream=Stream.COMPUTE)
+            p.cast(p.at_home(p.weight(i)), (used[i], p.weight(i)), stream=Stream.COMPUTE)
         p.update(i, stream=Stream.COMPUTE)
     return p.build(policy="behind")
 

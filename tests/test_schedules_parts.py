@@ -90,7 +90,7 @@ def in_parts(updates: Sequence[Part | None], *, copied: Sequence[Part | None] = 
 
     def update(part: Part | None) -> None:
         state = p.prefetch(p.state(0, part), into=passing.next(), stream=Stream.NVME_READ)
-        p.update(0, grad=(p.home(p.grad(0)), p.grad(0)), state=state, part=part)
+        p.update(0, grad=p.at_home(p.grad(0)), state=state, part=part)
         p.offload(p.state(0, part), out_of=state, stream=Stream.NVME_WRITE)
 
     for i in model.layers[:-1]:
@@ -210,7 +210,7 @@ def landing(land: Land, *, batches: int = 1, normed: Sequence[str] | None = None
         if i != 0:
             p.offload(p.grad(i), out_of=grad)
     if normed is not None:
-        p.norm((p.home(grad), grad) for grad in (*normed, *map(p.grad, others)))
+        p.norm(p.at_home(grad) for grad in (*normed, *map(p.grad, others)))
         for part in HALVES:
             update(p, part, part)
     for i in others:
@@ -221,7 +221,7 @@ def landing(land: Land, *, batches: int = 1, normed: Sequence[str] | None = None
 def update(p: Program, part: Part | None, by: Part | None) -> None:
     """By that part of the gradient, at home."""
     grad = p.grad(0, part=by)
-    p.update(0, grad=(p.home(grad), grad), part=part)
+    p.update(0, grad=p.at_home(grad), part=part)
 
 
 def at_once(p: Program, m: int, buffer: str) -> None:
@@ -334,7 +334,7 @@ def test_passes_over_gradients_keep_to_one_part() -> None:
     def widened(p: Program, m: int, buffer: str) -> None:
         whole = p.offload(p.grad(0), out_of=buffer), p.grad(0)
         part = p.grad(0, wide=True, part=HALVES[0])
-        p.cast(whole, (p.home(part), part), stream=Stream.CPU)
+        p.cast(whole, p.at_home(part), stream=Stream.CPU)
 
     assert "C.g32.0.0of2 makes g32.0.0of2 of g.0" in told(landing(widened))
 
@@ -342,9 +342,7 @@ def test_passes_over_gradients_keep_to_one_part() -> None:
         for part in HALVES:
             p.offload(p.grad(0, part=part), out_of=buffer)
         first, second = (p.grad(0, part=part) for part in HALVES)
-        p._update(
-            "A", Phase.ACCUMULATE, 0, Stream.CPU, [(p.home(t), t) for t in (first, second)], [(p.home(first), first)]
-        )
+        p._update("A", Phase.ACCUMULATE, 0, Stream.CPU, [p.at_home(t) for t in (first, second)], [p.at_home(first)])
 
     assert "A adds g.0.1of2 to g.0.0of2" in told(landing(mixed))
 

@@ -108,7 +108,7 @@ def test_a_reservation_never_makes_a_buffer_smaller() -> None:
 
 def test_a_gradient_is_clipped_once() -> None:
     p = Program(MODEL, replace(STEP, grad_clip=1.0))
-    p.scale(0, grad=(p.home(p.grad(0)), p.grad(0)))
+    p.scale(0, grad=p.at_home(p.grad(0)))
     p.update(0, scaled=True)
     p.update(1)
     reads_norm = {op.name: op.reads_from("norm") for op in p.build(policy="part").ops}

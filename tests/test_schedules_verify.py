@@ -38,7 +38,7 @@ def streaming(workload: Workload = PLAIN, accumulation: int = 1) -> Program:
             p.forward(i, m, weights=slot)
     backward(p, weights, grads)
     if workload.grad_clip is not None:
-        p.norm((p.home(p.grad(i)), p.grad(i)) for i in MODEL.layers)
+        p.norm(p.at_home(p.grad(i)) for i in MODEL.layers)
         for i in MODEL.layers:
             p.update(i)
     return p
@@ -265,7 +265,7 @@ def test_what_follows_from_a_forgotten_update_is_not_told() -> None:
 
 def test_what_follows_from_a_second_update_is_not_told() -> None:
     p = streaming()
-    p.update(1, grad=(p.home(p.grad(1)), p.grad(1)))
+    p.update(1, grad=p.at_home(p.grad(1)))
     assert [(v.rule, v.op) for v in problems(p.build(policy="twice"))] == [("gradient coverage", "U.1#2")]
 
 
@@ -316,7 +316,7 @@ def with_something_before_the_norm(something: Callable[[Program], object]) -> Sc
         p.forward(i, weights=p.load(p.weight(i), weights))
     backward(p, weights, grads)
     something(p)
-    p.norm((p.home(p.grad(i)), p.grad(i)) for i in MODEL.layers)
+    p.norm(p.at_home(p.grad(i)) for i in MODEL.layers)
     for i in MODEL.layers:
         p.update(i)
     return p.build(policy="something")
@@ -333,7 +333,7 @@ def test_a_micro_batch_counted_twice_is_told() -> None:
 
 def test_a_layer_counted_twice_in_the_norm_is_told() -> None:
     def count(p: Program) -> None:
-        p.norm([(p.home(p.grad(1)), p.grad(1))], name="N1")
+        p.norm([p.at_home(p.grad(1))], name="N1")
 
     found = problems(with_something_before_the_norm(count))
     updates = [f"U.{MODEL.layer_name(i)}" for i in MODEL.layers]
@@ -344,7 +344,7 @@ def test_a_layer_counted_twice_in_the_norm_is_told() -> None:
 def test_a_cast_stays_in_its_layer() -> None:
     def cast(p: Program) -> None:
         narrow, wide = p.grad(1), p.grad(2, wide=True)
-        p.cast((p.home(narrow), narrow), (p.home(wide), wide), stream=Stream.CPU)
+        p.cast(p.at_home(narrow), p.at_home(wide), stream=Stream.CPU)
 
     found = problems(with_something_before_the_norm(cast))
     assert [(v.rule, v.op) for v in found] == [("structure", "C.g32.2")]
@@ -352,7 +352,7 @@ def test_a_cast_stays_in_its_layer() -> None:
 
 
 def test_a_gradient_that_was_cleared_is_none() -> None:
-    found = problems(with_something_before_the_norm(lambda p: p.zero(1, grad=(p.home(p.grad(1)), p.grad(1)))))
+    found = problems(with_something_before_the_norm(lambda p: p.zero(1, grad=p.at_home(p.grad(1)))))
     assert [(v.rule, v.op, v.buffer) for v in found] == [
         ("stale read", "N", "host.g.1"),
         ("stale read", "U.1", "host.g.1"),
@@ -602,7 +602,7 @@ def test_names_buffers_waits_and_numbers_are_checked(change: Callable[[Schedule]
 
 def test_the_host_may_wait_for_one_thing_twice() -> None:
     p = streaming()
-    weights = (p.home(p.weight(1)), p.weight(1))
+    weights = p.at_home(p.weight(1))
     p.synchronize(weights, weights)
     assert verify(p.build(policy="waiting"))
 

@@ -58,7 +58,7 @@ def policy(
     coming, ahead = (Stream.H2D, 2) if prefetch else (Stream.COMPUTE, 1)
     first = 0 if gradient_sync else workload.microbatches[-1]  # whose gradients leave
     root, root_grads = end_buffers(p, "weight"), end_buffers(p, "grad")
-    homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
+    homes = {i: p.at_home(p.grad(i)) for i in model.layers}
 
     def fetch(i: int) -> str:
         return p.prefetch(p.weight(i), into=ring.next(), stream=coming)  # freed after use: nothing is found in a slot

@@ -75,7 +75,7 @@ def _step(model: ModelSpec, workload: Workload, kept: Kept, *, chunks: int, stat
     device = Chunks(p, chunks, kept, static=static, ahead=ahead)
     grads = p.slots("grad", 2)
     end_grads = end_buffers(p, "grad")
-    homes = {i: (p.home(p.grad(i)), p.grad(i)) for i in model.layers}
+    homes = {i: p.at_home(p.grad(i)) for i in model.layers}
 
     def grad(i: int) -> str:
         buffer = end_grads[i] if i in end_grads else grads.next()

@@ -68,5 +68,5 @@ def policy(
     sweep(p, list(workload.microbatches), weights=device.weights, grad=device.grad, done=done, kept=kept)
     for i in model.layers:
         if i in late:
-            shelf.update(i, (p.home(p.grad(i)), p.grad(i)))
+            shelf.update(i, p.at_home(p.grad(i)))
     return p

@@ -79,6 +79,6 @@ def policy(
         sweep(p, [m], weights=device.weights, grad=device.grad, done=done, kept=kept)
     if clip:
         for i in model.layers:
-            shelf.update(i, (p.home(p.grad(i)), p.grad(i)))
-    p.synchronize(*((p.home(p.weight(i)), p.weight(i)) for i in model.layers), name="H.step")
+            shelf.update(i, p.at_home(p.grad(i)))
+    p.synchronize(*(p.at_home(p.weight(i)) for i in model.layers), name="H.step")
     return p

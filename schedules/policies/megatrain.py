@@ -59,7 +59,7 @@ def policy(
         p.accumulate(i, out_of=slab)
         if m == workload.microbatches[-1]:
             if clip:
-                p.norm([(p.home(p.grad(i)), p.grad(i))], name=f"N.{model.layer_name(i)}")
+                p.norm([p.at_home(p.grad(i))], name=f"N.{model.layer_name(i)}")
             else:
                 p.update(i)
 

@@ -79,11 +79,11 @@ def _step(model: ModelSpec, workload: Workload, paged: Collection[int], kept: Ke
     for m in workload.microbatches:
         sweep(p, [m], weights=lambda i: None, grad=lambda i: None, done=lambda i, buffer: None, kept=kept)
     if workload.grad_clip is not None:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
+        p.norm([p.at_home(p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
     for i in model.layers:
         state = p.prefetch(p.state(i), into=pages.next(), stream=Stream.COMPUTE) if i in paged else None
         p.update(i, state=state, stream=Stream.COMPUTE)
         if state is not None:
             p.offload(p.state(i), out_of=state)
-        p.synchronize((p.home(p.weight(i)), p.weight(i)), name=f"H.{model.layer_name(i)}")
+        p.synchronize(p.at_home(p.weight(i)), name=f"H.{model.layer_name(i)}")
     return p

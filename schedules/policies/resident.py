@@ -49,7 +49,7 @@ def policy(
     for m in workload.microbatches:
         sweep(p, [m], weights=lambda i: None, grad=lambda i: None, done=done, kept=kept)
     if clip:
-        p.norm([(p.home(p.grad(i)), p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
+        p.norm([p.at_home(p.grad(i)) for i in model.layers], stream=Stream.COMPUTE)
         for i in model.layers:
             p.update(i, stream=Stream.COMPUTE)
     return p

@@ -51,7 +51,7 @@ def policy(
 
     def copy_parameters(stream: Stream) -> None:
         for i in model.layers:
-            p.cast((p.home(p.weight(i)), p.weight(i)), (uploaded[i], p.weight(i)), stream=stream)
+            p.cast(p.at_home(p.weight(i)), (uploaded[i], p.weight(i)), stream=stream)
 
     def done(i: int, buffer: str) -> None:
         p.offload(p.grad(i), out_of=buffer)
@@ -59,9 +59,9 @@ def policy(
     sweep(p, list(workload.microbatches), weights=device.weights, grad=device.grad, done=done, kept=kept)
     if is_async:
         copy_parameters(Stream.CPU)
-    own = {i: (p.home(p.grad(i, wide=True)), p.grad(i, wide=True)) for i in model.layers}
+    own = {i: p.at_home(p.grad(i, wide=True)) for i in model.layers}
     for i in reversed(model.layers):
-        p.cast((p.home(p.grad(i)), p.grad(i)), own[i], stream=Stream.CPU)
+        p.cast(p.at_home(p.grad(i)), own[i], stream=Stream.CPU)
     if workload.grad_clip is not None:
         p.norm(own.values())
         for i in model.layers:

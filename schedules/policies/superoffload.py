@@ -74,7 +74,7 @@ def policy(
         for i in group:
             wide = p.grad(i, wide=True)
             held[i] = (copies.next(), wide)
-            p.cast((p.home(wide), wide), held[i], stream=Stream.CPU)
+            p.cast(p.at_home(wide), held[i], stream=Stream.CPU)
         for i in group:
             p.update(i, grad=held[i], scaled=True)
 
@@ -100,7 +100,7 @@ def policy(
     bucket = Bucket(p, size=sub_group_size, count=2, leave=leave)
     kept = kept_as(model, activations, every=every)
     micro_batches(p, weights=weights.get, grad=bucket.grad, done=bucket.add, end=end, kept=kept)
-    joined = [(p.home(p.weight(i)), p.weight(i)) for group in on_cpu for i in group]
+    joined = [p.at_home(p.weight(i)) for group in on_cpu for i in group]
     if joined and not clip:
         p.synchronize(*joined, name="H.join")
     for group in on_gpu:
@@ -108,11 +108,11 @@ def policy(
     for group in on_cpu:
         for i in group:
             wide = p.grad(i, wide=True)
-            p.scale(i, grad=(p.home(wide), wide), stream=Stream.HOST)
+            p.scale(i, grad=p.at_home(wide), stream=Stream.HOST)
         if clip:
             worker(group)
-            p.synchronize(*((p.home(p.weight(i)), p.weight(i)) for i in group), name="H.worker")
+            p.synchronize(*(p.at_home(p.weight(i)) for i in group), name="H.worker")
         for i in group:
-            cast(p, (p.home(p.weight(i)), p.weight(i)))
+            cast(p, p.at_home(p.weight(i)))
         upload(p, group, weights)
     return p

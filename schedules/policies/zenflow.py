@@ -65,7 +65,7 @@ def policy(
     bucket, slab = p.slots("bucket", 2), p.slots("slab", 2, Tier.HOST)
     ends = end_buffers(p, "grad")
     clip = workload.grad_clip is not None
-    due = {i: (p.home(p.grad(i, wide=True)), p.grad(i, wide=True)) for i in rest}
+    due = {i: p.at_home(p.grad(i, wide=True)) for i in rest}
 
     def grad(i: int) -> str | None:
         return (ends.get(i) or bucket.next()) if i in used else None
@@ -82,11 +82,11 @@ def policy(
     if clip:
         p.norm([(sums[i], p.grad(i)) for i in rest])
         for i in sorted(important):
-            p.norm([(p.home(p.grad(i)), p.grad(i))], stream=Stream.COMPUTE, name=f"N.{i}")
+            p.norm([p.at_home(p.grad(i))], stream=Stream.COMPUTE, name=f"N.{i}")
     for i in sorted(important):
         p.update(i, stream=Stream.COMPUTE)
     for i in rest:  # what the update beside this window has made of the window before
-        p.cast((p.home(p.weight(i)), p.weight(i)), (uploaded[i], p.weight(i)), stream=Stream.CPU)
+        p.cast(p.at_home(p.weight(i)), (uploaded[i], p.weight(i)), stream=Stream.CPU)
         p.prefetch(p.weight(i), into=used[i], out_of=uploaded[i])
     for i in rest:
         p.cast((sums[i], p.grad(i)), due[i], stream=Stream.CPU)
