@@ -27,6 +27,7 @@ from megatrain.data import RandomTokens
 from megatrain.executor import serial
 from megatrain.here import machine_here, machine_name
 from megatrain.initial import repeated_parameters
+from megatrain.neighbours import told_of_neighbours
 from megatrain.parts import Parts
 from megatrain.rates import Load
 from megatrain.train import Trainer
@@ -81,26 +82,28 @@ def measure(
         InputError: ops cannot be computed in this way here, or every schedule needs a drive.
         Refused: `parts` are of another machine, drive or way.
         DriveError: the drive cannot be written.
+
+    Warns where other processes had much of the machine meanwhile.
     """
     runnable = _runnable(schedules, nvme)
     at = machine_here(machine, nvme)
     kept, run_on = Parts(parts, at, way), (machine, nvme, way)
-    streams = []
+    streams, spaces = [], []
     ops: list[dict[str, Any]] = []
-    for schedule in runnable[:WOKEN]:
-        progress(0.0, f"how long streams take to notice, {schedule.policy}")
-        streams.append(kept.of(f"streams {schedule.digest}", functools.partial(in_a_run, schedule, *run_on)))
-    for number in range(rounds):
+    with told_of_neighbours():
+        for schedule in runnable[:WOKEN]:
+            progress(0.0, f"how long streams take to notice, {schedule.policy}")
+            streams.append(kept.of(f"streams {schedule.digest}", functools.partial(in_a_run, schedule, *run_on)))
+        for number in range(rounds):
 
-        def of_round(done: float, note: str, number: int = number) -> None:
-            progress(OPS_SHARE * (number + done) / rounds, note)
+            def of_round(done: float, note: str, number: int = number) -> None:
+                progress(OPS_SHARE * (number + done) / rounds, note)
 
-        ops += _time_ops(runnable, number, of_round, run_on, kept)
-    spaces = []
-    for schedule in memory:
-        progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
-        spaces.append(kept.of(f"memory {schedule.digest}", functools.partial(workspaces, schedule, *run_on)))
-    whole = _whole_machine(model, runnable[0], run_on, kept, progress)
+            ops += _time_ops(runnable, number, of_round, run_on, kept)
+        for schedule in memory:
+            progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
+            spaces.append(kept.of(f"memory {schedule.digest}", functools.partial(workspaces, schedule, *run_on)))
+        whole = _whole_machine(model, runnable[0], run_on, kept, progress)
     profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, at, way)
     kept.remove()
     progress(1.0, "")

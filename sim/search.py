@@ -36,7 +36,8 @@ PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say wh
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
-WORTH_A_LOOK = (1.0, 0.97)  # of the best period, a bound below which a split is tried; in the likeliest mode, others
+WORTH_A_LOOK = 1.0  # of the best period: a split with a lower bound is tried, in the likeliest mode of recompute
+WORTH_A_LOOK_TOO = 0.97  # the same in the other modes
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
 LAST = 6  # of so many parts of the effort, one is kept for a last refinement
 MORE = 2  # times as much effort as all of that is there in the end, to improve what is best by then
@@ -229,7 +230,7 @@ class Search:
         """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
         for number, (limit, workload) in enumerate(some):
             self.found.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
-            hope = WORTH_A_LOOK[place > 0 and not self.few(workload)]
+            hope = WORTH_A_LOOK_TOO if place > 0 and not self.few(workload) else WORTH_A_LOOK
             if limit.period_ns < hope * self.found.cost_ns:
                 if self.begun and self.found.at is not None and self.found.at.value("nvme"):
                     self.as_best(workload)
@@ -246,7 +247,7 @@ class Search:
             if at.workload.accumulation in (2 * workload.accumulation, workload.accumulation / 2):
                 self.found.evaluate(replace(at, workload=workload))
         for limit, workload in some:
-            if self.found.effort > 0 and limit.period_ns < WORTH_A_LOOK[True] * self.found.cost_ns:
+            if self.found.effort > 0 and limit.period_ns < WORTH_A_LOOK_TOO * self.found.cost_ns:
                 self.hold(workload)
         self.refine(hold=True)
 

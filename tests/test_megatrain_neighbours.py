@@ -1,0 +1,48 @@
+"""Other processes beside a measurement: told if they had much of the machine, and only then."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megatrain.neighbours import told_of_neighbours
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def stat(folder: Path, busy_s: float) -> None:
+    """As Linux writes it, each core idle for a long time beside it."""
+    (folder / "stat").write_text(f"cpu  {round(busy_s * TICKS)} 0 0 987654 0 0 0 0 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+
+
+def test_others_that_had_much_of_the_machine_are_told(tmp_path: Path) -> None:
+    stat(tmp_path, 100.0)
+    with (
+        pytest.warns(UserWarning, match=r"others had [\d.]+ of \d+ cores while this was measured"),
+        told_of_neighbours(tmp_path),
+    ):
+        time.sleep(0.05)
+        stat(tmp_path, 100.0 + 5 * (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize("lines", [None, "", "cpu  1 2 3\n", "cpu  a b c d e f g h\n"])
+def test_where_nothing_is_known_nothing_is_told(lines: str | None, tmp_path: Path) -> None:
+    if lines is not None:
+        (tmp_path / "stat").write_text(lines)
+    with warnings.catch_warnings(), told_of_neighbours(tmp_path):
+        warnings.simplefilter("error")
+
+
+def test_what_this_process_does_itself_is_not_told(tmp_path: Path) -> None:
+    stat(tmp_path, 100.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with told_of_neighbours(tmp_path):
+            begun = sum(os.times()[:4])
+            while sum(os.times()[:4]) < begun + 0.3:
+                pass
+            stat(tmp_path, 100.3)
