@@ -114,6 +114,25 @@ def test_kernels_are_compiled_and_launched() -> None:
 
 
 @unsanitized
+def test_a_kernel_is_compiled_once_for_streams_and_autograds_own_thread() -> None:
+    """torch compiles anew for another number of threads, and autograd's thread has that of whoever set it last."""
+    made, seen = [], []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    kernel, x = _compiled(FUSED.halves_forward, counting), torch.ones(4, 8, device="cuda")
+    default = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        kernel(x)
+        seen.append(torch.get_num_threads())
+    torch.set_num_threads(default)
+    assert len(made) == 1 and seen == [1, 1]
+
+
+@unsanitized
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_benchmark_measures_a_step_its_ops_alone_and_a_spun_one(graphs: bool) -> None:
     case = Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2, graphs=graphs)
