@@ -114,11 +114,11 @@ class ReleasedStep:
 
 
 def _logits_beyond_a_block(p: Program) -> int:
-    """Bytes by which a micro-batch's logits, all of which the loss keeps for its backward, exceed what a block's
-    backward takes later: torch gives it the same memory.
+    """Bytes by which the loss, which keeps a micro-batch's logits for its backward, exceeds what a block's backward takes
+    later: torch gives it the same memory. The larger workspace of the two is counted apart from buffers.
     """
     model, workload, block = p.model, p.workload, p.model.blocks[-1]
     logits = workload.tokens_per_microbatch * model.vocab_size * workload.bytes.activation
-    of_loss = logits + workspace_bytes(model, model.head, Phase.LOSS, workload)
-    of_block = p.nbytes(p.saved(block, 0)) + workspace_bytes(model, block, Phase.BACKWARD, workload)
-    return max(0, of_loss - of_block)
+    of_loss = workspace_bytes(model, model.head, Phase.LOSS, workload)
+    of_block = workspace_bytes(model, block, Phase.BACKWARD, workload)
+    return max(0, logits + of_loss - p.nbytes(p.saved(block, 0)) - max(of_loss, of_block))
