@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatrain.control_groups import PROC
 
+LONG_S = 1.0  # less says nothing: Linux counts in ticks
 QUIET = 0.1  # of the machine's cores: what others may have before it is told; daemons have less
 _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 0, 1, 2, 5, 6, 7  # columns of the first line of /proc/stat
 
@@ -21,12 +22,13 @@ def told_of_neighbours(proc: Path = PROC) -> Iterator[None]:
     before, own, begun = _busy_s(proc), _own_s(), time.monotonic()
     yield
     after, elapsed = _busy_s(proc), time.monotonic() - begun
-    if before is None or after is None or not elapsed:
+    if before is None or after is None or elapsed < LONG_S:
         return
-    cores = (after - before - (_own_s() - own)) / elapsed
-    if cores > QUIET * (os.cpu_count() or 1):
+    all_cores = os.cpu_count() or 1
+    cores = min((after - before - (_own_s() - own)) / elapsed, all_cores)
+    if cores > QUIET * all_cores:
         warnings.warn(
-            f"others had {cores:.1f} of {os.cpu_count()} cores while this was measured, so that the machine may be "
+            f"others had {cores:.1f} of {all_cores} cores while this was measured, so that the machine may be "
             "faster than it is now taken to be: measure it again when it is quiet",
             stacklevel=3,
         )

@@ -114,8 +114,8 @@ class ReleasedStep:
 
 
 def _logits_beyond_a_block(p: Program) -> int:
-    """Bytes by which the loss, which keeps a micro-batch's logits for its backward, exceeds what a block's backward takes
-    later: torch gives it the same memory. The larger workspace of the two is counted apart from buffers.
+    """Bytes by which the loss, which keeps a micro-batch's logits for its backward, exceeds what a block's backward
+    takes later: torch gives it the same memory. The larger workspace of the two is counted apart from buffers.
     """
     model, workload, block = p.model, p.workload, p.model.blocks[-1]
     logits = workload.tokens_per_microbatch * model.vocab_size * workload.bytes.activation

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain import neighbours
 from megatrain.neighbours import told_of_neighbours
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -19,7 +20,8 @@ def stat(folder: Path, busy_s: float) -> None:
     (folder / "stat").write_text(f"cpu  {round(busy_s * TICKS)} 0 0 987654 0 0 0 0 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
 
 
-def test_others_that_had_much_of_the_machine_are_told(tmp_path: Path) -> None:
+def test_others_that_had_much_of_the_machine_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "LONG_S", 0.0)
     stat(tmp_path, 100.0)
     with (
         pytest.warns(UserWarning, match=r"others had [\d.]+ of \d+ cores while this was measured"),
@@ -37,7 +39,8 @@ def test_where_nothing_is_known_nothing_is_told(lines: str | None, tmp_path: Pat
         warnings.simplefilter("error")
 
 
-def test_what_this_process_does_itself_is_not_told(tmp_path: Path) -> None:
+def test_what_this_process_does_itself_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "LONG_S", 0.0)
     stat(tmp_path, 100.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

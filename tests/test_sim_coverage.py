@@ -143,8 +143,8 @@ def test_where_what_was_measured_does_not_fit_the_rest_is_to_be_measured() -> No
 
 def test_what_if_of_a_measured_machine_asks_nothing_that_its_times_do_not_follow() -> None:
     measured, datasheet = whatif.faster(timed(TINY, [step(4)])), whatif.faster(hardware.load("h200"))
-    assert set(datasheet) - set(measured) == {"GPU, matrix products, +25%", "GPU, memory bandwidth, +25%"}
-    assert "link, host to device, +25%" in measured
+    assert set(datasheet) - set(measured) == {"GPU, matrix products, +25%"}
+    assert {"link, host to device, +25%", "GPU, memory bandwidth, +25%"} <= set(measured)  # of copies within the GPU
 
 
 def test_a_plan_may_begin_with_what_was_not_measured() -> None:
