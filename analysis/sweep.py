@@ -32,7 +32,7 @@ from sim import hardware
 from sim.candidate import cost
 from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
-from sim.plan import bound_of_any_split, plan, splits
+from sim.plan import bound_of_any_split, is_bounded, plan, splits
 from sim.prediction import Prediction, memory_of, predict
 from sim.worker import begin_to_work, lost_ones_told
 
@@ -239,8 +239,7 @@ def _named(point: Point) -> Found:
 
 def _bound_ns(schedule: Schedule, point: Point) -> float:
     """Of any exact schedule that trains all of the model; 0 where this one is none, or the bound knows of none."""
-    workload = schedule.workload
-    if schedule.staleness or workload.task != "train" or workload.lora_rank is not None:
+    if not is_bounded(schedule):
         return 0.0
     key = replace(point, policy=PLAN, source="").key  # all policies share it
     if key not in _bounds:

@@ -171,27 +171,30 @@ def bound_of_any_split(
     It knows of none where nothing could fit, a measured profile lacks a time, or all splits have ops that take
     too long.
     """
-    steps = _that_can_be_written(model, _all_ways(model, splits(seq_len, tokens_per_step, None, None, precision, None)))
-    try:
-        bounded, unmeasured = by_bound(model, profile, memory_of(profile), steps)
-    except TooLong:
-        return 0.0
-    return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)
+    steps = splits(seq_len, tokens_per_step, None, None, precision, None)
+    return _least_bound(model, profile, _that_can_be_written(model, _all_ways(model, steps)))
 
 
 def bound_of_these_micro_batches(schedule: Schedule, profile: HardwareProfile) -> float:
     """In ns, no exact schedule of this one's step with its micro-batches is faster; 0 where the bound knows of none.
 
-    It knows of none where not all weights are trained or a stale one is allowed, nothing could fit, a measured profile
-    lacks a time, or ops take too long.
+    It knows of none where the schedule is not one that `is_bounded`, nothing could fit, a measured profile lacks a
+    time, or ops take too long.
     """
-    workload = schedule.workload
-    if schedule.staleness or workload.task != "train" or workload.lora_rank is not None:
+    if not is_bounded(schedule):
         return 0.0
+    return _least_bound(schedule.model, profile, _all_ways(schedule.model, [schedule.workload]))
+
+
+def is_bounded(schedule: Schedule) -> bool:
+    """Whether the bounds over all schedules are about it: it trains all weights, with gradients of its own step."""
+    workload = schedule.workload
+    return schedule.staleness == 0 and workload.task == "train" and workload.lora_rank is None
+
+
+def _least_bound(model: ModelSpec, profile: HardwareProfile, steps: Sequence[Workload]) -> float:
     try:
-        bounded, unmeasured = by_bound(
-            schedule.model, profile, memory_of(profile), _all_ways(schedule.model, [workload])
-        )
+        bounded, unmeasured = by_bound(model, profile, memory_of(profile), steps)
     except TooLong:
         return 0.0
     return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)
