@@ -141,6 +141,7 @@ def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
     blocks = model.num_hidden_layers
     chosen: dict[str, list[dict[str, Knob]]] = {
         BASELINE: [OUR_STATE],
+        "fsdp_offload": [{"prefetch": True}],  # what it could do on one GPU once
         "gemini": [{}, {"placement": "auto"}],
         "greedysnake": [{"alpha": alpha, "ssd": ssd} for alpha in ALPHAS for ssd in (False, True)],
         "lohan": [{"swap": swap, **there} for swap in (0, blocks // 4, blocks // 2) for there in LOHAN],

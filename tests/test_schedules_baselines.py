@@ -221,8 +221,8 @@ def test_fsdp_fetches_blocks_for_both_directions_and_the_root_once() -> None:
     assert home_bytes_per_param(schedule, HOST) == 12
 
 
-def test_fsdp_fetches_one_block_ahead() -> None:
-    schedule = policies.build("fsdp_offload", TINY, workload(accumulation=1), ROOM)
+def test_fsdp_could_fetch_one_block_ahead() -> None:
+    schedule = policies.build("fsdp_offload", TINY, workload(accumulation=1), ROOM, prefetch=True)
     assert place(schedule, "P.w.1") < place(schedule, "F.0.0") < place(schedule, "P.w.2")
     assert place(schedule, "P.w.2#2") < place(schedule, "B.3.0") < place(schedule, "P.w.1#2")
 
@@ -236,7 +236,7 @@ def test_fsdp_waits_for_a_gradient_that_it_must_add() -> None:
 
 
 def test_fsdp_on_one_gpu_brings_a_block_when_it_is_about_to_run() -> None:
-    schedule = policies.build("fsdp_offload", TINY, workload(accumulation=2, clip=1.0), ROOM, prefetch=False)
+    schedule = policies.build("fsdp_offload", TINY, workload(accumulation=2, clip=1.0), ROOM)
     verify(schedule)
     assert streams_of(schedule, "w") == {(Stream.COMPUTE, False)}
     assert place(schedule, "F.0.0") < place(schedule, "P.w.1") < place(schedule, "F.1.0")

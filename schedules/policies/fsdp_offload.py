@@ -1,25 +1,26 @@
 """PyTorch FSDP2 (`fully_shard`) with CPUOffloadPolicy on one GPU, each block wrapped, the rest the root.
 
 What it does. Parameters live in pinned host memory. The root (embedding, final norm, head) is fetched when a
-micro-batch begins and stays on the device for it. A block is fetched while the one before it computes, for
-forward and again for backward, and freed after either. So it is on several GPUs, and was on one up to August 2025;
-since torch's pull request 160135 a group of one GPU has no gather that could run ahead, and a block's weights come
-on the compute stream when it is about to run (prefetch=false), whatever a user sets. With checkpointing (the usual
-way to run it) a block keeps its input and runs forward again. After a block's backward its gradient goes to the
-host, the root's after the last backward; the host waits for all of them. From the second micro-batch on each
-gradient copy makes the host wait, and the host adds it up; or gradients add up on the device until the last
-micro-batch (gradient_sync=false). Then the user's optimizer runs on the host, alone, layer by layer (torch's fused
-CPU Adam), with clipping after two passes over the gradients: norm and scale.
+micro-batch begins and stays on the device for it. A block is fetched for forward and again for backward, and freed
+after either. Since torch's pull request 160135 of August 2025 a group of one GPU has no gather that could run ahead,
+and a block's weights come on the compute stream when it is about to run, whatever a user sets. Before that, and on
+several GPUs, they come while the block before computes (prefetch=true). With checkpointing (the usual way to run it)
+a block keeps its input and runs forward again. After a block's backward its gradient goes to the host, the root's
+after the last backward; the host waits for all of them. From the second micro-batch on each gradient copy makes the
+host wait, and the host adds it up; or gradients add up on the device until the last micro-batch
+(gradient_sync=false). Then the user's optimizer runs on the host, alone, layer by layer (torch's fused CPU Adam),
+with clipping after two passes over the gradients: norm and scale.
 
 Where states live, in bytes per parameter at bf16, all on the host: weights 2, gradients 2, optimizer state 8.
-On the device: two blocks' weights and gradients, and the root's; with gradient_sync=false all gradients, 2.
+On the device: a block's weights, two with prefetch=true, two blocks' gradients, and the root's of both; with
+gradient_sync=false all gradients, 2.
 
 Exact in its training. FSDP2 keeps moments in the parameters' type: with bf16 parameters that is precision
 bf16_16bit, 4 bytes of state; precision bf16 compares it with systems whose moments are fp32. Approximated: with
 fp32 parameters computed in bf16 it moves 4 bytes per parameter over the link, which is not shown (precision fp32
 moves them, and computes in fp32). The copies inside the device of a gather and a scatter over one rank are not
-shown, nor their second buffer. A block's fetch for the first backward begins during the last forward, not with
-the loss.
+shown, nor their second buffer. With prefetch=true a block's fetch for the first backward begins during the last
+forward, not with the loss.
 Source: torch 2.13.0, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py, _fsdp_param_group.py).
 """
 
@@ -39,7 +40,7 @@ def policy(
     workload: Workload,
     memory: MemoryBudget,
     *,
-    prefetch: bool = True,
+    prefetch: bool = False,
     gradient_sync: bool = True,
     activations: Activations = "recompute",
     every: int = 1,
@@ -47,15 +48,15 @@ def policy(
     """Build the step.
 
     Args:
-        prefetch: weights come beside the block before; false is torch on one GPU since its pull request 160135.
+        prefetch: weights come beside the block before, as they did on one GPU until torch's pull request 160135.
         gradient_sync: gradients leave after every micro-batch; false is set_requires_gradient_sync(False) but for the
             last, until when they add up on the device.
     """
     kept = kept_as(model, activations, every=every)
     p = Program(model, workload)
-    ring, grads, landing = p.slots("weight", 2), p.slots("grad", 2), p.buffer("landing", Tier.HOST)
     sums = {} if gradient_sync else {i: p.buffer(f"device.{p.grad(i)}") for i in model.blocks}
     coming, ahead = (Stream.H2D, 2) if prefetch else (Stream.COMPUTE, 1)
+    ring, grads, landing = p.slots("weight", ahead), p.slots("grad", 2), p.buffer("landing", Tier.HOST)
     first = 0 if gradient_sync else workload.microbatches[-1]  # whose gradients leave
     root, root_grads = end_buffers(p, "weight"), end_buffers(p, "grad")
     homes = {i: p.at_home(p.grad(i)) for i in model.layers}
