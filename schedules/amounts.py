@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from schedules import tensor as tensors
@@ -11,7 +12,7 @@ from schedules.model import ModelSpec
 from schedules.op import Phase
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Part, makes_output, parse
-from schedules.traffic import op_bytes
+from schedules.traffic import op_bytes, workspace_bytes
 from schedules.workload import Workload
 
 
@@ -22,6 +23,7 @@ class Amounts:
         self._model, self._workload = model, workload
         self._nbytes: dict[str, int] = {}
         self._computed: dict[tuple[str, Phase, bool, bool], tuple[int, int]] = {}
+        self._workspace: dict[tuple[str, Phase], int] = {}
 
     def tensor(self, name: str) -> int:
         """Bytes of a tensor, and so of its copy. Raises InputError as `tensor_bytes` does."""
@@ -37,6 +39,13 @@ class Amounts:
             nbytes = op_bytes(self._model, i, phase, self._workload, fused=fused, output=key[2])
             self._computed[key] = flops, nbytes
         return self._computed[key]
+
+    def workspace(self, i: int, phase: Phase) -> int:
+        """Bytes that a compute op on layer i takes beside its buffers."""
+        key = self._model.layer_kind(i), phase
+        if key not in self._workspace:
+            self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload)
+        return self._workspace[key]
 
     def update(self, i: int | None, touched: Iterable[str], part: Part | None) -> tuple[int, int]:
         """Parameters of an update of a part of layer i, and bytes that it reads and writes.
@@ -56,3 +65,6 @@ class Amounts:
             return self.tensor(name) if is_whole else self.tensor(name) // whole * params
 
         return params, sum(map(share, touched))
+
+
+amounts_of = functools.lru_cache(maxsize=4)(Amounts)  # a planner writes hundreds of programs of one step

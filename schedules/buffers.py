@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from schedules import tensor as tensors
-from schedules.amounts import Amounts
+from schedules.amounts import amounts_of
 from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Tier
@@ -28,7 +28,7 @@ class Buffers:
     def __init__(self, model: ModelSpec, workload: Workload) -> None:
         self.model = model
         self.workload = workload
-        self._amounts = Amounts(model, workload)
+        self._amounts = amounts_of(model, workload)
         self._accesses: dict[Held, Access] = {}
         self._tiers: dict[str, Tier] = {}
         self._sizes: dict[str, int] = {}  # of those in use

@@ -21,7 +21,6 @@ from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
-from schedules.traffic import workspace_bytes
 from schedules.words import listed, one_of
 from schedules.workload import MemoryBudget, Workload
 
@@ -396,8 +395,7 @@ class Program(Buffers):
     def device_bytes(self) -> int:
         """Bytes of the device that the program takes as written so far, its largest workspace included."""
         ran = {(op.layer, op.phase) for op in self._ops if op.kind == Kind.COMPUTE and op.layer is not None}
-        example = {(self.model.layer_kind(i), phase): i for i, phase in ran}
-        workspaces = (workspace_bytes(self.model, i, phase, self.workload) for (_, phase), i in example.items())
+        workspaces = (self._amounts.workspace(i, phase) for i, phase in ran)
         return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
 
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:

@@ -15,6 +15,8 @@ _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def one_of(words: type[E], value: E, where: str) -> E:
     """The value, which a policy may also have given as a string."""
+    if isinstance(value, words):
+        return value
     try:
         return words(value)
     except ValueError:

@@ -82,10 +82,13 @@ def bound_of(schedule: Schedule, costs: Sequence[Demand], *, sharing: bool = Tru
 
 def _areas(costs: Sequence[Demand]) -> dict[str, int]:
     """By resource, the time in which it could do one step's work if it were never idle."""
-    totals: dict[str, Fraction] = {}
+    whole = Counter[tuple[str, float]]()  # resource, share -> ns; few shares are used
     for cost in costs:
-        for resource, share in cost.usage.items():
-            totals[resource] = totals.get(resource, Fraction(0)) + cost.duration_ns * Fraction(share)
+        for use in cost.usage.items():
+            whole[use] += cost.duration_ns
+    totals: dict[str, Fraction] = {}
+    for (resource, share), duration_ns in whole.items():
+        totals[resource] = totals.get(resource, Fraction(0)) + duration_ns * Fraction(share)
     return {resource: math.floor(total) for resource, total in totals.items()}
 
 
