@@ -209,7 +209,7 @@ def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
         Column(heading="schedule", cell=_schedule, number=False, spare=_planned(table)),
         Column(heading="tokens/s", cell=tables.rates("tokens_per_s")),
         Column(heading="MFU", cell=tables.number("mfu", ".1f", 100, " %"), spare=True),
-        Column(heading="above any bound", cell=tables.number("gap", ".0f", 100, " %"), spare=True),
+        Column(heading="above any bound", cell=tables.number("gap_to_any_schedule", ".0f", 100, " %"), spare=True),
         money("cost_per_hour"),
         Column(heading="hour is", cell=lambda row: row["hour"], number=False, spare=True),
         Column(heading=f"to buy ({prices.currency})", cell=tables.number("buy", ",.0f"), spare=True),

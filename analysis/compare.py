@@ -16,6 +16,7 @@ from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
+from sim.plan import bound_of_these_micro_batches, is_bounded
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, shortage
 from sim.units import scaled
 
@@ -34,7 +35,8 @@ class Row:
     Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41.0 GB") and
     `reason` whole; both are empty where it fits. So too where a measured profile lacks the time of an op ("not
     measured: ...") or an op takes too long ("not predicted: ..."): `fits` is None there. `gap` is by what fraction the
-    step exceeds its bound. The ratio is to the baseline of the same `precision`, or, where there is none, to another
+    step exceeds its bound; both are told of any exact schedule of these micro-batches too, NaN where none is known. The
+    ratio is to the baseline of the same `precision`, or, where there is none, to another
     (`same_state` is False then).
     """
 
@@ -60,6 +62,8 @@ class Row:
     step_s: float
     bound_s: float
     gap: float
+    bound_of_any_schedule_s: float
+    gap_to_any_schedule: float
     binding: str
     device_peak_gb: float
     host_peak_gb: float
@@ -105,13 +109,25 @@ def rows(
 ) -> Iterator[Row]:
     """The rows of one model and workload, one by one as they are found. Raises as `compare` does."""
     budget = budget or memory_of(profile)
+    bounds_ns: dict[Workload, float] = {}
     for text in names:
         name, knobs = policies.with_knobs(text)
         schedule = policies.build(name, model, workload, budget, **knobs)
         verify(schedule)
         row = _row_of(schedule, profile, budget)
+        if row.fits and is_bounded(schedule):
+            if (step := schedule.workload) not in bounds_ns:
+                bounds_ns[step] = bound_of_these_micro_batches(schedule, profile, budget)
+            row = _bounded(row, bounds_ns[step] / 1e9)
         given = " ".join(f"{knob}={value}" for knob, value in knobs.items())
         yield replace(row, knobs=given, label=f"{row.label} {given}".strip())
+
+
+def _bounded(row: Row, bound_s: float) -> Row:
+    """With the bound of any schedule, if that is not zero."""
+    if not bound_s:
+        return row
+    return replace(row, bound_of_any_schedule_s=bound_s, gap_to_any_schedule=row.step_s / bound_s - 1.0)
 
 
 def _row_of(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> Row:
@@ -166,7 +182,8 @@ def measured_row(row: Row, step_s: float, machine: str) -> Row:
     """A predicted row with the measured time of a step in its place: rates follow, bounds stay."""
     factor = row.step_s / step_s
     changes = {name: getattr(row, name) * factor for name in ("tokens_per_s", "model_tflops_per_s", "mfu", "hfu")}
-    changes |= {"step_s": step_s, "gap": step_s / row.bound_s - 1}
+    changes |= {"step_s": step_s, "gap": step_s / row.bound_s - 1.0}
+    changes |= {"gap_to_any_schedule": step_s / row.bound_of_any_schedule_s - 1.0}
     return Row(**asdict(row) | changes | {"source": "measured", "machine": machine})
 
 
@@ -232,6 +249,8 @@ def _row(
         step_s=step_s,
         bound_s=bound_s,
         gap=gap,
+        bound_of_any_schedule_s=math.nan,
+        gap_to_any_schedule=math.nan,
         binding=binding,
         device_peak_gb=peaks[Tier.DEVICE] / 1e9,
         host_peak_gb=peaks[Tier.HOST] / 1e9,

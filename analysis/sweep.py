@@ -150,12 +150,12 @@ def evaluate(point: Point) -> Row:
         prediction, knobs, bound_ns = _planned(point) if point.policy == PLAN else _named(point)
     except (Refused, InputError) as error:
         return {**row, "reason": str(error).partition("\n")[0]}
-    return {**row, "fits": True, "bound_s": bound_ns / 1e9, **_of(prediction, knobs, bound_ns)}
+    return {**row, "fits": True, "bound_of_any_schedule_s": bound_ns / 1e9 or None, **_of(prediction, knobs, bound_ns)}
 
 
 # what the row of a point that fits says beside the others
 FOUND = (
-    "bound_s",
+    "bound_of_any_schedule_s",
     "stale",
     "schedule",
     "knobs",
@@ -166,7 +166,7 @@ FOUND = (
     "tokens_per_s",
     "step_s",
     "mfu",
-    "gap",
+    "gap_to_any_schedule",
     "binding",
     "drive_days",
     *(f"{tier}_gb" for tier in Tier),
@@ -188,7 +188,7 @@ def _of(prediction: Prediction, knobs: Mapping[str, Knob], bound_ns: float) -> R
         "tokens_per_s": prediction.tokens_per_s,
         "step_s": prediction.period_ns / 1e9,
         "mfu": prediction.mfu,
-        "gap": prediction.period_ns / bound_ns - 1.0 if bound_ns else None,
+        "gap_to_any_schedule": prediction.period_ns / bound_ns - 1.0 if bound_ns else None,
         "binding": prediction.binding,
         "drive_days": prediction.drive_days,
         **{f"{tier}_gb": prediction.peak_bytes[tier] / 1e9 for tier in Tier},
@@ -302,7 +302,7 @@ def hand_on(handed: Handed) -> Row:
             prediction = predict(schedule, point.profile)
         except TooLong:  # its ops are short enough only on the machine that it is from
             continue
-        handed_on = {**row, **_of(prediction, knobs, row["bound_s"] * 1e9)}
+        handed_on = {**row, **_of(prediction, knobs, (row["bound_of_any_schedule_s"] or 0.0) * 1e9)}
         if prediction.fits and _cost(handed_on) < _cost(row):
             verify(schedule)
             row = handed_on

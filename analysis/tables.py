@@ -86,31 +86,43 @@ COMPARISON = (
     Column(heading="schedule", cell=lambda record: record["digest"][:8], number=False, spare=True),
 )
 STATE = Column(heading="state", cell=_text("precision"), number=False, spare=True)
+GAP_TO_ANY = Column(heading="gap to\nany", cell=number("gap_to_any_schedule", ".1f", 100, " %"), spare=True)
 NVME = Column(heading="NVMe", cell=_memory("nvme_peak_gb"), spare=True)
 COMPARISON_NOTE = (
     "TFLOP/s and MFU count the model's FLOPs once, recompute not. "
-    "bound: no run of that schedule settles at a shorter step. "
+    "bound: no run of that schedule settles at a shorter step; gap: by what the step exceeds it. "
     "device, host: memory at the peak, workspace included; GB is 10^9 bytes, MB 10^6; 1 GiB = 1.074 GB."
 )
+TO_ANY_NOTE = "gap to any: to the bound of any exact schedule of these micro-batches that keeps this state."
 OTHER_STATE_NOTE = (
     f"* {BASELINE} keeps other state than this row. To compare with the same: --policy '{SAME_STATE}', and others."
 )
 
 
 def comparison_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
-    """Of a table of a comparison: with the state that is kept where rows differ, and NVMe where any uses it."""
+    """Of a table of a comparison: with the state that is kept where rows differ, the gap to the bound of any schedule
+    where one is known, and NVMe where any uses it.
+    """
     columns = list(COMPARISON)
+
+    def after(heading: str) -> int:
+        return [column.heading for column in columns].index(heading) + 1
+
     if rows["precision"].nunique() > 1:
         columns.insert(1, STATE)
+    if rows["gap_to_any_schedule"].notna().any():
+        columns.insert(after("gap"), GAP_TO_ANY)
     if rows["nvme_peak_gb"].any():
-        columns.insert([column.heading for column in columns].index("host") + 1, NVME)
+        columns.insert(after("host"), NVME)
     return tuple(columns)
 
 
 def comparison_note(frame: pd.DataFrame) -> str:
     """What the columns of a comparison mean."""
     starred = frame["ratio_to_zero3_offload"].notna() & ~frame["same_state"].astype(bool)
-    return " ".join([COMPARISON_NOTE, *([OTHER_STATE_NOTE] if starred.any() else [])])
+    bounded = frame["gap_to_any_schedule"].notna()
+    told = ((True, COMPARISON_NOTE), (bounded.any(), TO_ANY_NOTE), (starred.any(), OTHER_STATE_NOTE))
+    return " ".join(note for shown, note in told if shown)
 
 
 PREDICTED_MEASURED = (

@@ -245,10 +245,13 @@ def main() -> None:
     if not anew:
         parser.error(f"no model or machine contains {' or '.join(chosen.again)}")
     if chosen.named:
+        if not rows:
+            parser.error(f"--named goes on from plans, and there are none in {chosen.out}: leave it out first")
         known = [(p, rows[p[0], p[3]][0]) for p in anew if (p[0], p[3]) in rows]
         fit = [(point, row) for point, row in known if not row.reason]
         with ProcessPoolExecutor() as pool:
-            found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, *zip(*fit, strict=True))
+            of_points, of_rows = [point for point, _ in fit], [row for _, row in fit]
+            found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, of_points, of_rows)
             for row, rates in track(found, "predicting named policies", total=len(fit)):
                 rows[row.model, row.machine] = row, rates
     else:

@@ -163,7 +163,7 @@ def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Or
     """All of it for programs; every key says its unit."""
     return {
         **prediction_record(found.prediction),
-        "lower_bound_s": found.lower_bound_ns / 1e9,
+        "bound_of_any_schedule_s": found.lower_bound_ns / 1e9,
         "gap_to_any_schedule": found.gap,
         "gap_parts": found.gap_parts,
         "gain_spared_for_the_drive": found.spared,

@@ -175,15 +175,17 @@ def bound_of_any_split(
     return _least_bound(model, profile, _that_can_be_written(model, _all_ways(model, steps)))
 
 
-def bound_of_these_micro_batches(schedule: Schedule, profile: HardwareProfile) -> float:
+def bound_of_these_micro_batches(
+    schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget | None = None
+) -> float:
     """In ns, no exact schedule of this one's step with its micro-batches is faster; 0 where the bound knows of none.
 
-    It knows of none where the schedule is not one that `is_bounded`, nothing could fit, a measured profile lacks a
-    time, or ops take too long.
+    `budget` is the machine's own memory if left out. The bound knows of none where the schedule is not one that
+    `is_bounded`, nothing could fit, a measured profile lacks a time, or ops take too long.
     """
     if not is_bounded(schedule):
         return 0.0
-    return _least_bound(schedule.model, profile, _all_ways(schedule.model, [schedule.workload]))
+    return _least_bound(schedule.model, profile, _all_ways(schedule.model, [schedule.workload]), budget)
 
 
 def is_bounded(schedule: Schedule) -> bool:
@@ -192,9 +194,11 @@ def is_bounded(schedule: Schedule) -> bool:
     return schedule.staleness == 0 and workload.task == "train" and workload.lora_rank is None
 
 
-def _least_bound(model: ModelSpec, profile: HardwareProfile, steps: Sequence[Workload]) -> float:
+def _least_bound(
+    model: ModelSpec, profile: HardwareProfile, steps: Sequence[Workload], budget: MemoryBudget | None = None
+) -> float:
     try:
-        bounded, unmeasured = by_bound(model, profile, memory_of(profile), steps)
+        bounded, unmeasured = by_bound(model, profile, budget or memory_of(profile), steps)
     except TooLong:
         return 0.0
     return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from schedules.op import Tier
 from schedules.verify import ScheduleError
 from schedules.workload import MemoryBudget, Workload
 from sim.hardware import load, override
+from sim.placement_bound import placement_bound
 from sim.prediction import memory_of, predict
 
 H200 = load("h200")
@@ -162,6 +164,22 @@ def test_a_measured_row_keeps_the_bound_and_scales_the_rates() -> None:
     assert (measured.source, measured.machine, measured.bound_s) == ("measured", "here", row.bound_s)
     assert measured.tokens_per_s == pytest.approx(row.tokens_per_s / 2)
     assert measured.gap == pytest.approx(2 * (1 + row.gap) - 1)
+    assert measured.bound_of_any_schedule_s == row.bound_of_any_schedule_s
+    assert measured.gap_to_any_schedule == pytest.approx(2 * (1 + row.gap_to_any_schedule) - 1)
+
+
+def test_a_row_tells_how_far_it_is_from_any_schedule_of_its_step_where_that_is_bounded() -> None:
+    names = ["streamed", "zero3_offload", "roundpipe", "streamed keep=0"]
+    ours, zero3, stale, again = rows(TINY, names, H200, STEP)
+    bound_s = placement_bound(TINY, STEP, H200).period_ns / 1e9  # of the modes of recompute, none is the least here
+    assert ours.bound_of_any_schedule_s == again.bound_of_any_schedule_s == bound_s <= ours.step_s <= again.step_s
+    assert ours.gap_to_any_schedule == pytest.approx(ours.step_s / bound_s - 1)
+    assert zero3.bound_of_any_schedule_s >= bound_s  # it keeps an fp32 master too
+    assert math.isnan(stale.bound_of_any_schedule_s) and math.isnan(stale.gap_to_any_schedule)
+    for found, told in (([ours, stale], True), ([stale], False)):
+        table = frame(found)
+        assert (tables.GAP_TO_ANY in tables.comparison_columns(table)) == told
+        assert (tables.TO_ANY_NOTE in tables.comparison_note(table)) == told
 
 
 def test_measured_rows_are_compared_with_the_measured_baseline() -> None:

@@ -284,7 +284,9 @@ def test_a_schedule_that_is_built_says_whether_it_fits() -> None:
     built = ("build", "llama-3.1-8b", "-p", "resident")
     assert "149.25 GB device; it fits\n" in called(*built)[0]
     assert "24.80 GB device; DOES NOT FIT: device +" in called(*built, "-H", "rtx4090")[0]
-    assert json.loads(called(*built, "-H", "rtx4090", "--json")[0])["fits"] is False
+    told = json.loads(called(*built, "-H", "rtx4090", "--json")[0])
+    assert told["machine"] == "rtx4090" and told["fits"] is False and told["reason"].startswith("device memory is ")
+    assert told["peak_bytes"]["device"] > told["allocated_bytes"]["device"] > 24e9 and told["peak_bytes"]["nvme"] == 0
 
 
 def test_compare_names_the_policies_that_it_leaves_out() -> None:

@@ -108,12 +108,12 @@ def build(
     show: Annotated[bool, typer.Option("--show", help="Print the schedule as a grid: one column per stream.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build a policy's schedule for a model, verify it and write it to a file."""
+    """Build a policy's schedule for a model, verify it and write it to a file, whether or not it fits the machine."""
     from megatrain.tables import print_fit, print_summary
     from schedules import codec
     from schedules.show import grid
     from schedules.verify import verify
-    from sim.prediction import memory_of, shortage
+    from sim.prediction import memory_of, peak_bytes, shortage
 
     if show and as_json:
         raise InputError("--show prints a picture and --json numbers: leave out one")
@@ -130,7 +130,9 @@ def build(
         codec.save(schedule, out)
     lacking = shortage(schedule, profile, budget)
     if as_json:
-        print_json({**_record(schedule), "safe": True, "fits": lacking is None, "file": out})
+        fit = {"machine": profile.name, "fits": lacking is None, "reason": str(lacking or "")}
+        peaks = {str(tier): nbytes for tier, nbytes in peak_bytes(schedule, profile).items()}
+        print_json({**_record(schedule), "safe": True, **fit, "peak_bytes": peaks, "file": out})
         return
     if show:
         print(grid(schedule))
