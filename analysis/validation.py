@@ -33,14 +33,6 @@ LADDER = (
     ("and sharing of cores, memory and links", Terms(compute_slowdown=False)),
     ("and slowdown beside copies", Terms()),
 )
-# Policies whose last pass casts weights that Adam has already written, a copy onto itself in a run; and its class.
-CAST_IN_PLACE = {
-    "zero3_offload": "host cast",
-    "zero_offload": "host cast",
-    "zero_offload_pp": "compute cast",
-    "zero_infinity": "host cast",
-    "superoffload": "host cast",
-}
 REPLAYED_STEPS = 6
 NOISY_STEPS = 20
 

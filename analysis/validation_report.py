@@ -143,7 +143,6 @@ def _body(table: pd.DataFrame, steps: pd.DataFrame, classes: pd.DataFrame, strea
         "Time of all ops of a class in one step, summed over the points, sharing included. Of copies the last word is "
         f"what they carry, {_legend(classes)}.",
         tables.markdown(classes, tables.classes("ops")),
-        *_of_casts(table),
         "## By stream",
         "How long streams work in a step, summed over the points.",
         tables.markdown(streams, tables.classes("stream")),
@@ -157,21 +156,6 @@ def _legend(classes: pd.DataFrame) -> str:
     """What the letters of the copies' classes stand for."""
     letters = {str(ops).split()[-1] for ops in classes["ops"]}
     return ", ".join(f"{letter}: {name}" for letter, name in CLASS_NAMES.items() if letter in letters)
-
-
-def _of_casts(table: pd.DataFrame) -> list[str]:
-    """Why the cast of some policies takes no time in a run."""
-    policies = dict.fromkeys(str(policy).split()[0] for policy in table["policy"])
-    casts = validation.CAST_IN_PLACE
-    found = [f"`{policy}` (in the row `{casts[policy]}`)" for policy in policies if policy in casts]
-    if not found:
-        return []
-    return [
-        f"The cast after Adam in {' and '.join(found)} is DeepSpeed's third pass over its memory, and predicted as "
-        "one: it reads and writes as many bytes as the scaling before Adam, hence in the same time. Here Adam has "
-        "written the weights already and PyTorch leaves out a copy of a tensor onto itself: it takes no time, and the "
-        "step is predicted too long by as much."
-    ]
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from gpu_machine import Row
 from schedules.op import Phase
 from schedules.schedule import Schedule
 from sim import hardware
-from sim.cost import timed
 from sim.machine import HardwareProfile, Measured, Table, Value
+from sim.signature import timed
 
 SOURCE = "measured by benchmarks/gpu.py"
 

@@ -33,9 +33,9 @@ from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
-from sim.cost import timed
 from sim.machine import HardwareProfile
 from sim.prediction import predict
+from sim.signature import timed
 
 Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 B = TypeVar("B", bound=CudaBackend)
@@ -218,8 +218,7 @@ def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> R
 def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known_ns: Mapping[str, float]) -> float:
     """The median step, s, when kernels merely last as long as they do alone. The weights are worthless after it.
 
-    What a profile holds no time of takes none: sums and norms on the host, copies of saved activations. The steps that
-    are spun have none of these.
+    What is not timed by itself takes none: copies of saved activations. The steps that are spun have none of these.
     """
     schedule = verified.schedule
     durations_ns, keys = [0] * len(schedule.ops), timed(schedule)

@@ -39,8 +39,9 @@ from schedules.op import Kind, Op, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
-from sim.cost import issue_kind, timed
+from sim.cost import issue_kind
 from sim.machine import HardwareProfile
+from sim.signature import timed
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being measured
 Machine = Callable[[], Backend[Any]]  # a fresh backend; who runs on it closes it
@@ -70,9 +71,9 @@ def measure(
 ) -> HardwareProfile:
     """Profile this machine for the ops of these schedules, whatever their models and workloads.
 
-    What ops share is measured with `model` and the first schedule's workload, and holds for all. Every compute op
-    and optimizer step of any of them is covered; schedules that use NVMe are left out where no folder on a drive is
-    given, and all others must fit (`megatrain.fitting`). A policy may choose another precision than it was asked for
+    What ops share is measured with `model` and the first schedule's workload, and holds for all. Every op of any
+    of them that `sim.signature.timed` has is covered; schedules that use NVMe are left out where no folder on a drive
+    is given, and all others must fit (`megatrain.fitting`). A policy may choose another precision than it was asked for
     (an fp32 master beside bf16). Takes serialised steps of each schedule, `ALONE_STEPS` and a warm-up, and a minute
     more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the folder
     `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in one

@@ -18,8 +18,8 @@ from megatrain.rates import Rate
 from megatrain.way import Way
 from schedules.op import Op, Phase, Tier
 from schedules.schedule import Schedule
-from sim.cost import timed
 from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
+from sim.signature import timed
 
 EXTREMES = 0.05  # of the samples, left out at either end
 
@@ -270,7 +270,7 @@ def _adam_rate(steps: Sequence[tuple[str, Op, float]]) -> float | None:
 
 
 def _share_of(steps: Sequence[tuple[str, Op, float]], dram: float) -> float:
-    """The memory traffic of the optimizer's step over the bandwidth: what passes over memory attain too."""
+    """The memory traffic of the optimizer's step over the bandwidth: what passes that were not timed attain."""
     rates = [op.nbytes / duration_ns * 1e9 for _, op, duration_ns in steps]
     return min(1.0, statistics.median(rates) / dram) if rates else 1.0
 

@@ -9,7 +9,7 @@ from megatrain.fitting import LeftOut, that_fit
 from megatrain.here import Here
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
-from sim.cost import timed
+from sim.signature import timed
 
 # Of a longer model so many blocks are timed, or fewer where these do not fit. Each is as cold in its turn as in the
 # whole model, for the others are larger than any cache; and a model that does not fit can be measured all the same.
@@ -21,14 +21,16 @@ def representatives(
 ) -> tuple[list[Schedule], list[LeftOut]]:
     """Schedules with room that have, together, all ops of `build(model)` that any has; and those without, with others.
 
-    They are what `build` makes of a shortened model, and of the model itself for ops that only its own steps have.
+    They are what `build` makes of a shortened model, and of the model itself for ops that only its own steps have, if
+    nothing is predicted without.
     """
-    needed = timed_in(*build(model))
+    whole = build(model)
+    wanted, needed = timed_in(*whole), {op for schedule in whole for op in timed(schedule, needed=True).values()}
     found, left = list[Schedule](), list[LeftOut]()
     for some in dict.fromkeys([*(shortened(model, blocks) for blocks in LENGTHS), model]):
-        lacking = needed - timed_in(*found)
+        lacking = (needed if some == model else wanted) - timed_in(*found)
         if not lacking:
-            break
+            continue
         fitting, too_large = that_fit([schedule for schedule in build(some) if timed_in(schedule) & lacking], at)
         found, left = covering([*found, *fitting]), [*left, *too_large]
     lacking = needed - timed_in(*found)

@@ -16,8 +16,9 @@ from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import SAVED, STATE, parse
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import MissingCost, Terms, TooLong, demands, signature
+from sim.cost import MissingCost, Terms, TooLong, demands
 from sim.machine import HardwareProfile
+from sim.signature import signature
 
 OPTIMIZER = "optimizer"  # the CPU's threads, which serve one update at a time
 _ALONE = Terms(issue=False, size_dependent_bandwidth=False, compute_slowdown=False)

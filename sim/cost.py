@@ -6,7 +6,7 @@ The ladder of terms is here too: each can be switched off, to show how much accu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from schedules import tensor as tensors
@@ -19,8 +19,9 @@ from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import Workload
 from sim.coverage import command, covered
-from sim.machine import SHAPE, HardwareProfile, Table, Value
+from sim.machine import HardwareProfile, Value
 from sim.shapes import between
+from sim.signature import is_timed, signature, tabulated
 
 # Resources, each of capacity 1. Ops that use one together share it.
 H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
@@ -32,15 +33,12 @@ HOUR_NS = 3.6e12
 LONGEST_NS = 1e13  # of one op: the times of many steps of many of them still fit 64 bits
 
 
-Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.shapes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Unmeasured:
     """An op that a measured profile has no time for, and what that profile covers, in words.
 
-    `signature` is as the function of that name makes it, `workload` the schedule's; `command` measures this op and all
-    others of such a step.
+    `signature` is as `sim.signature` makes it, `workload` the schedule's; `command` measures this op and all others of
+    such a step.
     """
 
     signature: str
@@ -126,54 +124,6 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
     return tuple(found)
 
 
-def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
-    """What decides a compute or update op's time on a given machine, as one word for tables.
-
-    Compute: model, kind of layer, phase, whether activations are kept, whether a recompute makes its output, and
-    whether a gradient is added to, micro-batch x sequence, element type. Update: model, kind of layer, phase, where,
-    precision, parts of the layer.
-    """
-    layer = "all" if op.layer is None else model.layer_kind(op.layer)
-    if op.kind == Kind.UPDATE:
-        of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
-        if (part := trained.part(op)) is not None:
-            of += f"/1 of {part.of}"
-        return f"{model.name}/{layer}/{op.phase}/{'device' if op.on_device else 'host'}/{workload.precision}{of}"
-    keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
-    if op.phase == Phase.RECOMPUTE and tensors.makes_output(a.tensor for a in op.writes):
-        keep += "+output"
-    add = "+add" if any(tensors.parse(a.tensor).cls in tensors.GRADIENTS for a in op.reads) else ""
-    shape = f"{workload.micro_batch_size}x{workload.seq_len}"
-    element = "fp32" if workload.bytes.activation == 4 else "bf16"
-    if workload.lora_rank is not None:
-        element += f"/lora{workload.lora_rank}"
-    if workload.task == "evaluate":
-        element += "/evaluate"
-    if workload.recompute != "none":
-        element += f"/{workload.recompute} again"
-    return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
-
-
-def timed(schedule: Schedule) -> dict[int, str]:
-    """Place -> signature of the ops that a measured profile holds a time of: those that compute, and optimizer steps.
-
-    Copies go by the link, and what else passes over memory by its bandwidth.
-    """
-    return {
-        place: signature(op, schedule.model, schedule.workload)
-        for place, op in enumerate(schedule.ops)
-        if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
-    }
-
-
-def tabulated(table: Table, key: str, workload: Workload, law: Law) -> float | None:
-    """A table's value for a signature: as measured, or by a law between measured shapes; None where neither can be."""
-    if key in table.values:
-        return table.values[key]
-    points = table.shapes.get(SHAPE.sub("/", key), {})
-    return law(points, (workload.micro_batch_size, workload.seq_len))
-
-
 def peak_flops(profile: HardwareProfile, workload: Workload) -> float:
     """Peak matrix rate, FLOP/s, in the element type that the workload computes with."""
     fp32 = workload.bytes.activation == 4
@@ -208,15 +158,19 @@ def _work(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) ->
 
 
 def _copy(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) -> tuple[int, Mapping[str, float]]:
-    """A copy goes at the pace of the slowest thing on its way; that one it occupies wholly."""
+    """A copy goes at the pace of the slowest thing on its way; that one it occupies wholly. Within a tier it may have
+    been timed.
+    """
     source, target = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
     rates, latency_ns, half_size = _way(source, target, profile)
     slowest = min(rates, key=lambda resource: rates[resource])  # the first of equals: the copy engine
     if not terms.size_dependent_bandwidth:
         latency_ns, half_size = 0.0, 0.0
-    duration = latency_ns + (op.nbytes + half_size) / rates[slowest] * 1e9
-    usage = {resource: min(1.0, op.nbytes / rate * 1e9 / duration) for resource, rate in rates.items()}
-    usage[slowest] = 1.0
+    known = _tabulated_ns(op, schedule, profile) if is_timed(op, schedule) else None
+    duration = latency_ns + (op.nbytes + half_size) / rates[slowest] * 1e9 if known is None else known
+    usage = {resource: _share(op.nbytes, duration, rate) for resource, rate in rates.items()}
+    if known is None:
+        usage[slowest] = 1.0
     if profile.host.copy_threads is not None:
         usage[CORES] = min(1.0, profile.host.copy_threads.value / profile.host.cores.value)
     return _whole(duration, op, profile), usage
@@ -254,20 +208,22 @@ def _compute(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int,
     duration = _measured(op, schedule, profile)
     if duration is None:
         duration = _roofline_ns(op, model, workload, profile)
+    return _whole(duration, op, profile), _of_device(op, duration, profile)
+
+
+def _of_device(op: Op, duration_ns: float, profile: HardwareProfile) -> dict[str, float]:
+    """What an op that computes on the device uses; without a GPU that is the host's own cores and memory."""
     usage = {GPU: 1.0}
     if profile.host.compute_threads is not None:
-        # the "GPU" is the host's own cores, and its memory the host's
         usage[CORES] = min(1.0, profile.host.compute_threads.value / profile.host.cores.value)
-        usage[DRAM] = _share(op.nbytes, duration, profile.host.memory_bandwidth.value)
-    return _whole(duration, op, profile), usage
+        usage[DRAM] = _share(op.nbytes, duration_ns, profile.host.memory_bandwidth.value)
+    return usage
 
 
 def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
     """The measured time of an op in ns, between measured shapes if need be; None in a datasheet profile."""
-    if profile.mode == "datasheet":
-        return None
     time_ns = _tabulated_ns(op, schedule, profile)
-    if time_ns is None:
+    if time_ns is None and profile.mode == "measured":
         lacking = Unmeasured(
             signature=signature(op, schedule.model, schedule.workload),
             machine=profile.name,
@@ -281,7 +237,7 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
 
 def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
     """The same, None where there is none in the profile. A part of a layer takes its part of the layer's time."""
-    if profile.measured is None or profile.measured.op_times is None:
+    if profile.mode == "datasheet" or profile.measured is None or profile.measured.op_times is None:
         return None
     table, key = profile.measured.op_times, signature(op, schedule.model, schedule.workload)
     time_ns = tabulated(table, key, schedule.workload, between)
@@ -329,22 +285,23 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
 
 
 def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, Mapping[str, float]]:
-    """Memory traffic, on the side where it runs. Passes over memory need no calibration of their own.
+    """As measured; else by the optimizer's rate, and what else passes over memory by its traffic where it runs.
 
     What is written into pages that the process is only now given goes at one thread's pace, where that is known.
     """
     gpu, host = profile.gpu, profile.host
-    adam = op.phase == Phase.ADAM
+    duration = _tabulated_ns(op, schedule, profile)
+    if duration is None and op.phase == Phase.ADAM:
+        if host.adam_params_per_s is not None and not op.on_device:
+            duration = op.params / host.adam_params_per_s.value * 1e9
+        else:
+            duration = _measured(op, schedule, profile)
+    if duration is None and op.on_device:
+        duration = op.nbytes / (gpu.memory_bandwidth.value * gpu.memory_efficiency.value) * 1e9
+    elif duration is None:
+        duration = op.nbytes / (host.memory_bandwidth.value * host.adam_efficiency.value) * 1e9
     if op.on_device:
-        measured = _measured(op, schedule, profile) if adam else None
-        bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
-        return _whole(op.nbytes / bandwidth * 1e9 if measured is None else measured, op, profile), {GPU: 1.0}
-    if adam and host.adam_params_per_s is not None and _tabulated_ns(op, schedule, profile) is None:
-        duration = op.params / host.adam_params_per_s.value * 1e9
-    else:
-        measured = _measured(op, schedule, profile) if adam else None
-        bandwidth = host.memory_bandwidth.value * host.adam_efficiency.value
-        duration = op.nbytes / bandwidth * 1e9 if measured is None else measured
+        return _whole(duration, op, profile), _of_device(op, duration, profile)
     if host.fresh_pages is not None:
         duration = max(duration, op.fresh / host.fresh_pages.value * 1e9)
     usage = {DRAM: _share(op.nbytes, duration, host.memory_bandwidth.value)}

@@ -189,7 +189,7 @@ class Issue:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    op_times: Annotated[Table | None, _table("ns", "duration of a compute op running alone, by signature")] = None
+    op_times: Annotated[Table | None, _table("ns", "duration of an op running alone, by signature")] = None
     op_noise: Annotated[
         Table | None, _table("ns", "half of what the middle two thirds of an op's durations span, by signature")
     ] = None

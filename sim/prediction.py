@@ -15,10 +15,11 @@ from schedules.trace import Trace
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
-from sim.cost import Terms, peak_flops, signature, tabulated
+from sim.cost import Terms, peak_flops
 from sim.engine import simulate
 from sim.machine import HardwareProfile
 from sim.shapes import largest_of_lines
+from sim.signature import signature, tabulated
 from sim.units import scaled
 
 DAY_NS = 86_400 * 10**9

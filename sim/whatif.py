@@ -29,7 +29,7 @@ FASTER = 0.9  # what the ops of a class are multiplied with to see what they hol
 SAMPLES = 200  # of a noisy step
 USUAL_NOISE = 0.02  # of an op on a quiet machine, for `spread` where it was not measured
 PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops"), ("gpu.memory_bandwidth",)
-HOST_ADAM, ON_HOST = "host.adam_params_per_s", "/adam/host/"  # its rate, and what is in the keys of its times
+HOST_ADAM, ON_HOST = "host.adam_params_per_s", "/host/"  # its rate; what is in the signatures of what the CPU does
 RATES = (
     ("GPU, matrix products", PRODUCTS),
     ("GPU, memory bandwidth", DEVICE_MEMORY),
@@ -269,7 +269,7 @@ def _again(prediction: Prediction, profile: HardwareProfile) -> float:
 
 
 def _scaled(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> HardwareProfile | None:
-    """The machine with these numbers multiplied, and what was timed of the CPU's optimizer where its rate is one; None
+    """The machine with these numbers multiplied, and what was timed on the CPU where its optimizer's rate is one; None
     if it has none of them."""
     changes = list(_assignments(profile, paths, factor))
     if not changes:

@@ -35,8 +35,8 @@ from schedules.schedule import Schedule
 from schedules.traffic import MLP_CHUNK_TOKENS, workspace_bytes
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
-from sim.cost import timed
 from sim.prediction import predict
+from sim.signature import timed
 
 MODEL, MEMORY = small(blocks=4), MemoryBudget(device_bytes=10**10, host_bytes=10**10)
 LONG = dataclasses.replace(WORKLOAD, seq_len=32)

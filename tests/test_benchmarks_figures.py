@@ -27,7 +27,7 @@ from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.trace import ISSUE, Trace
 from schedules.workload import Workload
 from sim import hardware
-from sim.cost import timed
+from sim.signature import timed
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32")

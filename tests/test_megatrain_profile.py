@@ -27,10 +27,11 @@ from schedules.presets import load
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware, machine
-from sim.cost import MissingCost, signature
+from sim.cost import MissingCost
 from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes as peak_bytes_of
 from sim.prediction import predict
+from sim.signature import signature
 
 MODEL = replace(load("tiny"), num_hidden_layers=2)
 ROOM = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30)

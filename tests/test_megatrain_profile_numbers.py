@@ -28,8 +28,8 @@ from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
 from schedules.workload import PRECISIONS, Workload
-from sim.cost import timed
 from sim.machine import HardwareProfile
+from sim.signature import timed
 
 MODEL = small()
 WORKLOAD = Workload(micro_batch_size=2, accumulation=2, seq_len=8, precision="fp32")

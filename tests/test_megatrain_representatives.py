@@ -58,7 +58,7 @@ def test_a_model_is_shortened_to_its_first_blocks_of_every_kind() -> None:
 def test_few_blocks_have_all_ops_of_a_model_that_the_host_has_no_room_for() -> None:
     model = load("llama-3.1-70b")
     found, left = representatives(model, built, H100)
-    assert timed_in(*found) == timed_in(*built(model)) and not left
+    assert timed_in(*found) >= timed_in(*built(model)) and not left
     assert {schedule.model.num_hidden_layers for schedule in found} <= set(LENGTHS)
     assert len(found) < len(STEPS) * len(policies.comparable()) / 2
 
@@ -85,6 +85,20 @@ def test_ops_that_only_the_whole_model_has_are_measured_in_it() -> None:
 
     found, left = representatives(model, build, H100)
     assert [schedule.model.num_hidden_layers for schedule in found] == [8, 20] and not left
+
+
+def test_the_whole_model_is_not_measured_for_a_pass_that_goes_by_bandwidth() -> None:
+    """Gradients that add up on the host, where there are so many blocks."""
+    model, step = replace(load("tiny"), num_hidden_layers=20), Workload(micro_batch_size=1, seq_len=16, accumulation=2)
+
+    def build(of: ModelSpec) -> list[Schedule]:
+        order = "microbatches" if of.num_hidden_layers > 10 else "layers"
+        return [policies.build("streamed", of, step, H100.budget, keep=0, order=order)]
+
+    found, left = representatives(model, build, H100)
+    assert [schedule.model.num_hidden_layers for schedule in found] == [8] and not left
+    lacking = timed_in(*build(model)) - timed_in(*found)
+    assert lacking and all("/accumulate " in key for key in lacking)
 
 
 def test_a_profile_of_few_blocks_predicts_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:

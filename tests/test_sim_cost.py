@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +33,11 @@ from sim.cost import (
     Terms,
     demands,
     issue_kind,
-    signature,
-    timed,
 )
 from sim.engine import simulate
 from sim.hardware import override
 from sim.machine import NUMBERS, TIMED, HardwareProfile, Measured, Table
+from sim.signature import signature, timed
 
 MB = 10**6
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
@@ -271,6 +271,45 @@ def test_a_signature_tells_apart_what_takes_different_time() -> None:
     computed = {signature(op, MODEL, workload) for op in ops[:6] for workload in workloads}
     assert len(computed) == 36
     assert len({signature(op, MODEL, WORKLOAD) for op in ops}) == 8
+
+
+def passing(phase: Phase, reads: Sequence[str], writes: str, stream: Stream = Stream.CPU, fresh: int = 0) -> Op:
+    """A pass over 1 kB of memory. What it reads is in a buffer of its own where the name begins with a dash."""
+    home = str(Tier.DEVICE if stream == Stream.COMPUTE else Tier.HOST)
+    accesses = tuple(Access("landing" if name[0] == "-" else home, name.removeprefix("-")) for name in reads)
+    target = (Access(home, writes),)
+    return replace(update(stream), phase=phase, reads=accesses, writes=target, nbytes=1000, fresh=fresh)
+
+
+@pytest.mark.parametrize(
+    ("op", "told"),
+    [
+        (passing(Phase.ACCUMULATE, ["-g.0"], "g32.0"), "accumulate g to g32/host"),
+        (passing(Phase.ACCUMULATE, ["-g.0"], "g.0", fresh=9), "accumulate g to g+fresh/host"),
+        (passing(Phase.ACCUMULATE, ["-g.0", "g.0"], "g.0"), "accumulate g+g to g/host"),
+        (passing(Phase.ZERO, [], "g.0", Stream.HOST), "zero nothing to g/host"),
+        (passing(Phase.SCALE, ["g32.0"], "g32.0"), "scale g32 in place/host"),
+        (passing(Phase.SCALE, ["g32.0", "-norm"], "g32.0"), "scale g32+norm to g32/host"),
+        (passing(Phase.CAST, ["w.0"], "w.0", Stream.COMPUTE), "cast w in place/device"),
+        (passing(Phase.CAST, ["-w.0"], "w.0"), "cast w to w/host"),
+    ],
+)
+def test_passes_over_memory_differ_by_what_they_pass_over(op: Op, told: str) -> None:
+    assert signature(op, MODEL, WORKLOAD) == f"tiny/block/{told}/bf16"
+    assert demand(op, measured(**{signature(op, MODEL, WORKLOAD): 4321})).duration_ns == 4321
+    assert demand(op, measured()) == demand(op, round_profile())  # by its traffic
+
+
+def test_a_copy_within_a_tier_is_timed_as_a_pass_over_its_memory() -> None:
+    schedule = policies.build("megatrain_released", MODEL, WORKLOAD, ROOM)
+    places = [place for place, key in timed(schedule).items() if "/copy w to w/device/" in key]
+    profile = measured(**dict.fromkeys(timed(schedule).values(), 1_000_000))
+    assert places and all(schedule.ops[place].phase == Phase.COPY for place in places)
+    for place in places:
+        cost, by_bandwidth = (demands(schedule, machine)[place] for machine in (profile, round_profile()))
+        assert cost.duration_ns == 1_000_000 != by_bandwidth.duration_ns
+        assert cost.usage[HBM] == pytest.approx(by_bandwidth.duration_ns / 1_000_000, abs=1e-6)  # whole ns
+        assert by_bandwidth.usage[HBM] == 1.0
 
 
 @pytest.mark.parametrize(

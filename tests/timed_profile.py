@@ -10,8 +10,8 @@ from schedules.model import ModelSpec
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import Terms, demands
-from sim.cost import timed as timed_ops
 from sim.machine import HardwareProfile, Measured, Table
+from sim.signature import timed as timed_ops
 
 
 def timed(
