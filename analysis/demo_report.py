@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis import compare, figure, gantt, perfetto, plots, report
 from megatrain.demo import POLICIES, Demo, Run
-from megatrain.here import today
+from megatrain.this_machine import today
 from schedules import presets
 from schedules.op import Tier
 from schedules.workload import Workload

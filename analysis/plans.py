@@ -13,7 +13,7 @@ import numpy as np
 from analysis.compare import BASELINE, OUR_STATE
 from analysis.figure import axes_for, figure_of
 from analysis.palette import BLUE, GREY, VERMILLION
-from megatrain.here import today
+from megatrain.this_machine import today
 from schedules import policies
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -141,7 +141,6 @@ def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
     blocks = model.num_hidden_layers
     chosen: dict[str, list[dict[str, Knob]]] = {
         BASELINE: [OUR_STATE],
-        "fsdp_offload": [{"prefetch": True}],  # what it could do on one GPU once
         "gemini": [{}, {"placement": "auto"}],
         "greedysnake": [{"alpha": alpha, "ssd": ssd} for alpha in ALPHAS for ssd in (False, True)],
         "lohan": [{"swap": swap, **there} for swap in (0, blocks // 4, blocks // 2) for there in LOHAN],

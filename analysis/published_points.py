@@ -306,6 +306,23 @@ OTHERS: tuple[Point, ...] = (
         unit="x", source="arXiv 2506.06472, mean", lacking="model, machine and batch not named",
     ),
     Point(
+        system="10Cache over DeepSpeed", model="not named", machine="not named", value=2.0, unit="x",
+        source="arXiv 2511.14124, up to", lacking="model, machine and batch not named",
+    ),
+    Point(
+        system="SSDTrain over what keeps no activations", model="not named", machine="not named", value=1.31, unit="x",
+        source="arXiv 2408.10013, up to", lacking="model, machine and batch not named",
+    ),
+    Point(
+        system="LSP-Offload over ZeRO-Offload", model="6.7B", machine="RTX 4090", value=2.63, unit="x",
+        source="arXiv 2406.10181; 33-62 % less time, of models of 1.3B and 6.7B",
+        lacking="gradients are projected: another optimizer; batch unpublished",
+    ),
+    Point(
+        system="GraceAdam over torch's CPU Adam", model="not named", machine="GH200", value=3.0, unit="x",
+        source="SuperOffload, ASPLOS 2026; 1.3 over DeepSpeed's", lacking="an op, not a step",
+    ),
+    Point(
         system="torchao, no offload", model="1.1B vision transformer", machine="RTX 4070 Ti SUPER", value=1.27,
         unit="s", micro_batch_size=32, source="torchao, CPUOffloadOptimizer README", lacking="not a decoder",
     ),
@@ -327,12 +344,21 @@ OTHERS: tuple[Point, ...] = (
         source="TrainStream 0.3.0, package page", lacking=_NO_PROFILE + " and no shape of the model",
     ),
     Point(
+        system="TrainStream, LoRA of rank 16", model="7B", machine="RTX 5090 laptop", value=1.25, unit="s",
+        source="TrainStream 0.3.0, package page; 0.27 s with everything resident",
+        lacking=_NO_PROFILE + " and no shape of the model",
+    ),
+    Point(
         system="Soup, streamed LoRA on NF4", model="8B", machine="RTX 3050 4 GB", value=119.6, unit="tokens/s",
         source="Soup, docs/performance-and-quantization.md", lacking=_NO_PROFILE + "; 4-bit weights",
     ),
     Point(
         system="prime-rl full_offload", model="Qwen3-30B-A3B", machine="8 x H200", value=3.96, unit="s",
         seq_len=8192, source="prime-rl pull request 3234; 1.75 s without offload", lacking=_MULTI,
+    ),
+    Point(
+        system="prime-rl full_offload", model="Qwen3-30B-A3B", machine="8 x H200", value=5.73, unit="s",
+        seq_len=16384, source="prime-rl pull request 3234; 5.17 s without offload", lacking=_MULTI,
     ),
     Point(
         system="Megatron HybridDeviceOptimizer, all offloaded", model="0.6B", machine="not named", value=1.68,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import figure, plots, tables, validation
-from megatrain.here import today
+from megatrain.this_machine import today
 from megatrain.validate import WARMUP, Grid, Point
 from schedules.errors import InputError
 from schedules.files import whole, write_text

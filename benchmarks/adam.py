@@ -26,8 +26,8 @@ import torch
 
 from megatrain import adam
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name, today
 from megatrain.native import adam as native
+from megatrain.this_machine import machine_name, today
 from schedules.files import write_text
 from schedules.workload import PRECISIONS
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name, today
+from megatrain.this_machine import machine_name, today
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from megatrain.cores import usable_cores
-from megatrain.here import usable_bytes
+from megatrain.this_machine import usable_bytes
 from megatrain.way import Way
 from schedules import policies, presets
 from schedules.errors import Refused

@@ -17,7 +17,7 @@ import gpu_rows
 from gpu_case import Case, schedule_of
 from rich.progress import track
 
-from megatrain.here import today
+from megatrain.this_machine import today
 from schedules.errors import Refused
 from schedules.files import write_text
 from schedules.op import Tier

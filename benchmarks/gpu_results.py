@@ -26,7 +26,7 @@ from gpu_table import table
 
 from megatrain.backend import OpFailed
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name
+from megatrain.this_machine import machine_name
 from schedules.errors import Refused
 from schedules.files import write_text
 

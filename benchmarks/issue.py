@@ -33,8 +33,8 @@ from megatrain import pinned
 from megatrain.backend import Work
 from megatrain.cores import usable_cores
 from megatrain.cuda import CudaBackend
-from megatrain.here import machine_name, today
 from megatrain.store import Store
+from megatrain.this_machine import machine_name, today
 from schedules.errors import Refused
 from schedules.files import write_text
 from schedules.op import Tier

@@ -28,7 +28,7 @@ from rich.progress import track
 
 from analysis import figure, plans
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name, today
+from megatrain.this_machine import machine_name, today
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.schedule import Schedule

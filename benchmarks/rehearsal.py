@@ -23,7 +23,7 @@ import gpu_rows
 import gpu_steps
 import torch
 
-from megatrain import cuda, here, way
+from megatrain import cuda, this_machine, way
 from megatrain.pointwise import PLAIN
 
 MEMORY = 16 << 30
@@ -131,7 +131,7 @@ def install(gpu: Any) -> None:
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
     gpu_block.MODELS, gpu_block.SEQUENCES, gpu_block.LENGTH = ("tiny",), 1, 16
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
-    here.DEVICE_RESERVE, here.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
+    this_machine.DEVICE_RESERVE, this_machine.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))

@@ -21,7 +21,7 @@ from rich.progress import track
 from analysis import figure
 from analysis.palette import BLACK, BLUE, VERMILLION
 from megatrain.cores import usable_cores
-from megatrain.here import machine_name, today
+from megatrain.this_machine import machine_name, today
 from schedules import presets
 from schedules.files import write_text
 from schedules.op import Tier

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatrain import moments8
+from megatrain.float_types import float_type
 from megatrain.native import adam as native
 from megatrain.native.build import NotBuilt
 from schedules.model import is_matrix
@@ -182,7 +183,7 @@ def step(
     device; nothing waits for it. Raises ValueError when sizes or types do not agree with `precision`.
     """
     n = weights.numel()
-    expected = torch.float32 if precision == "fp32" else torch.bfloat16
+    expected = float_type(PRECISIONS[precision].weight)
     if weights.dtype != expected or weights.shape != (n,) or grad.shape != (n,):
         raise ValueError(
             f"{precision} updates {expected} [n], not {weights.dtype} {list(weights.shape)} "

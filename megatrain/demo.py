@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megatrain.adam import Adam
 from megatrain.fitting import LeftOut, that_fit, told_left_out
-from megatrain.here import backend_of, machine_here
 from megatrain.profile import measure
 from megatrain.session import Trained, train
+from megatrain.this_machine import backend_of, machine_here
 from schedules import codec, policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec

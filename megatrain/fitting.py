@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.here import Here
+from megatrain.this_machine import Here
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from sim import hardware

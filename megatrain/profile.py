@@ -25,17 +25,17 @@ from megatrain.cpu import CpuBackend
 from megatrain.cuda import CudaBackend, DeviceEvent, handed_over, launched_ahead
 from megatrain.data import RandomTokens
 from megatrain.executor import serial
-from megatrain.here import machine_here, machine_name
 from megatrain.initial import repeated_parameters
+from megatrain.measured_parts import Parts
 from megatrain.neighbours import told_of_neighbours
-from megatrain.parts import Parts
 from megatrain.rates import Load
+from megatrain.this_machine import machine_here, machine_name
 from megatrain.train import Trainer
 from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes
 from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.op import Kind, Op, Stream, Tier
+from schedules.op import Op, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import verify
@@ -193,7 +193,7 @@ def workspaces(
 
 def _computed(schedule: Schedule) -> dict[int, str]:
     """Place -> signature of the ops that compute; these alone take workspace."""
-    return {place: key for place, key in timed(schedule).items() if schedule.ops[place].kind == Kind.COMPUTE}
+    return timed(schedule, "computed")
 
 
 def _compiling(way: Way) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatrain import here, readings
+from megatrain import readings, this_machine
 from megatrain.cores import usable_cores
-from megatrain.here import Here, machine_name, today
 from megatrain.native import adam as native
 from megatrain.rates import Rate
+from megatrain.this_machine import Here, machine_name, today
 from megatrain.way import Way
 from schedules.op import Op, Phase, Tier
 from schedules.schedule import Schedule
@@ -101,7 +101,7 @@ def profile_of(
         if at.on_gpu
         else "this machine's CPU as host and device: a thread per stream, both memories in RAM",
         date=date,
-        versions=here.versions(),
+        versions=this_machine.versions(),
         way=str(way),
         mode="measured",
         gpu=_gpu(whole, dram, at, value),
@@ -114,9 +114,8 @@ def profile_of(
 
 
 def _gpu(whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Gpu:
-    reserve = (
-        f"less {here.DEVICE_RESERVE >> 30} GiB, or {here.FRAGMENTS:.0%} if more, for CUDA, libraries and fragments"
-    )
+    reserve = f"less {this_machine.DEVICE_RESERVE >> 30} GiB, or {this_machine.FRAGMENTS:.0%} if more"
+    reserve += ", for CUDA, libraries and fragments"
     memory, copy = (reserve, "a copy on the device") if at.on_gpu else ("half of the RAM", "the host's")
     bandwidth = _median(whole, "products", "copy") if at.on_gpu else dram
     slower = max(0.0, 1 / whole["shares"]["copies"][0] - 1) if at.on_gpu else 0.0

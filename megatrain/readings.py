@@ -20,6 +20,7 @@ from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.backend import Backend
 from megatrain.cores import usable_cores
+from megatrain.float_types import float_type
 from megatrain.initial import random_parameters
 from megatrain.nvme import DEPTH, PIECE, Drive
 from megatrain.pointwise import PLAIN, Pointwise
@@ -198,7 +199,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def block_load(model: ModelSpec, workload: Workload, device: torch.device, pointwise: Pointwise = PLAIN) -> Load:
     """One block's forward pass, nothing kept."""
-    dtype = torch.float32 if workload.bytes.activation == 4 else torch.bfloat16
+    dtype = float_type(workload.bytes.activation)
     layers = templates(model, seq_len=workload.seq_len, device=device, dtype=dtype, pointwise=pointwise)
     layer = layers.blocks[model.layer_kind(0)]
     params = views(random_parameters(model, 0)(0).to(device, dtype), model.parameter_shapes(0))
@@ -215,7 +216,7 @@ def adam_load(n: int, precision: str, threads: int | None = None) -> Load:
     """The optimizer's step on n parameters in host memory, by so many threads or the stream's own number."""
     spec = PRECISIONS[precision]
     values = torch.randn(n).mul_(0.02)
-    weights = torch.empty(n, dtype=torch.float32 if spec.weight == 4 else torch.bfloat16)
+    weights = torch.empty(n, dtype=float_type(spec.weight))
     state = torch.empty(spec.state_bytes(n), dtype=torch.uint8)
     adam.initialise(weights, state, precision, values)
     grad = torch.randn(n).to(weights.dtype)

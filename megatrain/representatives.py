@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatrain.fitting import LeftOut, that_fit
-from megatrain.here import Here
+from megatrain.this_machine import Here
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
-from sim.signature import timed
+from sim.signature import Which, timed
 
 # Of a longer model so many blocks are timed, or fewer where these do not fit. Each is as cold in its turn as in the
 # whole model, for the others are larger than any cache; and a model that does not fit can be measured all the same.
@@ -17,22 +17,23 @@ LENGTHS = (8, 4, 2)
 
 
 def representatives(
-    model: ModelSpec, build: Callable[[ModelSpec], Sequence[Schedule]], at: Here
+    model: ModelSpec, build: Callable[[ModelSpec], Sequence[Schedule]], at: Here, which: Which = "all"
 ) -> tuple[list[Schedule], list[LeftOut]]:
     """Schedules with room that have, together, all ops of `build(model)` that any has; and those without, with others.
 
     They are what `build` makes of a shortened model, and of the model itself for ops that only its own steps have, if
-    nothing is predicted without.
+    nothing is predicted without. `which` ops, see `sim.signature.timed`.
     """
     whole = build(model)
-    wanted, needed = timed_in(*whole), {op for schedule in whole for op in timed(schedule, needed=True).values()}
+    least: Which = "needed" if which == "all" else which
+    wanted, needed = (timed_in(*whole, which=ops) for ops in (which, least))
     found, left = list[Schedule](), list[LeftOut]()
     for some in dict.fromkeys([*(shortened(model, blocks) for blocks in LENGTHS), model]):
         lacking = (needed if some == model else wanted) - timed_in(*found)
         if not lacking:
             continue
         fitting, too_large = that_fit([schedule for schedule in build(some) if timed_in(schedule) & lacking], at)
-        found, left = covering([*found, *fitting]), [*left, *too_large]
+        found, left = covering([*found, *fitting], which), [*left, *too_large]
     lacking = needed - timed_in(*found)
     return found, [(schedule, lack) for schedule, lack in left if timed_in(schedule) & lacking]
 
@@ -46,20 +47,20 @@ def shortened(model: ModelSpec, blocks: int) -> ModelSpec:
     return replace(model, num_hidden_layers=count, layer_types=model.layer_types[:count])
 
 
-def covering(schedules: Sequence[Schedule]) -> list[Schedule]:
+def covering(schedules: Sequence[Schedule], which: Which = "all") -> list[Schedule]:
     """Those of the schedules, in order, that have an op which none before them has: fewer runs, the same profile."""
     seen: set[str] = set()
     found = []
     for schedule in schedules:
-        if new := timed_in(schedule) - seen:
+        if new := timed_in(schedule, which=which) - seen:
             seen |= new
             found.append(schedule)
     return found
 
 
-def timed_in(*schedules: Schedule) -> set[str]:
+def timed_in(*schedules: Schedule, which: Which = "all") -> set[str]:
     """The signatures of the ops that a profile of these schedules has times of."""
-    return {op for schedule in schedules for op in timed(schedule).values()}
+    return {op for schedule in schedules for op in timed(schedule, which).values()}
 
 
 def shapes_up_to(batch: int, seq: int) -> list[tuple[int, int]]:

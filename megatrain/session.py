@@ -11,13 +11,13 @@ from typing import Literal
 
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
-from megatrain.alone import alone_in
 from megatrain.checkpoint import Diverged
 from megatrain.cpu import CpuEvent
 from megatrain.data import ByteText, DataError, TokenSource, from_file, read_bytes, standard_library
-from megatrain.here import backend_of
+from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters, random_parameters
-from megatrain.room import require_drive, require_memory, require_room
+from megatrain.preflight import require_drive, require_memory, require_room
+from megatrain.this_machine import backend_of
 from megatrain.train import Debug, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError

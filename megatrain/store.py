@@ -17,6 +17,7 @@ from megatrain import adam
 from megatrain.autograd import Saved
 from megatrain.backend import POISON
 from megatrain.checkpoint import Kept
+from megatrain.float_types import float_type
 from megatrain.nvme import Drive, DriveSlab
 from schedules import tensor as tensors
 from schedules import trained
@@ -33,11 +34,6 @@ POISON_BLOCK = 1 << 20  # bytes of POISON on the device
 
 class StoreError(Refused):
     """A buffer that cannot be provided, or saved activations that are not where, or not as small as, said."""
-
-
-def float_type(nbytes: int) -> torch.dtype:
-    """The floating type of a precision's element of that many bytes."""
-    return {2: torch.bfloat16, 4: torch.float32}[nbytes]
 
 
 class Store:

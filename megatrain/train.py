@@ -20,10 +20,11 @@ from megatrain.backend import Backend, E, Work
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
+from megatrain.float_types import float_type
 from megatrain.initial import random_adapters, summed
 from megatrain.nvme import Drive
 from megatrain.pointwise import PLAIN, Pointwise
-from megatrain.store import Store, float_type
+from megatrain.store import Store
 from megatrain.template import templates
 from schedules.op import Tier
 from schedules.schedule import Schedule

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from megatrain.adam import Adam
 from megatrain.demo import POLICIES
-from megatrain.here import backend_of, machine_here
-from megatrain.parts import claim
+from megatrain.measured_parts import claim
 from megatrain.profile import measure, time_ops, workspaces
 from megatrain.representatives import covering, shapes_between
 from megatrain.session import train
+from megatrain.this_machine import backend_of, machine_here
 from megatrain.way import PLAINLY, Way
 from schedules import policies, presets
 from schedules.errors import InputError
@@ -31,8 +31,8 @@ from schedules.trace import Trace
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
+from sim.interpolation import TERMS, Shape, between
 from sim.machine import HardwareProfile
-from sim.shapes import TERMS, Shape, between
 
 Progress = Callable[[float, str], None]  # done in [0, 1], what is being done
 
@@ -208,7 +208,7 @@ def profile_and_run(
             nvme=grid.nvme,
             way=grid.way,
             parts=parts,
-            memory=covering([schedule for model in grid.models for schedule in grid.schedules(model, unseen)]),
+            memory=covering([s for model in grid.models for s in grid.schedules(model, unseen)], "computed"),
             rounds=grid.rounds,
         )
         hardware.save(profile, path)

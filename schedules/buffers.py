@@ -11,6 +11,7 @@ from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Tier
 from schedules.ring import Ring
 from schedules.tensor import Part, describe, named, parse
+from schedules.whole_numbers import fault
 from schedules.words import one_of
 from schedules.workload import Workload
 
@@ -83,8 +84,8 @@ class Buffers:
 
         A buffer that is larger already, for what was reserved or put into it before, stays so.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:  # no file takes a share of a byte
-            raise ProgramError(f"reserve({name!r}): bytes are a whole number of at least 0, not {nbytes!r}")
+        if wrong := fault(nbytes):
+            raise ProgramError(f"reserve({name!r}): bytes {wrong}")
         self._sizes[self.buffer(name, tier)] = max(self._sizes.get(name, 0), nbytes)
 
     def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:

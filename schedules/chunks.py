@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from schedules.ends import end_buffers
-from schedules.kept import Kept
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import Kept
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.sweep import layer_visits

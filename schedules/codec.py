@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from schedules.errors import InputError
+from schedules.file_kinds import SCHEDULE, not_json, wrong_kind
 from schedules.files import write_text
-from schedules.kinds import SCHEDULE, not_json, wrong_kind
 from schedules.model import ModelSpec
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import FORMAT, Knob, Schedule
+from schedules.whole_numbers import fault
 from schedules.words import plain
-from schedules.workload import BEYOND, Workload
+from schedules.workload import Workload
 
 _SHOWN = 60  # characters of an object that says something twice
 
@@ -257,12 +258,7 @@ def _word(row: Mapping[str, Any], key: str, where: str, words: type[E]) -> E:
 
 def _count(row: Mapping[str, Any], key: str, where: str, default: int | None = None, least: int = 0) -> int:
     value = row[key] if default is None else row.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise CodecError(
-            f"{where}{'.' if where else ''}{key} must be a whole number of at least {least}, not {value!r}"
-        )
-    if value >= BEYOND:
-        raise CodecError(
-            f"{where}{'.' if where else ''}{key} must be a number of 64 bits, not one of {len(str(value))} digits"
-        )
-    return value
+    if wrong := fault(value, least=least):
+        raise CodecError(f"{where}{'.' if where else ''}{key} {wrong}")
+    count: int = value
+    return count

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from schedules import tensor as tensors
 from schedules import trained
-from schedules.coverage import Coverage, put_together
+from schedules.gradient_coverage import Coverage, put_together
 from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
 from schedules.schedule import Schedule

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from schedules.errors import InputError
+from schedules.whole_numbers import fault
 
 
 class ModelError(InputError):
@@ -195,9 +196,10 @@ def require_few_blocks(value: Any, name: str) -> int:
 
 
 def _count(key: str, value: Any, name: str, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ModelError(f"{name}: {key} must be a whole number of at least {least}, not {value!r}")
-    return value
+    if wrong := fault(value, least=least):
+        raise ModelError(f"{name}: {key} {wrong}")
+    count: int = value
+    return count
 
 
 def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
@@ -225,6 +227,9 @@ def check_rope(scaling: tuple[tuple[str, Any], ...], name: str) -> None:
         raise ModelError(
             f"{name}: rope_scaling of type {kind!r} is not supported; supported are default, {', '.join(ROPE_NEEDS)}"
         )
+    for key, value in scaling:
+        if not isinstance(value, (bool, int, float, str)):
+            raise ModelError(f"{name}: rope_scaling's {key} must be a number or a word, not {value!r}")
     for key in ROPE_NEEDS[kind]:
         if key not in pairs:
             raise ModelError(f"{name}: rope_scaling of type {kind!r} lacks {key!r}")

@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import Any
 
 from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config, require_few_blocks
+from schedules.whole_numbers import fault
 from schedules.words import plain
-from schedules.workload import BEYOND, RECOMPUTED, Workload
+from schedules.workload import RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 
@@ -90,14 +91,9 @@ class ModelSpec:
         optional = name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         if kind == "bool" and not isinstance(value, bool):
             raise ModelError(f"{self.name}: {name} must be true or false, not {value!r}")
-        if kind == "int" or (kind == "int | None" and value is not None):
-            least = 0 if optional else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ModelError(f"{self.name}: {name} must be a whole number of at least {least}, not {value!r}")
-            if value >= BEYOND:
-                raise ModelError(
-                    f"{self.name}: {name} must be a number of 64 bits, not one of {len(str(value))} digits"
-                )
+        counts = kind == "int" or (kind == "int | None" and value is not None)
+        if counts and (wrong := fault(value, least=0 if optional else 1)):
+            raise ModelError(f"{self.name}: {name} {wrong}")
         if kind == "float" and not positive(value):
             raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
         if kind == "str" and not (isinstance(value, str) and value and plain(value) == value):

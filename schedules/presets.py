@@ -10,7 +10,7 @@ import difflib
 import json
 from pathlib import Path
 
-from schedules.kinds import MODEL, wrong_kind
+from schedules.file_kinds import MODEL, wrong_kind
 from schedules.model import ModelError, ModelSpec
 from schedules.words import plain
 

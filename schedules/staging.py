@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schedules.buffers import Held
 from schedules.op import Stream, Tier
-from schedules.places import Places
+from schedules.placement import Places
 from schedules.program import Program
 from schedules.ring import Ring
 from schedules.tensor import Part

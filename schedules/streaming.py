@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from schedules.buffers import Held
-from schedules.kept import Kept
+from schedules.kept_activations import Kept
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
-from schedules.passing import Passing
-from schedules.places import Places
+from schedules.placement import Places
 from schedules.program import Program
 from schedules.staging import Staging
+from schedules.state_passing import Passing
 from schedules.sweep import Window, land, sweep, visits
 from schedules.tensor import Part
 from schedules.workload import Workload

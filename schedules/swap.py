@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from schedules.buffers import Held
-from schedules.ends import end_buffers
+from schedules.deepspeed import optimizer_step
+from schedules.end_layers import end_buffers
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
-from schedules.zero import optimizer_step
 
 POOL_PARAMETERS = 500_000_000  # offload_param's buffer_count times buffer_size, DeepSpeed's defaults
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from schedules import trained
 from schedules.buffers import Held
-from schedules.ends import end_buffers
-from schedules.kept import Kept, Travel
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import Kept, Travel
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Keep, Program

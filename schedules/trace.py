@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.errors import InputError
+from schedules.file_kinds import TRACE, not_json, wrong_kind
 from schedules.files import write_text
-from schedules.kinds import TRACE, not_json, wrong_kind
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
 from schedules.words import plain

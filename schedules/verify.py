@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from schedules.contents import Contents
 from schedules.errors import Refused
-from schedules.form import malformed, wrong_amounts
 from schedules.hazards import Accesses, HappensBefore, Hazard, Instance, in_order
 from schedules.op import Op, Tier
 from schedules.schedule import Schedule
 from schedules.show import excerpt
 from schedules.tensor import describe
 from schedules.violation import Violation
+from schedules.well_formed import malformed, wrong_amounts
 
 
 class ScheduleError(Refused):

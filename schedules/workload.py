@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from schedules.op import Tier
+from schedules.whole_numbers import fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,6 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
-BEYOND = 2**63  # no byte, token, operation or step is counted so far
 _LATER = ("task", "lora_rank", "recompute")  # fields that files written before them lack
 OPTIMIZERS = ("adamw",)
 TASKS = ("train", "evaluate")
@@ -88,13 +87,13 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation", "seq_len"):
-            _whole_number(name, getattr(self, name), least=1, below=BEYOND)
+            _whole_number(name, getattr(self, name), least=1)
         _known_word("precision", self.precision, PRECISIONS)
         _known_word("optimizer", self.optimizer, OPTIMIZERS)
         _known_word("task", self.task, TASKS)
         _known_word("recompute", self.recompute, RECOMPUTED)
         if self.lora_rank is not None:
-            _whole_number("lora_rank", self.lora_rank, least=1, below=BEYOND)
+            _whole_number("lora_rank", self.lora_rank, least=1)
             if self.task == "evaluate":
                 raise ValueError("adapters are there to be trained: with lora_rank the task must be train")
         clip = self.grad_clip
@@ -147,19 +146,16 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _whole_number(field.name, getattr(self, field.name), least=0)
+            _whole_number(field.name, getattr(self, field.name), least=0, bounded=False)
 
     def of(self, tier: Tier) -> int:
         """Bytes that may be filled on a tier."""
         return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}[tier]
 
 
-def _whole_number(name: str, value: object, *, least: int, below: float = math.inf) -> None:
-    # bool is an int in Python, but `accumulation=True` is a mistake
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    if value >= below:
-        raise ValueError(f"{name} must be a number of 64 bits, not one of {len(str(value))} digits")
+def _whole_number(name: str, value: object, *, least: int, bounded: bool = True) -> None:
+    if wrong := fault(value, least=least, bounded=bounded):
+        raise ValueError(f"{name} {wrong}")
 
 
 def _known_word(name: str, value: object, words: Iterable[str]) -> None:

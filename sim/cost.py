@@ -18,9 +18,9 @@ from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import Workload
-from sim.coverage import command, covered
+from sim.interpolation import between
 from sim.machine import HardwareProfile, Value
-from sim.shapes import between
+from sim.profile_coverage import command, covered
 from sim.signature import is_timed, signature, tabulated
 
 # Resources, each of capacity 1. Ops that use one together share it.
@@ -166,7 +166,7 @@ def _copy(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) ->
     slowest = min(rates, key=lambda resource: rates[resource])  # the first of equals: the copy engine
     if not terms.size_dependent_bandwidth:
         latency_ns, half_size = 0.0, 0.0
-    known = _tabulated_ns(op, schedule, profile) if is_timed(op, schedule) else None
+    known = _tabulated_ns(op, schedule, profile)
     duration = latency_ns + (op.nbytes + half_size) / rates[slowest] * 1e9 if known is None else known
     usage = {resource: _share(op.nbytes, duration, rate) for resource, rate in rates.items()}
     if known is None:
@@ -238,6 +238,8 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
 def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
     """The same, None where there is none in the profile. A part of a layer takes its part of the layer's time."""
     if profile.mode == "datasheet" or profile.measured is None or profile.measured.op_times is None:
+        return None
+    if not is_timed(op, schedule):
         return None
     table, key = profile.measured.op_times, signature(op, schedule.model, schedule.workload)
     time_ns = tabulated(table, key, schedule.workload, between)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from schedules.errors import InputError
+from schedules.file_kinds import PROFILE, wrong_kind
 from schedules.files import write_text
-from schedules.kinds import PROFILE, wrong_kind
+from schedules.whole_numbers import fault
 from schedules.words import plain
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, Readings, Rule, Table, Value, lookup, rules
 from sim.units import UNITS, readable, to_base
@@ -121,8 +122,8 @@ def _parse_table(document: object, rule: Rule, where: str) -> Table:
     if not isinstance(values, dict):
         raise HardwareError(f"{where}: values must be an object of signature to {rule.unit}; got {values!r}")
     for signature, number in values.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise HardwareError(f"{where}: {signature!r} must be a whole number of {rule.unit}; got {number!r}")
+        if wrong := fault(number):
+            raise HardwareError(f"{where}: {signature!r}, in {rule.unit}, {wrong}")
     return Table(values=dict(values), unit=rule.unit, source=_parse_source(data, where))
 
 

@@ -43,7 +43,7 @@ class Table:
 
     @cached_property
     def shapes(self) -> dict[str, dict[tuple[int, int], float]]:
-        """The same by signature without its shape, then by (micro-batch, sequence); see `sim.cost.signature`."""
+        """The same by signature without its shape, then by (micro-batch, sequence); see `sim.signature`."""
         found: dict[str, dict[tuple[int, int], float]] = {}
         for key, value in self.values.items():
             if match := SHAPE.search(key):

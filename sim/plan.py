@@ -18,11 +18,11 @@ from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, Unmeasured
-from sim.coverage import command
 from sim.findings import Progress
 from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
+from sim.profile_coverage import command
 from sim.search import EFFORT, NothingFits, Search, by_bound
 
 

@@ -17,8 +17,8 @@ from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
 from sim.cost import Terms, peak_flops
 from sim.engine import simulate
+from sim.interpolation import largest_of_lines
 from sim.machine import HardwareProfile
-from sim.shapes import largest_of_lines
 from sim.signature import signature, tabulated
 from sim.units import scaled
 

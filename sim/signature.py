@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.model import ModelSpec
-from schedules.op import Access, Kind, Op, Phase, Tier
+from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim.machine import SHAPE, Table
 
-Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.shapes
+Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.interpolation
 
 
 def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     """What decides an op's time on a given machine where no link and no drive does, as one word for tables.
 
     Compute: model, kind of layer, phase, whether activations are kept, whether a recompute makes its output, and
-    whether a gradient is added to, micro-batch x sequence, element type. Other passes over memory: model, kind of
-    layer, phase, of what but the optimizer's step, where, precision, parts of the layer.
+    whether a gradient is added to, micro-batch x sequence, element type. Updates and copies within a tier: model, kind
+    of layer, what is passed over, whose threads do it, precision, parts of the layer.
     """
-    layer = "all" if op.layer is None else model.layer_kind(op.layer)
     if op.kind != Kind.COMPUTE:
-        of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
-        if (part := trained.part(op)) is not None:
-            of += f"/1 of {part.of}"
-        what = op.phase if op.phase == Phase.ADAM else f"{op.phase} {_passed_over(op)}"
-        fresh = "+fresh" if op.fresh else ""
-        return f"{model.name}/{layer}/{what}{fresh}/{'device' if op.on_device else 'host'}/{workload.precision}{of}"
+        return _of_pass(op, model, workload)
+    layer = "all" if op.layer is None else model.layer_kind(op.layer)
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
     if op.phase == Phase.RECOMPUTE and tensors.makes_output(a.tensor for a in op.writes):
         keep += "+output"
@@ -45,33 +41,63 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
 
 
+def _of_pass(op: Op, model: ModelSpec, workload: Workload) -> str:
+    layer, part = op.layer, trained.part(op)
+    if op.phase == Phase.NORM:  # its op is of no layer, and what it writes of none
+        read = tensors.parse(op.reads[0].tensor)
+        layer, part = model.layer_index(read.layer), read.part
+    kind = "all" if layer is None else model.layer_kind(layer)
+    of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
+    if part is not None:
+        of += f"/1 of {part.of}"
+    return f"{model.name}/{kind}/{_passed_over(op)}/{_whose(op)}/{workload.precision}{of}"
+
+
 def _passed_over(op: Op) -> str:
-    """The classes of tensors that an op reads and writes: what is added to another of its class is told twice."""
-    read, written = _classes(op.reads), _classes(op.writes)
-    return f"{read} in place" if op.reads == op.writes else f"{read} to {written}"
+    """The phase and the classes of tensors; what is added to another of its class is told twice.
+
+    The optimizer's step is one, whichever width its gradient has: that is a tenth of its traffic at most.
+    """
+    read, written = (tuple(tensors.parse(a.tensor).cls for a in accesses) for accesses in (op.reads, op.writes))
+    if op.phase == Phase.ADAM:
+        return str(op.phase)
+    if op.phase == Phase.NORM:
+        return f"{op.phase} {read[0]}"
+    where = "in place" if op.reads == op.writes else f"to {'+'.join(written)}"
+    return f"{op.phase} {'+'.join(read) or 'nothing'} {where}{'+fresh' if op.fresh else ''}"
 
 
-def _classes(accesses: Sequence[Access]) -> str:
-    return "+".join(tensors.parse(access.tensor).cls for access in accesses) or "nothing"
+def _whose(op: Op) -> str:
+    """A queue of the device, the optimizer's workers, or the issuing thread with as many threads as that has."""
+    return "device" if op.on_device else "issuer" if op.stream == Stream.HOST else "host"
 
 
-def timed(schedule: Schedule, *, needed: bool = False) -> dict[int, str]:
+Which = Literal["all", "needed", "computed"]
+
+
+def timed(schedule: Schedule, which: Which = "all") -> dict[int, str]:
     """Place -> signature of the ops that a profile times one by one: all but copies between tiers and what only waits.
 
     Copies go by the link. Those within a tier are passes over its memory; of activations, whose bytes the signature
-    does not tell, they go by its bandwidth. So do other passes where they were not timed; those `needed` alone have to
-    be: what computes, and the optimizer's steps.
+    does not tell, they go by its bandwidth, as do norms of several gradients at once, and passes that were not timed.
+
+    `which`: those "needed" have to be timed, what computes and the optimizer's steps; or only what is "computed".
     """
 
+    def wanted(op: Op) -> bool:
+        if which == "all":
+            return is_timed(op, schedule)
+        return op.kind == Kind.COMPUTE or (which == "needed" and op.phase == Phase.ADAM)
+
     return {
-        place: signature(op, schedule.model, schedule.workload)
-        for place, op in enumerate(schedule.ops)
-        if is_timed(op, schedule) and not (needed and op.kind != Kind.COMPUTE and op.phase != Phase.ADAM)
+        place: signature(op, schedule.model, schedule.workload) for place, op in enumerate(schedule.ops) if wanted(op)
     }
 
 
 def is_timed(op: Op, schedule: Schedule) -> bool:
     """Whether `timed` has the op."""
+    if op.phase == Phase.NORM:
+        return sum(tensors.parse(access.tensor).cls != tensors.NORM for access in op.reads) == 1
     if op.phase != Phase.COPY:
         return op.phase != Phase.SYNC
     tiers = {schedule.buffer[access.buffer].tier for access in op.accesses}

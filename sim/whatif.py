@@ -29,7 +29,9 @@ FASTER = 0.9  # what the ops of a class are multiplied with to see what they hol
 SAMPLES = 200  # of a noisy step
 USUAL_NOISE = 0.02  # of an op on a quiet machine, for `spread` where it was not measured
 PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops"), ("gpu.memory_bandwidth",)
-HOST_ADAM, ON_HOST = "host.adam_params_per_s", "/host/"  # its rate; what is in the signatures of what the CPU does
+HOST_ADAM = "host.adam_params_per_s"
+# a number -> what is in the signatures of passes over the memory that it is about, whose measured times go with it
+PASSES = {HOST_ADAM: ("/host/", "/issuer/"), "gpu.memory_bandwidth": ("/device/",)}
 RATES = (
     ("GPU, matrix products", PRODUCTS),
     ("GPU, memory bandwidth", DEVICE_MEMORY),
@@ -269,16 +271,18 @@ def _again(prediction: Prediction, profile: HardwareProfile) -> float:
 
 
 def _scaled(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> HardwareProfile | None:
-    """The machine with these numbers multiplied, and what was timed on the CPU where its optimizer's rate is one; None
-    if it has none of them."""
+    """The machine with these numbers multiplied, and the times of passes over memory that are faster then; None if it
+    has none of them.
+    """
     changes = list(_assignments(profile, paths, factor))
     if not changes:
         return None
     scaled = override(profile, changes)
-    if HOST_ADAM not in paths or scaled.measured is None or scaled.measured.op_times is None:
+    faster = tuple(word for path in paths for word in PASSES.get(path, ()))
+    if not faster or scaled.measured is None or scaled.measured.op_times is None:
         return scaled
     table = scaled.measured.op_times
-    times = {key: round(ns / factor) if ON_HOST in key else ns for key, ns in table.values.items()}
+    times = {key: round(ns / factor) if any(word in key for word in faster) else ns for key, ns in table.values.items()}
     return replace(scaled, measured=replace(scaled.measured, op_times=replace(table, values=times)))
 
 

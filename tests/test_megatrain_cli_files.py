@@ -20,10 +20,10 @@ from timed_profile import timed
 from typer.testing import CliRunner
 
 from analysis.text_gantt import SPANS
-from megatrain import cli, here
+from megatrain import cli, this_machine
 from megatrain.cli.bars import goes_on, progress_bar, stages
 from megatrain.cli.options import command_line
-from megatrain.here import Here
+from megatrain.this_machine import Here
 from schedules import codec, policies, presets
 from schedules.errors import InputError
 from schedules.schedule import RECORDED, Schedule
@@ -416,7 +416,7 @@ def test_a_run_tells_for_which_machine_it_was_predicted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device_bytes", [500_000, 1 << 30])
 def test_a_run_of_a_policy_fills_the_memory_of_this_machine(device_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Here(device="small", on_gpu=False, device_bytes=device_bytes, host_bytes=1 << 30, free_bytes=1 << 30)
-    monkeypatch.setattr(here, "machine_here", lambda machine, nvme: small)
+    monkeypatch.setattr(this_machine, "machine_here", lambda machine, nvme: small)
     trained = json.loads(called("run", "tiny", "-b", "2", "-s", "32", "--steps", "1", "--json")[0])
     workload = Workload(micro_batch_size=2, seq_len=32, precision="fp32")
     assert trained["digest"] == policies.build("streamed", presets.load("tiny"), workload, small.budget).digest

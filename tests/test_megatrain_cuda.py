@@ -30,11 +30,11 @@ from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
 from megatrain.executor import Executor
 from megatrain.graphs import PHASES, NotCaptured, Pool, replayed
-from megatrain.here import backend_of
 from megatrain.lifetime import released
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
 from megatrain.pointwise import compiled
 from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
+from megatrain.this_machine import backend_of
 from megatrain.train import Debug
 from schedules import policies
 from schedules.errors import InputError, Refused

@@ -16,7 +16,7 @@ from quick_readings import hurry
 
 from analysis import demo_report
 from megatrain import demo
-from megatrain.here import Here, usable_bytes
+from megatrain.this_machine import Here, usable_bytes
 from schedules.errors import Refused
 from schedules.op import Tier
 from schedules.trace import Trace

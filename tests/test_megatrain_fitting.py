@@ -11,7 +11,7 @@ import pytest
 
 from megatrain.cli import profile as profile_command
 from megatrain.fitting import that_fit, told_left_out
-from megatrain.here import Here
+from megatrain.this_machine import Here
 from schedules import policies
 from schedules.errors import Refused
 from schedules.op import Tier
@@ -83,7 +83,7 @@ def test_only_what_has_room_is_profiled(
         timed.extend([*schedules, *memory])
         return hardware.load("h200")
 
-    monkeypatch.setattr("megatrain.here.machine_here", lambda machine, nvme: at)
+    monkeypatch.setattr("megatrain.this_machine.machine_here", lambda machine, nvme: at)
     monkeypatch.setattr("megatrain.profile.measure", measured)
     options: dict[str, Any] = {
         "batch": 4,

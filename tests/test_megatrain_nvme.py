@@ -20,7 +20,7 @@ from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
 from megatrain.initial import random_parameters
 from megatrain.nvme import BLOCK, Drive, DriveError, DriveSlab
-from megatrain.room import require_drive
+from megatrain.preflight import require_drive
 from megatrain.store import StoreError
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets

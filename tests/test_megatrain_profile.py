@@ -14,10 +14,10 @@ from quick_readings import hurry
 from megatrain import profile, rates, readings
 from megatrain.cpu import CpuBackend
 from megatrain.demo import POLICIES
-from megatrain.here import Here
+from megatrain.measured_parts import FORMAT
 from megatrain.native import adam as native
-from megatrain.parts import FORMAT
 from megatrain.profile_numbers import profile_of
+from megatrain.this_machine import Here
 from megatrain.way import PLAINLY
 from megatrain.workspace import peak_bytes
 from schedules import policies

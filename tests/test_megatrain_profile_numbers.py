@@ -19,10 +19,10 @@ from quick_readings import hurry
 from megatrain import profile, profile_numbers, rates, readings
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
-from megatrain.here import Here
 from megatrain.nvme import Drive
 from megatrain.profile_numbers import profile_of
 from megatrain.rates import Load, Rate
+from megatrain.this_machine import Here
 from megatrain.way import PLAINLY
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import Schedule

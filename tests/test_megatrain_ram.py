@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatrain import ram
-from megatrain.here import machine_here
 from megatrain.profile import this_cpu
 from megatrain.ram import available_memory, total_memory
+from megatrain.this_machine import machine_here
 
 GIB = 1 << 30
 WHOLE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

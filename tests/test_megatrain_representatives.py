@@ -14,7 +14,6 @@ from quick_readings import hurry
 from megatrain import profile
 from megatrain.demo import POLICIES
 from megatrain.fitting import told_left_out
-from megatrain.here import Here
 from megatrain.initial import FEW, STANDARD_DEVIATION, repeated_parameters
 from megatrain.representatives import (
     LENGTHS,
@@ -25,6 +24,7 @@ from megatrain.representatives import (
     shortened,
     timed_in,
 )
+from megatrain.this_machine import Here
 from schedules import policies
 from schedules.model import ModelSpec
 from schedules.presets import load

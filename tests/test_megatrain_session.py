@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import initial, room, session
+from megatrain import initial, preflight, session
 from megatrain.adam import Adam
 from megatrain.checkpoint import CheckpointError
 from megatrain.cpu import CpuBackend, CpuEvent
@@ -42,7 +42,7 @@ def test_a_training_that_is_refused_closes_its_backend(monkeypatch: pytest.Monke
             closed.append(self)
 
     monkeypatch.setattr(session, "backend_of", lambda name: Watched())
-    monkeypatch.setattr(room, "available_memory", lambda: 0)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 0)
     with pytest.raises(Refused):
         session.train(verified(), steps=1, hyper=Adam(lr=1e-3))
     assert len(closed) == 1

@@ -25,7 +25,7 @@ from test_schedules_policies import (
 
 from schedules import policies
 from schedules.errors import ProgramError
-from schedules.kept import Kept, kept_as, most_that_fit
+from schedules.kept_activations import Kept, kept_as, most_that_fit
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.program import Program

@@ -22,12 +22,12 @@ from test_schedules_policies import (
 )
 
 from schedules import policies
+from schedules.deepspeed import sub_groups
 from schedules.op import Op, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget
-from schedules.zero import sub_groups
 
 HOST, DEVICE, NVME = Tier.HOST, Tier.DEVICE, Tier.NVME
 ALL = set(TINY.layers)

@@ -357,6 +357,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"rope_scaling": {"rope_type": "yarn", "factor": NAN}}, "factor must be a positive finite number, not nan"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "32"}}, "beta_fast must be a positive"),
         ({"rope_scaling": {"rope_type": [1]}}, r"rope_scaling of type \[1\] is not supported"),
+        ({"rope_scaling": LLAMA3 | {"sections": [16, 24]}}, r"sections must be a number or a word, not \[16, 24\]"),
         ({"architectures": ["Qwen2ForCausalLM"], **SWITCHED_ON, "max_window_layers": "x"}, "max_window_layers must be"),
         ({"architectures": ["Qwen2ForCausalLM"], **SWITCHED_ON, "layer_types": 5}, "layer_types must be a list, not 5"),
         ({"architectures": ["Qwen2ForCausalLM"], **SWITCHED_ON, "layer_types": [[1], 2]}, r"layer_types holds \[1\]"),

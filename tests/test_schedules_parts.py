@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from schedules import policies, presets, trained
 from schedules import tensor as tensors
-from schedules.coverage import put_together
 from schedules.errors import InputError
+from schedules.gradient_coverage import put_together
 from schedules.op import Phase, Stream, Tier
 from schedules.program import Program
 from schedules.schedule import Schedule

@@ -59,7 +59,7 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.free(p.state(1)), "only activations are evicted, restored and freed"),
         (
             lambda p: p.reserve("logits", 1e6),
-            r"reserve\('logits'\): bytes are a whole number of at least 0, not 1000000.0",
+            r"reserve\('logits'\): bytes must be a whole number of at least 0, not 1000000.0",
         ),
         (lambda p: p.reserve("logits", True), "a whole number of at least 0, not True"),
         (lambda p: p.prefetch(p.weight(1), into="slot9"), "P.w.1: there is no buffer slot9; declare it with buffer"),

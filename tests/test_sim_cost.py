@@ -37,7 +37,7 @@ from sim.cost import (
 from sim.engine import simulate
 from sim.hardware import override
 from sim.machine import NUMBERS, TIMED, HardwareProfile, Measured, Table
-from sim.signature import signature, timed
+from sim.signature import is_timed, signature, timed
 
 MB = 10**6
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
@@ -159,6 +159,7 @@ def test_without_a_gpu_copies_and_compute_take_the_hosts_cores_and_memory() -> N
     found = demand(compute(nbytes=2 * MB), profile)
     assert found.duration_ns == 1_000
     assert found.usage == {GPU: 1.0, CORES: 0.75, DRAM: 1.0}  # 2 TB/s are more than the host's memory has
+    assert demand(update(Stream.COMPUTE, nbytes=2 * MB), profile).usage == found.usage
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD])
@@ -287,17 +288,40 @@ def passing(phase: Phase, reads: Sequence[str], writes: str, stream: Stream = St
         (passing(Phase.ACCUMULATE, ["-g.0"], "g32.0"), "accumulate g to g32/host"),
         (passing(Phase.ACCUMULATE, ["-g.0"], "g.0", fresh=9), "accumulate g to g+fresh/host"),
         (passing(Phase.ACCUMULATE, ["-g.0", "g.0"], "g.0"), "accumulate g+g to g/host"),
-        (passing(Phase.ZERO, [], "g.0", Stream.HOST), "zero nothing to g/host"),
+        (passing(Phase.ZERO, [], "g.0", Stream.HOST), "zero nothing to g/issuer"),
         (passing(Phase.SCALE, ["g32.0"], "g32.0"), "scale g32 in place/host"),
         (passing(Phase.SCALE, ["g32.0", "-norm"], "g32.0"), "scale g32+norm to g32/host"),
         (passing(Phase.CAST, ["w.0"], "w.0", Stream.COMPUTE), "cast w in place/device"),
         (passing(Phase.CAST, ["-w.0"], "w.0"), "cast w to w/host"),
+        (passing(Phase.CAST, ["-w.0"], "w.0", Stream.HOST), "cast w to w/issuer"),
+        (replace(passing(Phase.NORM, ["g.0"], "norm"), layer=None), "norm g/host"),
+        (replace(passing(Phase.NORM, ["g32.3", "-norm"], "norm", Stream.COMPUTE), layer=None), "norm g32/device"),
     ],
 )
 def test_passes_over_memory_differ_by_what_they_pass_over(op: Op, told: str) -> None:
     assert signature(op, MODEL, WORKLOAD) == f"tiny/block/{told}/bf16"
     assert demand(op, measured(**{signature(op, MODEL, WORKLOAD): 4321})).duration_ns == 4321
     assert demand(op, measured()) == demand(op, round_profile())  # by its traffic
+
+
+def test_norms_are_told_apart_by_whose_gradient_they_are_of_and_several_at_once_are_not_timed() -> None:
+    norms = [
+        replace(passing(Phase.NORM, reads, "norm"), layer=None)
+        for reads in (["g.0"], ["g.2"], ["g.embed"], ["g.head"], ["g.0.0of4"], ["g.0.3of4"], ["g.0", "g.1"])
+    ]
+    told = [signature(op, MODEL, WORKLOAD).removeprefix("tiny/") for op in norms[:6]]
+    kinds = ["block", "block", "embed", "head", "block", "block"]
+    assert told == [f"{kind}/norm g/host/bf16{'/1 of 4' * (n > 3)}" for n, kind in enumerate(kinds)]
+    assert [is_timed(op, schedule_of(op)) for op in norms] == [True] * 6 + [False]
+    profile = measured(**{signature(norms[0], MODEL, WORKLOAD): 4321})
+    assert demand(norms[1], profile).duration_ns == 4321
+    assert demand(norms[6], profile) == demand(norms[6], round_profile())  # by its traffic
+
+
+def test_the_optimizers_step_by_the_issuing_thread_is_another() -> None:
+    """Which has other cores than the workers."""
+    told = [signature(update(stream), MODEL, WORKLOAD) for stream in (Stream.CPU, Stream.HOST, Stream.COMPUTE)]
+    assert told == [f"tiny/block/adam/{whose}/bf16" for whose in ("host", "issuer", "device")]
 
 
 def test_a_copy_within_a_tier_is_timed_as_a_pass_over_its_memory() -> None:
@@ -365,10 +389,14 @@ def test_a_measured_profile_is_used_as_it_is() -> None:
     assert demand(op, measured(**{signature(op, MODEL, WORKLOAD): 12_345})).duration_ns == 12_345
 
 
-def test_the_ops_that_are_timed_are_those_that_a_measured_profile_is_asked_for() -> None:
-    schedule = policies.build("streamed", MODEL, WORKLOAD, ROOM)
-    times = dict.fromkeys(timed(schedule).values(), 1)
+def test_a_measured_profile_is_asked_for_what_computes_and_for_the_optimizers_steps() -> None:
+    workload = replace(WORKLOAD, accumulation=2, grad_clip=1.0)
+    schedule = policies.build("megatrain", MODEL, workload, ROOM)
+    times = dict.fromkeys(timed(schedule, "needed").values(), 1)
     assert len(demands(schedule, measured(**times))) == len(schedule.ops)
+    passes = set(timed(schedule).values()) - times.keys()
+    assert {key.split("/")[2].split()[0] for key in passes} == {"accumulate", "norm"}
+    assert {key for key in times if "/adam" not in key} == set(timed(schedule, "computed").values())
     for key in times:
         with pytest.raises(MissingCost) as missing:
             demands(schedule, measured(**{other: ns for other, ns in times.items() if other != key}))

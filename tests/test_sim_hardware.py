@@ -251,7 +251,7 @@ def test_measured_tables_are_read_and_kept(tmp_path: Path) -> None:
 def test_a_measured_time_is_a_whole_number_of_nanoseconds(bad: object) -> None:
     data = document()
     data["measured"] = {"op_times": {"values": {"block": bad}, "unit": "ns", "source": "measured"}}
-    with pytest.raises(HardwareError, match=r"measured\.op_times: 'block' must be a whole number of ns"):
+    with pytest.raises(HardwareError, match=r"measured\.op_times: 'block', in ns, must be a whole number of at"):
         from_json(data, "mine.json")
 
 

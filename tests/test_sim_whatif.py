@@ -83,6 +83,16 @@ def test_more_host_memory_bandwidth_makes_a_timed_optimizer_of_the_cpu_faster() 
     assert whatif.marginal_gains(prediction)["host memory bandwidth, +25%"] > 0.1
 
 
+def test_more_device_memory_bandwidth_makes_timed_passes_over_it_faster() -> None:
+    model, workload = shallow(4), Workload(micro_batch_size=1, seq_len=512)
+    profile = timed(model, [workload], names=["resident", "streamed"])
+    machine = whatif.faster(profile)["GPU, memory bandwidth, +25%"]
+    assert profile.measured is not None and profile.measured.op_times is not None
+    assert machine.measured is not None and machine.measured.op_times is not None
+    for key, ns in profile.measured.op_times.values.items():
+        assert machine.measured.op_times.values[key] == (round(ns / 1.25) if "/adam/device/" in key else ns)
+
+
 def test_what_ops_hold_up_counts_the_time_until_streams_notice() -> None:
     """Where noticing takes a second each time, no op matters."""
     prediction = predicted(4, "issue.wake=1s")

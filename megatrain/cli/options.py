@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedules.errors import InputError
-from schedules.kinds import SCHEDULE, kind_of_file
+from schedules.file_kinds import SCHEDULE, kind_of_file
 from schedules.workload import PRECISIONS, RECOMPUTED
 
 if TYPE_CHECKING:

@@ -69,9 +69,9 @@ def profile(
     from functools import partial
 
     from megatrain.fitting import told_left_out
-    from megatrain.here import backend_of, machine_here
     from megatrain.profile import measure
     from megatrain.representatives import representatives, shapes_between, shapes_up_to
+    from megatrain.this_machine import backend_of, machine_here
     from megatrain.way import Way
     from schedules import policies as known
     from schedules import presets
@@ -96,7 +96,7 @@ def profile(
         begin("choosing what to measure")
         timed, left = representatives(spec, partial(built, shapes), here)
         others = shapes_between(shapes) if len(shapes) > 1 else []
-        between, too = representatives(spec, partial(built, others), here)
+        between, too = representatives(spec, partial(built, others), here, "computed")
     for line in told_left_out([*timed, *between], [*left, *too]):
         print(f"note: {line}", file=sys.stderr)
     if not timed:

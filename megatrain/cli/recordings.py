@@ -69,7 +69,7 @@ def timeline(
 def _runs(files: list[Path]) -> list[tuple[Schedule, Trace]]:
     """Each trace with its schedule, found by digest, in the order of the traces."""
     from megatrain.cli.options import schedule_to_show
-    from schedules.kinds import SCHEDULE, TRACE, kind_of_file
+    from schedules.file_kinds import SCHEDULE, TRACE, kind_of_file
     from schedules.trace import Trace
 
     schedules, traces = {}, []

@@ -109,7 +109,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Verify a schedule and train with it on this machine."""
-    from megatrain.here import backend_of, machine_here
+    from megatrain.this_machine import backend_of, machine_here
     from schedules.verify import verify
     from sim.prediction import memory_of, predict
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from schedules import kept
+from schedules import kept_activations
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.program import Program, require_few_ops
@@ -74,7 +74,7 @@ def explain(name_or_path: str | Path) -> str:
     function, where = _policy(module), _short(name_or_path)
     text = inspect.getdoc(module) or f"{where}: its file does not say what it does."
     lines = []
-    shared = kept.KNOBS if str(name_or_path) in names() else {}
+    shared = kept_activations.KNOBS if str(name_or_path) in names() else {}
     arguments = shared | dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
     for name, knob in _knobs(function, where).items():
         default = "" if knob.default is knob.empty else f" = {str(knob.default).lower()}"

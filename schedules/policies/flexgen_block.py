@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from schedules.ends import end_buffers
+from schedules.end_layers import end_buffers
 from schedules.errors import ProgramError
-from schedules.kept import at_most
+from schedules.kept_activations import at_most
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program

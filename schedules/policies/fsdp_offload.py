@@ -26,8 +26,8 @@ Source: torch 2.13.0, torch/distributed/fsdp/_fully_shard (_fsdp_collectives.py,
 
 from __future__ import annotations
 
-from schedules.ends import end_buffers
-from schedules.kept import Activations, kept_as
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program

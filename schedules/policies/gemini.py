@@ -31,14 +31,14 @@ from __future__ import annotations
 from typing import Literal
 
 from schedules.chunks import Chunks
-from schedules.ends import end_buffers
-from schedules.kept import Activations, Kept, kept_as
+from schedules.deepspeed import with_master
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import Activations, Kept, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
 from schedules.sweep import sweep
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import with_master
 
 STEADY_DEVICE_RATIO = 0.9  # of device memory that auto fills (steady_cuda_cap_ratio)
 

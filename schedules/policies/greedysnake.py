@@ -26,7 +26,7 @@ here whether it keeps an fp32 master, as the system that it is compared with doe
 
 from __future__ import annotations
 
-from schedules.kept import Activations, from_0_to_1, kept_as
+from schedules.kept_activations import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from schedules.kept import Kept
+from schedules.kept_activations import Kept
 from schedules.llmq_step import LlmqStep
 from schedules.model import ModelSpec
 from schedules.program import Program

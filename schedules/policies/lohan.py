@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schedules.kept import Kept, at_most
+from schedules.kept_activations import Kept, at_most
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program

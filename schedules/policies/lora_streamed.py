@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from schedules.ends import end_buffers
-from schedules.errors import ProgramError
-from schedules.kept import Activations, kept_as, most_that_fit
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import Activations, at_least_1, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
@@ -51,8 +50,7 @@ def policy(
         slots: device buffers for streamed weights.
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
     """
-    if rank < 1:
-        raise ProgramError(f"rank: of the adapters, at least 1, not {rank}")
+    at_least_1("of the adapters", rank=rank)
     workload = replace(workload, lora_rank=workload.lora_rank or rank)
 
     def build(keep: int) -> Program:

@@ -21,8 +21,8 @@ Source: the paper, "MegaTrain" (arXiv 2604.05091, April 2026), sections on the e
 
 from __future__ import annotations
 
-from schedules.ends import end_buffers
-from schedules.errors import ProgramError
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import at_least_1
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
@@ -43,8 +43,7 @@ def policy(
         checkpoint: layers between two hidden states kept by the forward.
         slabs: pinned host buffers between the gradient copies and the CPU worker.
     """
-    if checkpoint < 1:
-        raise ProgramError(f"checkpoint: layers between two checkpoints must be at least 1, not {checkpoint}")
+    at_least_1("layers between two checkpoints", checkpoint=checkpoint)
     p = Program(model, workload)
     embed, head = model.embed, model.head
     ring, grads, pool = p.slots("weight", 2), p.slots("grad", 2), p.slots("slab", slabs, Tier.HOST)

@@ -30,10 +30,10 @@ Source: DLYuanGod/MegaTrain 919520f, infinity/model/cpu_master.py and examples/s
 
 from __future__ import annotations
 
-from schedules.errors import ProgramError
+from schedules.kept_activations import at_least_1
 from schedules.model import ModelSpec
 from schedules.program import Program
-from schedules.released import ReleasedStep
+from schedules.released_step import ReleasedStep
 from schedules.workload import MemoryBudget, Workload
 
 
@@ -56,8 +56,7 @@ def policy(
         fused: norms, rotary embedding and gated MLP in fused kernels; the released code runs Hugging Face's layers
             op by op.
     """
-    if checkpoint < 1:
-        raise ProgramError(f"checkpoint: layers between two checkpoints must be at least 1, not {checkpoint}")
+    at_least_1("layers between two checkpoints", checkpoint=checkpoint)
     step = ReleasedStep(model, workload, slabs, unpadding_sync, fused)
     for m in workload.microbatches:
         step.forward(m, checkpoint)

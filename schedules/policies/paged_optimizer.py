@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from schedules.kept import Activations, Kept, from_0_to_1, kept_as, most_that_fit
+from schedules.kept_activations import Activations, Kept, from_0_to_1, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program

@@ -12,7 +12,7 @@ Exact in its training. Approximated: the optimizer is one kernel per layer.
 
 from __future__ import annotations
 
-from schedules.kept import Activations, kept_as, most_that_fit
+from schedules.kept_activations import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program

@@ -22,7 +22,7 @@ attribute.py.
 
 from __future__ import annotations
 
-from schedules.kept import Activations, kept_as
+from schedules.kept_activations import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program

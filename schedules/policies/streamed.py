@@ -36,9 +36,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schedules.kept import Kept, at_most, most_that_fit
+from schedules.kept_activations import Kept, at_most, most_that_fit
 from schedules.model import ModelSpec
-from schedules.places import Places
+from schedules.placement import Places
 from schedules.program import Program
 from schedules.streaming import StreamedStep
 from schedules.sweep import spread

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.kept import Activations, from_0_to_1, kept_as
+from schedules.deepspeed import Bucket, Reduction, cast, micro_batches, optimizer_step, sub_groups, upload, with_master
+from schedules.kept_activations import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, Reduction, cast, micro_batches, optimizer_step, sub_groups, upload, with_master
 
 
 def policy(

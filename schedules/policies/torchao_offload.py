@@ -24,7 +24,7 @@ Source: pytorch/ao 36027d8, torchao/optim/cpu_offload.py.
 from __future__ import annotations
 
 from schedules.errors import ProgramError
-from schedules.kept import Activations, kept_as, most_that_fit
+from schedules.kept_activations import Activations, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program

@@ -28,14 +28,14 @@ Source: ZenFlow, arXiv 2505.12242; DeepSpeed edaa722 (0.19.6 development), runti
 
 from __future__ import annotations
 
-from schedules.ends import end_buffers
-from schedules.kept import Activations, from_0_to_1, kept_as
+from schedules.deepspeed import with_master
+from schedules.end_layers import end_buffers
+from schedules.kept_activations import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program
 from schedules.sweep import spread, sweep
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import with_master
 
 
 def policy(

@@ -31,12 +31,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schedules.kept import Activations, kept_as
+from schedules.deepspeed import Fetch, Master, Reduction, begin, micro_batches, optimizer_step, sub_groups
+from schedules.kept_activations import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Fetch, Master, Reduction, begin, micro_batches, optimizer_step, sub_groups
 
 
 def policy(

@@ -23,13 +23,13 @@ Source: ZeRO-Infinity, arXiv 2104.07857; DeepSpeed edaa722 (0.19.6 development),
 
 from __future__ import annotations
 
-from schedules.kept import Activations, kept_as
+from schedules.deepspeed import Fetch, Reduction, micro_batches, sub_groups, with_master
+from schedules.kept_activations import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.swap import Swap
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Fetch, Reduction, micro_batches, sub_groups, with_master
 
 
 def policy(

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.kept import Activations, kept_as
+from schedules.deepspeed import Bucket, Master, begin, flat_grad, micro_batches, optimizer_step
+from schedules.kept_activations import Activations, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, Master, begin, flat_grad, micro_batches, optimizer_step
 
 
 def policy(

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from schedules.kept import Activations, from_0_to_1, kept_as
+from schedules.deepspeed import Bucket, Reduction, micro_batches, optimizer_step, sub_groups, upload, with_master
+from schedules.kept_activations import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
-from schedules.zero import Bucket, Reduction, micro_batches, optimizer_step, sub_groups, upload, with_master
 
 
 def policy(

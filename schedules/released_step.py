@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedules.ends import end_buffers
+from schedules.end_layers import end_buffers
 from schedules.model import ModelSpec
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.program import Program

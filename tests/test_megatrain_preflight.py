@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import adam, checkpoint, room
+from megatrain import adam, checkpoint, preflight
 from megatrain.checkpoint import NotSaved
 from megatrain.cpu import CpuBackend
-from megatrain.here import MAKING
 from megatrain.initial import random_parameters
 from megatrain.nvme import Drive
 from megatrain.session import Files, train
 from megatrain.store import Store, bytes_within_steps, filling_bytes, keeping_bytes
+from megatrain.this_machine import MAKING
 from megatrain.workspace import peak_bytes
 from schedules import policies, presets
 from schedules.errors import Refused
@@ -44,10 +44,10 @@ def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(mon
         ("cuda", on_device - 1, on_host, r"\(device .*\), and .* of the GPU's memory are free"),
         ("cuda", on_device, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
     ):
-        monkeypatch.setattr(room, "available_memory", lambda ram=ram: ram)
+        monkeypatch.setattr(preflight, "available_memory", lambda ram=ram: ram)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu, 10**12))
         with pytest.raises(Refused, match=lacking) if lacking else nullcontext():
-            room.require_memory(step, torch.device(device))
+            preflight.require_memory(step, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_room_to_begin_and_to_save_is_asked_for_where_it_is_needed(
     step = verify(policies.build("zero_infinity", replace(presets.load("tiny"), vocab_size=1 << 12), workload, BUDGET))
     needed, kept = step.allocated_bytes(), keeping_bytes(step, on_gpu=False) - bytes_within_steps(step.schedule)
     buffers = needed["device"] + needed["host"]
-    monkeypatch.setattr(room, "available_memory", lambda: buffers + kept - 1)
-    room.require_memory(step, CPU, begins=False)
+    monkeypatch.setattr(preflight, "available_memory", lambda: buffers + kept - 1)
+    preflight.require_memory(step, CPU, begins=False)
     for options, of in (({"begins": False, "saves": True}, "save"), ({}, "begin")):
         with pytest.raises(Refused, match=rf"\(device .*, host .*, [0-9.]+ .B more to {of}\), and .* are available"):
-            room.require_memory(step, CPU, **options)
+            preflight.require_memory(step, CPU, **options)
     asked: list[dict[str, Any]] = []
 
     def noted(verified: object, device: object, **options: Any) -> None:
@@ -114,8 +114,8 @@ def test_room_is_asked_for_together_where_folders_share_a_drive(
     free = shutil._ntuple_diskusage(9_000_000, 0, 3_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     wanted = [("to save", tmp_path, 2_000_000), ("to export", tmp_path, 1_000_000)]
-    room.require_room(wanted)
+    preflight.require_room(wanted)
     with pytest.raises(
         NotSaved, match=r"to save in .* takes 2\.0 MB and to export in .* 1\.5 MB, and 3\.0 MB are free"
     ):
-        room.require_room([wanted[0], ("to export", tmp_path, 1_500_000)])
+        preflight.require_room([wanted[0], ("to export", tmp_path, 1_500_000)])

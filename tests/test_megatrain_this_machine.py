@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain import here
+from megatrain import this_machine
 from megatrain.cpu import CpuBackend
-from megatrain.here import machine_here, usable_bytes
 from megatrain.profile import this_cpu
+from megatrain.this_machine import machine_here, usable_bytes
 from schedules.op import Stream
 
 GIB = 1 << 30
@@ -33,7 +33,7 @@ def test_a_gpu_is_found_with_its_memory_and_the_optimizers_threads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
-    monkeypatch.setattr(here, "available_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(this_machine, "available_memory", lambda: 100 * GIB)
     threads = torch.get_num_threads()
     try:
         found = machine_here(lambda: Gpu(machine="H100", threads={Stream.CPU: 3}), tmp_path)

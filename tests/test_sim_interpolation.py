@@ -15,8 +15,8 @@ from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import MissingCost, demands
+from sim.interpolation import between, largest_of_lines
 from sim.machine import Measured, Table
-from sim.shapes import between, largest_of_lines
 from sim.signature import signature
 
 GRID = tuple(itertools.product((1, 2, 8), (64, 256, 1024)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.here import Here, machine_name, versions
+from megatrain.this_machine import Here, machine_name, versions
 from megatrain.way import Way
 from schedules.errors import Refused
 from schedules.files import write_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from schedules.places import Places
+from schedules.placement import Places
 from schedules.program import Program
 from schedules.staging import Staging
 from schedules.tensor import Part

@@ -47,8 +47,7 @@ class Kept:
     nested: bool = False
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ProgramError(f"every: blocks that share an input, at least 1, not {self.every}")
+        at_least_1("blocks that share an input", every=self.every)
 
     def recomputes(self, i: int) -> bool:
         """Whether block i runs forward again."""
@@ -115,6 +114,13 @@ def at_most(limit: int, what: str, **counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count > limit:
             raise ProgramError(f"{name}={count}: there are {limit} {what}")
+
+
+def at_least_1(what: str, **counts: int) -> None:
+    """Raises ProgramError for a knob that counts less than one, of `what`."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ProgramError(f"{name}: {what}, at least 1, not {count}")
 
 
 def from_0_to_1(what: str, **shares: float | None) -> None:

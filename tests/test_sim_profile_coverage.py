@@ -14,10 +14,10 @@ from schedules.op import Tier
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware, whatif
 from sim.cost import MissingCost
-from sim.coverage import command, covered
 from sim.machine import HardwareProfile
 from sim.plan import Plan, plan
 from sim.prediction import memory_of, predict
+from sim.profile_coverage import command, covered
 from sim.room import Room
 
 TINY = presets.load("tiny")

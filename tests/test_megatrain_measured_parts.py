@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_megatrain_here import GIB, Gpu
+from test_megatrain_this_machine import GIB, Gpu
 
 from megatrain import profile
 from megatrain.cpu import CpuBackend
-from megatrain.here import Here
-from megatrain.parts import Parts, claim
+from megatrain.measured_parts import Parts, claim
 from megatrain.representatives import timed_in
+from megatrain.this_machine import Here
 from megatrain.way import PLAINLY, Way
 from schedules import policies
 from schedules.errors import InputError, Refused

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from megatrain.checkpoint import NotSaved
-from megatrain.here import MAKING
 from megatrain.ram import available_memory
 from megatrain.store import bytes_within_steps, filling_bytes, keeping_bytes
+from megatrain.this_machine import MAKING
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.verify import Verified

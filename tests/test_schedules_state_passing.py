@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
-from schedules.passing import AHEAD, _spaced
 from schedules.schedule import Schedule
+from schedules.state_passing import AHEAD, _spaced
 from schedules.tensor import parse
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload

@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Literal
 
 from schedules.buffers import Held
-from schedules.ends import end_buffers
+from schedules.end_layers import end_buffers
 from schedules.errors import ProgramError
-from schedules.kept import Kept
+from schedules.kept_activations import Kept
 from schedules.model import ModelSpec
 from schedules.op import Kind, Stream, Tier
 from schedules.program import Program

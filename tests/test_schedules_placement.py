@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.places import Places
+from schedules.placement import Places
 from schedules.workload import Workload
 
 COUNTS = ("singly", "defer", "resident", "hold", "through", "stay", "nvme", "nvme_weights")
