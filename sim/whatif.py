@@ -278,11 +278,11 @@ def _scaled(profile: HardwareProfile, paths: tuple[str, ...], factor: float) -> 
     if not changes:
         return None
     scaled = override(profile, changes)
-    faster = tuple(word for path in paths for word in PASSES.get(path, ()))
-    if not faster or scaled.measured is None or scaled.measured.op_times is None:
+    passes = [word for path in paths for word in PASSES.get(path, ())]
+    if not passes or scaled.measured is None or scaled.measured.op_times is None:
         return scaled
     table = scaled.measured.op_times
-    times = {key: round(ns / factor) if any(word in key for word in faster) else ns for key, ns in table.values.items()}
+    times = {key: round(ns / factor) if any(word in key for word in passes) else ns for key, ns in table.values.items()}
     return replace(scaled, measured=replace(scaled.measured, op_times=replace(table, values=times)))
 
 
