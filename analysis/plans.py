@@ -13,7 +13,7 @@ import numpy as np
 from analysis.compare import BASELINE, OUR_STATE
 from analysis.figure import axes_for, figure_of
 from analysis.palette import BLUE, GREY, VERMILLION
-from megatrain.this_machine import today
+from megatrain.this_machine import machine_name, today
 from schedules import policies
 from schedules.errors import Refused
 from schedules.model import ModelSpec
@@ -71,6 +71,7 @@ class Row:
     candidates: int
     digest: str
     planned_on: str  # date
+    planned_by: str  # processes and the machine that they ran on
     reason: str
 
 
@@ -97,7 +98,7 @@ def row(
     try:
         found = plan(model, profile, seq_len=seq_len, tokens_per_step=tokens_per_step, workers=workers)
     except Refused as error:
-        return _nothing(model, name, seq_len, tokens_per_step, str(error)), {}
+        return _nothing(model, name, seq_len, tokens_per_step, str(error), workers), {}
     prediction, workload = found.prediction, found.schedule.workload
     changed = policies.changed(found.schedule)
     alone = Row(
@@ -127,6 +128,7 @@ def row(
         candidates=len(found.tried),
         digest=found.schedule.short_digest,
         planned_on=today(),
+        planned_by=_planned_by(workers),
         reason="",
     )
     return beside(alone, model, profile)
@@ -210,10 +212,14 @@ def fitting_rates(
     return rates
 
 
-def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int, reason: str) -> Row:
+def _planned_by(workers: int) -> str:
+    return f"{workers} {'process' if workers == 1 else 'processes'} on {machine_name()}"
+
+
+def _nothing(model: ModelSpec, machine: str, seq_len: int, tokens_per_step: int, reason: str, workers: int) -> Row:
     values = {field.name: math.nan if field.type == "float" else "" for field in fields(Row)}
     values |= {"model": model.name, "machine": machine, "seq_len": seq_len, "tokens_per_step": tokens_per_step}
-    values |= {"planned_on": today()}
+    values |= {"planned_on": today(), "planned_by": _planned_by(workers)}
     return Row(**{**values, "micro_batch_size": 0, "accumulation": 0, "candidates": 0, "reason": reason})  # type: ignore[arg-type]
 
 

@@ -306,16 +306,16 @@ OTHERS: tuple[Point, ...] = (
         unit="x", source="arXiv 2506.06472, mean", lacking="model, machine and batch not named",
     ),
     Point(
-        system="10Cache over DeepSpeed", model="not named", machine="not named", value=2.0, unit="x",
+        system="10Cache over its baselines", model="not named", machine="not named", value=2.0, unit="x",
         source="arXiv 2511.14124, up to", lacking="model, machine and batch not named",
     ),
     Point(
-        system="SSDTrain over what keeps no activations", model="not named", machine="not named", value=1.31, unit="x",
+        system="SSDTrain over conventional training", model="not named", machine="not named", value=1.31, unit="x",
         source="arXiv 2408.10013, up to", lacking="model, machine and batch not named",
     ),
     Point(
-        system="LSP-Offload over ZeRO-Offload", model="6.7B", machine="RTX 4090", value=2.63, unit="x",
-        source="arXiv 2406.10181; 33-62 % less time, of models of 1.3B and 6.7B",
+        system="LSP-Offload over its baselines", model="1.3B or 6.7B", machine="laptop 4 GB or RTX 4090", value=2.63,
+        unit="x", source="arXiv 2406.10181; 33-62 % less time, the most of it",
         lacking="gradients are projected: another optimizer; batch unpublished",
     ),
     Point(

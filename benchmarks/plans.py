@@ -270,7 +270,8 @@ def main() -> None:
         "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`). Each is "
         "tried with what its system or its user would choose (`tried_with` in analysis/plans.py), and the fastest "
         "counts: activations recomputed or kept, micro-batches, what of the state waits, stays or lives on a drive. "
-        f"Made by `python benchmarks/plans.py`; planning took what is shown on {CORES} cores of {machine_name()}, "
+        f"Made by `python benchmarks/plans.py`; planning took what is shown with "
+        f"{' or '.join(sorted(set(table['planned_by'])))}, "
         f"{' to '.join(sorted({table['planned_on'].min(), table['planned_on'].max()}))}, each point as plans.csv says.",
         "",
         f"Of {len(table)} points {len(fits)} fit. The plan is within 3 % of the bound over all exact schedules on "
@@ -294,7 +295,7 @@ def main() -> None:
         "Llama-3 8B on an H100 taken as 989 TFLOP/s x 0.65, links of 50 GB/s each way, 12 GiB of device memory, 4 x 4 "
         "sequences of 4,096 tokens. It updates on the GPU, with bf16 weights, gradients and moments on the host: 8 "
         "bytes per parameter (our `bf16_16bit`) where fp32 moments make 12. It counts more FLOPs per token, so that "
-        "shares compare better than tokens/s.",
+        f"shares compare better than tokens/s. Planned with {CORES} processes on {machine_name()}, {today()}.",
         "",
         rival(),
         "",

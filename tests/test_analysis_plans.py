@@ -10,6 +10,7 @@ import pytest
 
 from analysis import plans
 from analysis.compare import OUR_STATE
+from megatrain.this_machine import machine_name, today
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
@@ -24,6 +25,7 @@ STEP = {"seq_len": 512, "tokens_per_step": 4 * 512}
 def test_a_row_has_the_plan_and_the_best_that_every_policy_does() -> None:
     row, named = plans.row(MODEL, SMALL, **STEP, machine="small")
     assert row.machine == "small" and row.reason == ""
+    assert row.planned_on == today() and row.planned_by == f"1 process on {machine_name()}"
     assert row.best_named_tokens_per_s == max(rate for rate in named.values() if not math.isnan(rate))
     assert row.tokens_per_s >= row.best_named_tokens_per_s == named[row.best_named]
     assert row.gap == pytest.approx(row.step_s / row.bound_s - 1.0)
