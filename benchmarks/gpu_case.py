@@ -105,8 +105,11 @@ def schedule_of(
     if case.policy == PLANNED:
         return _planned(case, model, profile, budget, planning_s)
 
+    # our kernels compute every schedule's layers, and a schedule says what they move
+    kernels = {"fused": case.fused} if "fused" in policies.knobs(case.policy) else {}
+
     def build(knobs: dict[str, Any]) -> Schedule:
-        return policies.build(case.policy, model, case.workload, budget, **knobs)
+        return policies.build(case.policy, model, case.workload, budget, **kernels, **knobs)
 
     schedule = build({**case.knobs, "resident": 0}) if case.knobs.get("resident") == "fit" else build(case.knobs)
     if case.knobs.get("resident") == "fit":

@@ -8,6 +8,7 @@ Also shows, without a GPU, that every row's schedule can be built, is safe and f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -81,7 +82,8 @@ def main() -> None:
     options = parser.parse_args()
     profile = rented(options.gpu, options.host_gib)
     rows: dict[str, dict[str, Any] | str] = {}
-    ours = [case for case in gpu_rows.cases(tuple(options.models)) if not gpu_rows.is_rival(case)]
+    cases = gpu_rows.cases(tuple(options.models))
+    ours = [dataclasses.replace(case, fused=True) for case in cases if not gpu_rows.is_rival(case)]
     for case in track(ours, description="predicting"):
         try:
             rows[case.key] = expected(case, profile)

@@ -91,7 +91,6 @@ def measure_machine(
 ) -> HardwareProfile:
     """Profile this machine for these schedules; write it to `profile.json`."""
     profile = measure(
-        schedules[0].model,
         schedules,
         progress=progress,
         machine=partial(backend_of, backend),

@@ -34,7 +34,6 @@ from megatrain.train import Trainer
 from megatrain.way import PLAINLY, Way
 from megatrain.workspace import peak_bytes
 from schedules.errors import InputError
-from schedules.model import ModelSpec
 from schedules.op import Op, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -58,7 +57,6 @@ def this_cpu() -> CpuBackend:
 
 
 def measure(
-    model: ModelSpec,
     schedules: Sequence[Schedule],
     *,
     progress: Progress,
@@ -71,10 +69,10 @@ def measure(
 ) -> HardwareProfile:
     """Profile this machine for the ops of these schedules, whatever their models and workloads.
 
-    What ops share is measured with `model` and the first schedule's workload, and holds for all. Every op of any
-    of them that `sim.signature.timed` has is covered; schedules that use NVMe are left out where no folder on a drive
-    is given, and all others must fit (`megatrain.fitting`). A policy may choose another precision than it was asked for
-    (an fp32 master beside bf16). Takes serialised steps of each schedule, `ALONE_STEPS` and a warm-up, and a minute
+    Every op of any of them that `sim.signature.timed` has is covered; schedules that use NVMe are left out where no
+    folder on a drive is given, and all others must fit (`megatrain.fitting`). A policy may choose another precision
+    than it was asked for (an fp32 master beside bf16). What ops share is measured with a block of every model, and the
+    mean of all rounds holds for all. Takes serialised steps of each schedule, `ALONE_STEPS` and a warm-up, and a minute
     more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the folder
     `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in one
     `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not timed again.
@@ -91,6 +89,7 @@ def measure(
     kept, run_on = Parts(parts, at, way), (machine, nvme, way)
     streams, spaces = [], []
     ops: list[dict[str, Any]] = []
+    shares: list[dict[str, Any]] = []
     with told_of_neighbours():
         for schedule in runnable[:WOKEN]:
             progress(0.0, f"how long streams take to notice, {schedule.policy}")
@@ -101,11 +100,13 @@ def measure(
                 progress(OPS_SHARE * (number + done) / rounds, note)
 
             ops += _time_ops(runnable, number, of_round, run_on, kept)
+            shares += _read_shares(runnable, number, of_round, run_on, kept)
         for schedule in memory:
             progress(OPS_SHARE, f"workspace at {schedule.workload.tokens_per_microbatch} tokens, {schedule.policy}")
             spaces.append(kept.of(f"memory {schedule.digest}", functools.partial(workspaces, schedule, *run_on)))
-        whole = _whole_machine(model, runnable[0], run_on, kept, progress)
-    profile = numbers.profile_of(list(zip(runnable * rounds, ops, strict=True)), streams, spaces, whole, at, way)
+        whole = _whole_machine(runnable[0], run_on, kept, progress)
+    found = list(zip(runnable * rounds, ops, strict=True))
+    profile = numbers.profile_of(found, streams, spaces, shares, whole, at, way)
     kept.remove()
     progress(1.0, "")
     return profile
@@ -123,10 +124,17 @@ def time_ops(
 ) -> list[dict[str, Any]]:
     """What `alone` tells of each schedule, in round `number` of a measurement in rounds; the first meters workspace.
 
-    Arguments and errors are those of `measure`, which goes on with what is in `parts`.
+    What streams take from one another is read, too, with each model, and kept. Arguments and errors are those of
+    `measure`, which goes on with what is in `parts`.
     """
-    kept = Parts(parts, machine_here(machine, nvme), way)
-    return _time_ops(_runnable(schedules, nvme), number, progress, (machine, nvme, way), kept)
+    kept, run_on, runnable = (
+        Parts(parts, machine_here(machine, nvme), way),
+        (machine, nvme, way),
+        _runnable(schedules, nvme),
+    )
+    found = _time_ops(runnable, number, progress, run_on, kept)
+    _read_shares(runnable, number, progress, run_on, kept)
+    return found
 
 
 def _time_ops(
@@ -145,6 +153,44 @@ def _time_ops(
             found[-1]["workspace"] |= {key: more[key] for key in lacking}
         metered |= ops
     return found
+
+
+def _read_shares(
+    runnable: Sequence[Schedule], number: int, progress: Progress, run_on: RunOn, kept: Parts
+) -> list[dict[str, Any]]:
+    """`megatrain.readings.shares` with each model, in the workload of its first schedule.
+
+    Neighbours on the same machine take more or less of it from one minute to the next, so that every round reads anew.
+    """
+    machine, _, way = run_on
+    first = {schedule.model.name: schedule for schedule in reversed(runnable)}
+
+    def read(schedule: Schedule) -> dict[str, Any]:
+        backend = machine()
+        try:
+            compute = _compute(schedule, backend, way)
+            update = readings.adam_load(schedule.model.params(0), schedule.workload.precision)
+            return dict(readings.shares(backend, readings.Arenas(backend), compute, update))
+        finally:
+            backend.close()
+
+    found = []
+    for schedule in first.values():
+        progress(1.0, "cores and memory under load")
+        name = f"shares {_beside(schedule)} {number}"
+        found.append(kept.of(name, functools.partial(read, schedule)))
+    return found
+
+
+def _compute(schedule: Schedule, backend: Backend[Any], way: Way) -> Load:
+    """What stands beside copies and the optimizer where they share."""
+    return readings.block_load(schedule.model, schedule.workload, backend.device, way.pointwise)
+
+
+def _beside(schedule: Schedule) -> str:
+    """That, as a part of a file's name."""
+    told = json.dumps([schedule.model.to_dict(), schedule.workload.to_dict()])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _runnable(schedules: Sequence[Schedule], nvme: Path | None) -> list[Schedule]:
@@ -281,30 +327,19 @@ def _run(
 # ---- the machine as a whole
 
 
-def _whole_machine(
-    model: ModelSpec, schedule: Schedule, run_on: RunOn, kept: Parts, progress: Progress
-) -> dict[str, dict[str, Any]]:
-    """Every reading, by what was read."""
+def _whole_machine(schedule: Schedule, run_on: RunOn, kept: Parts, progress: Progress) -> dict[str, dict[str, Any]]:
+    """Every other reading, by what was read; where copies go beside compute, that is the schedule's."""
     machine, nvme, way = run_on
     backend = machine()
-    device, threads, workload = backend.device, readings.thread_counts(), schedule.workload
+    threads = readings.thread_counts()
     default = torch.get_num_threads()
 
     @functools.cache
     def arenas() -> readings.Arenas:
         return readings.Arenas(backend)
 
-    def compute() -> Load:
-        return readings.block_load(model, workload, device, way.pointwise)
-
-    def update() -> Load:
-        return readings.adam_load(model.params(0), workload.precision)
-
-    # what stands beside copies and the optimizer is this model's block, in this workload
-    beside = hashlib.sha256(json.dumps([model.to_dict(), workload.to_dict()]).encode()).hexdigest()[:16]
     works: dict[str, tuple[str, Callable[[], Mapping[str, Any]]]] = {
-        "links": ("copies of all sizes", lambda: readings.links(backend, arenas(), compute())),
-        "shares": ("cores and memory under load", lambda: readings.shares(backend, arenas(), compute(), update())),
+        "links": ("copies of all sizes", lambda: readings.links(backend, arenas(), _compute(schedule, backend, way))),
         "products": ("matrix products", lambda: readings.products(backend)),
         "dram": ("host memory", lambda: readings.dram(backend, arenas(), threads)),
         "adam": ("the optimizer by threads and precision", lambda: readings.optimizer(backend, arenas(), threads)),
@@ -316,7 +351,7 @@ def _whole_machine(
     try:
         for number, (name, (note, work)) in enumerate(works.items()):
             progress(OPS_SHARE + (1 - OPS_SHARE) * number / len(works), note)
-            part = f"{name} {beside}" if name in ("links", "shares") else name
+            part = f"{name} {_beside(schedule)}" if name == "links" else name
             found[name] = kept.of(part, lambda work=work: dict(work()))  # type: ignore[misc]
     finally:
         backend.close()

@@ -23,6 +23,7 @@ from sim.signature import timed
 
 EXTREMES = 0.05  # of the samples, left out at either end
 
+Shares = Sequence[Mapping[str, Sequence[float]]]  # what `megatrain.readings.shares` tells, each time it was read
 Tell = Callable[..., Value]  # number, unit, and a note on where it came from
 
 
@@ -64,6 +65,7 @@ def profile_of(
     found: Sequence[tuple[Schedule, Mapping[str, Any]]],
     streams: Sequence[Mapping[str, Any]],
     spaces: Sequence[Mapping[str, int]],
+    shares: Shares,
     whole: Mapping[str, Mapping[str, Any]],
     at: Here,
     way: Way,
@@ -74,7 +76,8 @@ def profile_of(
         found: by schedule, what `megatrain.profile.alone` tells.
         streams: what `megatrain.profile.in_a_run` tells, of some schedules.
         spaces: what `megatrain.profile.workspaces` tells, of others.
-        whole: what `megatrain.readings` tells, by what was read.
+        shares: what `megatrain.readings.shares` tells, each time that it was read.
+        whole: what else `megatrain.readings` tells, by what was read.
         way: in which all of it was computed.
     """
     date = today()
@@ -104,8 +107,8 @@ def profile_of(
         versions=this_machine.versions(),
         way=str(way),
         mode="measured",
-        gpu=_gpu(whole, dram, at, value),
-        host=_host(ops, whole, dram, at, value),
+        gpu=_gpu(shares, whole, dram, at, value),
+        host=_host(ops, shares, dram, at, value),
         links=links,
         issue=_issue(ops.gaps, streams, value),
         nvme=_nvme(whole["nvme"], sum(whole["nvme_both"]["shares"]), dram, at, value) if "nvme" in whole else None,
@@ -113,12 +116,12 @@ def profile_of(
     )
 
 
-def _gpu(whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Gpu:
+def _gpu(shares: Shares, whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Gpu:
     reserve = f"less {this_machine.DEVICE_RESERVE >> 30} GiB, or {this_machine.FRAGMENTS:.0%} if more"
     reserve += ", for CUDA, libraries and fragments"
     memory, copy = (reserve, "a copy on the device") if at.on_gpu else ("half of the RAM", "the host's")
     bandwidth = _median(whole, "products", "copy") if at.on_gpu else dram
-    slower = max(0.0, 1 / whole["shares"]["copies"][0] - 1) if at.on_gpu else 0.0
+    slower = max(0.0, 1 / statistics.mean(one["copies"][0] for one in shares) - 1) if at.on_gpu else 0.0
     return Gpu(
         name=at.device,
         memory=value(at.device_bytes, "bytes", memory),
@@ -134,9 +137,9 @@ def _gpu(whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: T
     )
 
 
-def _host(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Host:
+def _host(ops: _Ops, shares: Shares, dram: float, at: Here, value: Tell) -> Host:
     thread = None if at.on_gpu else value(1.0, "cores", "one thread serves each stream")
-    forward = {beside: sum(pair) for beside, pair in whole["shares"].items()}
+    forward = {beside: statistics.mean(sum(one[beside]) for one in shares) for beside in ("optimizer", "copies")}
     rate = _adam_rate(ops.adam)
     if at.on_gpu:
         cores = value(usable_cores(), "cores")
@@ -145,7 +148,7 @@ def _host(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], dram: float, at: He
             min(max(1.0, statistics.mean(forward.values())), float(usable_cores())),
             "cores",
             f"what two busy threads get done, of one alone: {forward['optimizer']:.2f} forward beside the "
-            f"optimizer, {forward['copies']:.2f} forward beside copies",
+            f"optimizer, {forward['copies']:.2f} forward beside copies, means of {len(shares)}",
         )
     return Host(
         name=machine_name(),

@@ -164,7 +164,7 @@ def profile_and_run(
     """Profile the calibrated shapes and train by every point's schedule.
 
     Both take turns, model by model, in every round, or the machine would have one pace for the profile and another for
-    the runs. What is in `folder` is not measured or run again. What ops share is measured with the first model.
+    the runs. What is in `folder` is not measured or run again.
 
     Raises:
         InputError: ops cannot be computed in the grid's way here, or there is no such policy or precision.
@@ -201,7 +201,6 @@ def profile_and_run(
         held = {batch * seq for batch, seq in grid.held_out}
         unseen = [shape for shape in shapes_between(grid.calibrated) if shape[0] * shape[1] not in held]
         profile = measure(
-            grid.models[0],
             [schedule for of_model in calibrated.values() for schedule in of_model],
             progress=profiling,
             machine=machine,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_readings import hurry
 from test_megatrain_this_machine import GIB, Gpu
 
 from megatrain import profile
@@ -100,10 +101,33 @@ def test_a_profile_that_was_interrupted_gives_another_model_no_readings_beside_i
         for again in (False, True):
             schedules = [policies.build("streamed", model, workload, H100.budget)]
             with pytest.raises(KeyboardInterrupt):
-                profile.measure(model, schedules, progress=lambda done, note: None, parts=tmp_path)
+                profile.measure(schedules, progress=lambda done, note: None, parts=tmp_path)
             assert {"links", "shares"} <= set(read) or again
             assert not (again and read)
             read.clear()
+
+
+def test_what_streams_take_from_one_another_is_read_in_every_round_with_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    read: list[tuple[float, float]] = []
+
+    def shares(*on: object) -> dict[str, tuple[float, float]]:
+        read.append((1.0, len(read) / 10))
+        return {"optimizer": read[-1], "copies": read[-1]}
+
+    monkeypatch.setattr(profile.readings, "shares", shares)
+    wider = replace(MODEL, name="wider", hidden_size=2 * MODEL.hidden_size)
+    workload = replace(SCHEDULES[0].workload, seq_len=32)
+    both = [*SCHEDULES, policies.build("streamed", wider, workload, H100.budget)]
+    for schedule in both:  # as they take turns with runs
+        profile.time_ops([schedule], 0, progress=lambda done, note: None, parts=tmp_path)
+    assert len(read) == 2
+    found = profile.measure(both, progress=lambda done, note: None, parts=tmp_path, rounds=2)
+    assert len(read) == 4
+    assert found.host.cores.value == pytest.approx(1.15)  # the mean of 1 + 0, 0.1, 0.2 and 0.3
+    assert "1.15 forward beside copies, means of 4" in found.host.cores.source
 
 
 def test_another_list_of_schedules_finds_the_workspace_of_all_its_ops(
@@ -161,19 +185,18 @@ def test_an_interrupted_profile_does_not_go_on_elsewhere(
         "machine": lambda: CpuBackend(machine="one"),
     }
     with pytest.raises(KeyboardInterrupt):
-        profile.measure(MODEL, SCHEDULES, **options)
+        profile.measure(SCHEDULES, **options)
     with pytest.raises(Refused, match="another machine or in another way"):
-        profile.measure(MODEL, SCHEDULES, **(options | other))
+        profile.measure(SCHEDULES, **(options | other))
     with pytest.raises(Refused, match="another machine or in another way"):
         profile.time_ops(SCHEDULES, 0, **(options | other))
     with pytest.raises(KeyboardInterrupt):  # it goes on here
-        profile.measure(MODEL, SCHEDULES, **options)
+        profile.measure(SCHEDULES, **options)
 
 
 def test_graphs_are_refused_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="CUDA graphs need a GPU"):
         profile.measure(
-            MODEL,
             SCHEDULES,
             progress=lambda done, note: None,
             way=Way(graphs=True),

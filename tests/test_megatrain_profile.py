@@ -48,7 +48,7 @@ def schedules(seq_len: int = 16) -> list[Schedule]:
 def measured_quickly(chosen: list[Schedule], told: list[float]) -> HardwareProfile:
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
-        return profile.measure(MODEL, chosen, progress=lambda done, note: told.append(done))
+        return profile.measure(chosen, progress=lambda done, note: told.append(done))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path) -> None
         hurry(patch)
         patch.setattr(readings, "dram", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
+            profile.measure(chosen, progress=lambda done, note: None, parts=parts)
     kept = sorted(path.name for path in parts.iterdir())
     assert f"ops {chosen[0].digest} 0.{FORMAT}.json" in kept and any(name.startswith("links ") for name in kept)
     assert f"products.{FORMAT}.json" in kept and f"dram.{FORMAT}.json" not in kept
@@ -146,12 +146,12 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path: Path) -> None
         hurry(patch)
         patch.setattr(profile, "alone", lambda *a: pytest.fail("measured again"))
         patch.setattr(readings, "links", lambda *a: pytest.fail("measured again"))
-        found = profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
+        found = profile.measure(chosen, progress=lambda done, note: None, parts=parts)
     assert predict(chosen[0], found).period_ns > 0 and not parts.exists()
     parts.mkdir()
     (parts / "machine.txt").write_text("another one")
     with pytest.raises(Refused, match="another machine"):
-        profile.measure(MODEL, chosen, progress=lambda done, note: None, parts=parts)
+        profile.measure(chosen, progress=lambda done, note: None, parts=parts)
 
 
 def test_a_drive_is_measured_and_its_schedules_with_it(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_drive_is_measured_and_its_schedules_with_it(tmp_path: Path) -> None:
     on_nvme = policies.build("zero_infinity", MODEL, workload(), room)
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
-        found = profile.measure(MODEL, [on_nvme], progress=lambda done, note: None, nvme=tmp_path)
+        found = profile.measure([on_nvme], progress=lambda done, note: None, nvme=tmp_path)
     assert found.nvme is not None and found.nvme.read.value > 0 and found.nvme.capacity.value > 1e6
     assert 1 <= found.nvme.both.value <= 2
     assert found.measured is not None and found.measured.nvme is not None
@@ -234,11 +234,11 @@ def test_a_gpu_is_described_as_one() -> None:
         compute = readings.block_load(MODEL, schedule.workload, backend.device)
         whole = {
             "links": readings.links(backend, arenas, compute),
-            "shares": readings.shares(backend, arenas, compute, readings.adam_load(1000, "fp32")),
             "products": readings.products(backend),
             "dram": readings.dram(backend, arenas, [1]),
             "adam": readings.optimizer(backend, arenas, [1]),
         }
+        shares = [readings.shares(backend, arenas, compute, readings.adam_load(1000, "fp32"))]
         backend.close()
         here = Here(
             device="a GPU",
@@ -249,7 +249,7 @@ def test_a_gpu_is_described_as_one() -> None:
             optimizer_threads=14,
         )
         streams = [profile.in_a_run(schedule)]
-        found = profile_of([(schedule, profile.alone(schedule))], streams, [], whole, here, PLAINLY)
+        found = profile_of([(schedule, profile.alone(schedule))], streams, [], shares, whole, here, PLAINLY)
     assert "1 thread a stream, 14 on the optimizer's, " in found.host.cores.source
     assert "less 2 GiB, or 3% if more" in found.gpu.memory.source
     assert found.gpu.name == "a GPU" and found.gpu.memory.value == 1 << 36 and found.gpu.copy_slowdown.value >= 0

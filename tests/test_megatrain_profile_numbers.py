@@ -240,6 +240,12 @@ def duration_ns(place: int, op: Op) -> float:
     return 2.0 * op.params if op.phase == Phase.ADAM else 1000.0 + place
 
 
+SHARES = [
+    {"optimizer": (0.8, 0.9), "copies": (0.9, 0.5)},
+    {"optimizer": (0.8, 0.9), "copies": (0.7, 0.5)},
+]
+
+
 def whole() -> dict[str, dict[str, Any]]:
     def rate(median: float) -> Rate:
         return Rate(median / 2, median, median * 2)
@@ -250,7 +256,6 @@ def whole() -> dict[str, dict[str, Any]]:
             **{f"{direction}/{plain}/both": rate(gb * 1e9) for direction, gb in (("h2d", 9.0), ("d2h", 4.0))},
             **{f"{direction}/{plain}/alone": rate(gb * 1e9) for direction, gb in (("h2d", 16.0), ("d2h", 8.0))},
         },
-        "shares": {"optimizer": (0.8, 0.9), "copies": (0.8, 0.5)},
         "products": {"bf16": rate(4e12), "fp32": rate(1e12), "copy": rate(30e9)},
         "dram": {"copy/1/alone": rate(11e9), "copy/2/copies": rate(12e9), "read/2/alone": rate(99e9)},
         "adam": {"bf16/1/alone": rate(1e8)},
@@ -284,7 +289,7 @@ def built(
     )  # fmt: skip
     known = whole()
     change(known)
-    return profile_of([(SCHEDULE, part)], streams, [{"op": 6, "other": 9}], known, here, PLAINLY)
+    return profile_of([(SCHEDULE, part)], streams, [{"op": 6, "other": 9}], SHARES, known, here, PLAINLY)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -349,7 +354,7 @@ def test_a_direction_in_which_nothing_is_copied_has_the_rate_of_plain_copies() -
     part = {"durations_ns": [[1000.0] * count] * 4, "gaps_ns": [[50.0] * (count - 1)] * 4, "workspace": {}}
     here = Here(device="a", on_gpu=True, device_bytes=1, host_bytes=1, free_bytes=1)
     known = {name: of for name, of in whole().items() if not name.startswith("nvme")}
-    found = profile_of([(resident, part)], [], [], known, here, PLAINLY)
+    found = profile_of([(resident, part)], [], [], SHARES, known, here, PLAINLY)
     told = (found.links.h2d.bandwidth.value, found.links.d2h.bandwidth.value, found.links.duplex.value)
     assert told == pytest.approx((16e9, 8e9, 16e9)) and found.links.h2d.latency.value == 0
     assert found.host.adam_params_per_s is None and found.host.adam_efficiency.value == 1.0 and found.nvme is None

@@ -108,7 +108,7 @@ def test_a_profile_of_few_blocks_predicts_the_whole_model(monkeypatch: pytest.Mo
     build = partial(built, names=POLICIES, steps=[step], room=MemoryBudget(device_bytes=GIB, host_bytes=GIB))
     found, _ = representatives(model, build, H100)
     assert {schedule.model.num_hidden_layers for schedule in found} == {8}
-    measured = profile.measure(model, found, progress=lambda done, note: None)
+    measured = profile.measure(found, progress=lambda done, note: None)
     assert all(predict(schedule, measured).period_ns > 0 for schedule in build(model))
 
 

@@ -63,13 +63,13 @@ def test_a_profile_is_measured_in_its_way_and_says_so(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hurry(monkeypatch)
-    found = profile.measure(MODEL, [schedule()], progress=lambda done, note: None, way=FUSED, memory=[schedule()])
+    found = profile.measure([schedule()], progress=lambda done, note: None, way=FUSED, memory=[schedule()])
     assert {"rms_forward", "rms_backward", "rotation", "cross_entropy"} <= set(calls)
     assert ", ops fused, " in found.gpu.matmul_flops.source and predict(schedule(), found).period_ns > 0
     hardware.save(found, tmp_path / "here.json")
     assert measured_in(hardware.load(str(tmp_path / "here.json"))) == "fused"
     calls.clear()
-    plain = profile.measure(MODEL, [schedule()], progress=lambda done, note: None)
+    plain = profile.measure([schedule()], progress=lambda done, note: None)
     assert not calls and measured_in(plain) == "plain" and ", ops plain, " in plain.gpu.matmul_flops.source
     assert measured_in(hardware.load("h200")) is None
     assert measured_in(replace(plain, way=None)) == "plain"  # of an older file
@@ -114,7 +114,7 @@ def test_a_run_in_another_way_than_its_profile_says_so(monkeypatch: pytest.Monke
     step = schedule()
     model = presets.load("tiny")
     of_tiny = policies.build("streamed", model, step.workload, ROOM)
-    measured = profile.measure(model, [of_tiny], progress=lambda done, note: None)
+    measured = profile.measure([of_tiny], progress=lambda done, note: None)
     told: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: told.append(" ".join(map(str, words))))
     for way_of in (measured.way, "fused"):

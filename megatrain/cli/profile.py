@@ -104,7 +104,6 @@ def profile(
     with goes_on(), progress_bar() as progress:
         task = progress.add_task("measuring", total=1.0, note="")
         measured = measure(
-            spec,
             timed,
             progress=lambda done, note: progress.update(task, completed=done, note=note),
             machine=machine,
