@@ -12,7 +12,7 @@ from matplotlib.transforms import Bbox
 
 from analysis import figure, tables
 from analysis.costs import months_column
-from analysis.figure import FONT_PT, axes_for
+from analysis.figure import FONT_PT, new_axes
 from analysis.labels import Labels, drawn_at
 from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
@@ -42,7 +42,7 @@ _TURNS = {True: 225, False: 45}  # degrees: nothing is below and left of the fro
 _TURN = 15
 
 
-def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float, ax: Axes | None = None) -> Axes:
+def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float) -> Axes:
     """Of one model: what it costs to train that many tokens, in `currency`, against days, and the front.
 
     Points have numbers, the cheapest first, and the legend their names; those that lie on one another have one label.
@@ -50,7 +50,7 @@ def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float, a
     fits = table[table["fits"].astype(bool)].sort_values(["cost", "days"])
     front, beaten = fits[fits["pareto"].astype(bool)], fits[~fits["pareto"].astype(bool)]
     named = fits if len(fits) <= NAMED else front
-    ax = axes_for(ax, width=11.0, height=max(4.4, 0.8 + _LINE * (len(named) + 2)))
+    ax = new_axes(width=11.0, height=max(4.4, 0.8 + _LINE * (len(named) + 2)))
     ax.step(front["cost"], front["days"], where="post", color=BLUE, linewidth=1.2)
     ax.scatter(front["cost"], front["days"], color=BLUE, s=40, zorder=4, label="no other beats it")
     if len(beaten):
@@ -103,12 +103,12 @@ def _write_numbers(ax: Axes, named: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-def heat_map(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def heat_map(table: pd.DataFrame) -> Axes:
     """Of one model, machine and policy: tokens/s over host memory and link; what does not fit stays white and says so.
 
     Where more varies than these two, the best of it.
     """
-    ax = axes_for(ax, width=7.6, height=4.4)
+    ax = new_axes(width=7.6, height=4.4)
     grid = table.pivot_table(index=HEAT[0], columns=HEAT[1], values="tokens_per_s", aggfunc="max", dropna=False)
     values = np.ma.masked_invalid(grid.to_numpy(dtype=float))
     image = ax.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0)

@@ -32,10 +32,8 @@ _SETTINGS: Any = {
 }
 
 
-def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
-    """The axes given, or those of a new figure of that size in inches."""
-    if ax is not None:
-        return ax
+def new_axes(width: float, height: float) -> Axes:
+    """Those of a new figure of that size in inches."""
     with matplotlib.rc_context(_SETTINGS):
         return Figure(figsize=(width, height), layout="constrained").add_subplot()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.patheffects import withStroke
 
-from analysis.figure import FONT_PT, axes_for, figure_of
+from analysis.figure import FONT_PT, figure_of, new_axes
 from analysis.palette import OP_COLOURS, ink, op_class
 from analysis.trace_diff import step_bounds, typical_step
 from schedules.op import Op
@@ -86,7 +86,7 @@ def gantt(runs: Sequence[Run], ax: Axes | None = None) -> Axes:
     """
     data = gantt_data(runs)
     count = sum(len(schedule.streams) for schedule, _ in runs)
-    ax = axes_for(ax, width=12, height=1.4 + 0.42 * count + 0.3 * len(runs))
+    ax = ax or new_axes(width=12, height=1.4 + 0.42 * count + 0.3 * len(runs))
     spans_ms = [(until - since) / 1e6 for since, until in (steady_step(trace) for _, trace in runs)]
     unit, scale = ("s", 1e-3) if max(spans_ms) >= 1000 else ("ms", 1.0)
     longest = max(spans_ms) * scale
@@ -134,7 +134,7 @@ def strips(runs: Sequence[Run], limit_ms: float) -> Axes:
     """Many runs at one scale: thin lanes without labels; what takes longer than `limit_ms` is cut there and told."""
     data = gantt_data(runs)
     count = sum(len(schedule.streams) for schedule, _ in runs)
-    ax = axes_for(None, width=12, height=1.2 + 0.15 * count + 0.3 * len(runs))
+    ax = new_axes(width=12, height=1.2 + 0.15 * count + 0.3 * len(runs))
     y, heading_room = 0.0, 2.0
     for number, (schedule, trace) in enumerate(runs):
         since, until = steady_step(trace)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.compare import BASELINE, OUR_STATE
-from analysis.figure import axes_for, figure_of
+from analysis.figure import figure_of, new_axes
 from analysis.palette import BLUE, GREY, VERMILLION
 from megatrain.this_machine import machine_name, today
 from schedules import policies
@@ -262,13 +262,13 @@ def _times(rate: float, other: float) -> str:
     return "-" if math.isnan(other) else f"{rate / other:.2f}x"
 
 
-def against_bound(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def against_bound(table: pd.DataFrame) -> Axes:
     """A line per point: plan, best named policy and ZeRO-3 as shares of the bound over all schedules.
 
     What does not fit has no mark. A named policy that is as fast as the plan is a ring around it.
     """
     rows = table.to_dict("records")
-    ax = axes_for(ax, width=9.0, height=1.2 + 0.24 * len(rows))
+    ax = new_axes(width=9.0, height=1.2 + 0.24 * len(rows))
     styles: dict[str, dict[str, Any]] = {  # the last drawn is above the others
         f"{BASELINE}_tokens_per_s": {"color": VERMILLION, "marker": "s", "s": 36},
         "best_named_tokens_per_s": {"color": "white", "marker": "o", "s": 60, "edgecolor": BLUE},

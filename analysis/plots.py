@@ -1,4 +1,4 @@
-"""Pictures of comparisons and runs. Each function draws on the axes it is given, or makes its own.
+"""Pictures of comparisons and runs, each on axes of its own.
 
 Numbers come in DataFrames with the columns named here, in the units named here; nothing is computed that the
 caller could not write to a CSV file beside the picture.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.figure import FONT_PT, axes_for, figure_of, plain_ticks, stacked_axes
+from analysis.figure import FONT_PT, figure_of, new_axes, plain_ticks, stacked_axes
 from analysis.labels import Labels, drawn_at
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
 from schedules.errors import InputError
@@ -43,7 +43,7 @@ _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 # ---- throughput
 
 
-def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def throughput(comparison: pd.DataFrame) -> Axes:
     """Bars of the model's FLOP/s by model and policy; over each, its ratio to ZeRO-3 offload.
 
     Args:
@@ -63,7 +63,7 @@ def throughput(comparison: pd.DataFrame, ax: Axes | None = None) -> Axes:
         )
     rows = comparison.sort_values("params_b", kind="stable")
     models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["label"]))
-    ax = axes_for(ax, width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)
+    ax = new_axes(width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)
     width = 0.86 / len(policies)
     fastest = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)]))
     unit, scale = ("GFLOP/s", 1e3) if 0 < fastest < 1 else ("TFLOP/s", 1.0)
@@ -168,7 +168,7 @@ def memory(
         peak_bytes: allocated bytes and the largest workspace together, where there is one.
     """
     data = memory_data(schedule, trace, tier)
-    ax = axes_for(ax, width=10, height=3.2)
+    ax = ax or new_axes(width=10, height=3.2)
     ends_ms = [(end - _shown_ends(trace)[0]) / 1e6 for end in _shown_ends(trace)]
     unit, scale = ("s", 1e-3) if ends_ms[-1] >= 1000 else ("ms", 1.0)
     time = [*(data["time_ms"] * scale), ends_ms[-1] * scale]
@@ -205,30 +205,27 @@ def memory(
 # ---- predicted against measured
 
 
-def predicted_against_measured(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def predicted_against_measured(runs: pd.DataFrame) -> Axes:
     """Step times, predicted over measured, with the line on which they agree and a band of 10 %.
 
     Args:
         runs: columns `policy`, `model`, `predicted_s`, `measured_s`. At each point stand its policy and the signed
             error: predicted over measured, minus one.
     """
-    ax, scale = _agreement(runs, axes_for(ax, width=7.6, height=5.2))
+    ax, scale = _agreement(runs, new_axes(width=7.6, height=5.2))
     line_and_band = ax.get_legend_handles_labels()[0][:2]  # policies are named at their points
     ax.legend(handles=line_and_band, loc="upper left", frameon=False, fontsize=FONT_PT)
     _annotate_errors(ax, runs, scale)
     return ax
 
 
-def validated(runs: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def validated(runs: pd.DataFrame) -> Axes:
     """The same for many points: no errors written, and beneath them the error of each over its measured time.
 
     Args:
         runs: columns `policy`, `predicted_s`, `measured_s`, `predict_error`, `noise`.
     """
-    if ax is None:
-        above, below = stacked_axes(2, 7.6, 4.2)
-    else:
-        above, below = ax, ax.inset_axes((0.0, -0.9, 1.0, 0.7))
+    above, below = stacked_axes(2, 7.6, 4.2)
     _, scale = _agreement(runs, above)
     above.set_xlabel("")
     above.legend(loc="upper left", frameon=False, fontsize=FONT_PT)
@@ -305,13 +302,13 @@ def _annotate_errors(ax: Axes, runs: pd.DataFrame, scale: float) -> None:
 # ---- loss
 
 
-def loss(losses: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def loss(losses: pd.DataFrame) -> Axes:
     """Loss per step, a line per policy; lines that lie on one another stay visible by width and markers.
 
     Args:
         losses: columns `policy`, `step`, `loss` (nats per token).
     """
-    ax = axes_for(ax, width=8, height=4)
+    ax = new_axes(width=8, height=4)
     policies = list(dict.fromkeys(losses["policy"]))
     for number, policy in enumerate(policies):
         rows = losses[losses["policy"] == policy].sort_values("step")

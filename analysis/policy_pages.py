@@ -196,7 +196,9 @@ def index(names: Sequence[str]) -> str:
     heading = ("policy", "what it does", "state", "tokens/s", f"x {YARDSTICK}", *(f"{tier} B/param" for tier in Tier))
     step = about(yardstick).replace(f" {yardstick.schedule.workload.precision},", "")
     lines = ["# Policies", ""]
-    lines += [f"{step}; every policy as it comes, with the state that its system keeps, in bytes per parameter.", ""]
+    lines += [f"{step}. Every policy as it comes, asked for bf16 weights and fp32 moments."]
+    lines += ["`state` says where its system adds an fp32 master, each page what other state that system's users have."]
+    lines += ["B/param: bytes per parameter.", ""]
     lines += [_table(heading, rows)]
     lines += [f"All at one scale: {about(_predicted(YARDSTICK, numbers=False))}, longest step last.", ""]
     lines += [f"![all policies]({OVERVIEW})", "", _made()]

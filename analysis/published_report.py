@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from analysis import figure, tables
-from analysis.figure import FONT_PT, axes_for
+from analysis.figure import FONT_PT, new_axes
 from analysis.palette import BLACK, policy_style
 from analysis.plots import BAND
 from analysis.published import summary
@@ -32,7 +32,7 @@ def columns(standing: str) -> Sequence[Column]:
     return tables.PUBLISHED_ONLY if standing == "not predicted" else tables.PUBLISHED
 
 
-def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def plot(frame: pd.DataFrame) -> Axes:
     """Predicted speed over published speed of every point that is predicted, with a band of 10 % about one.
 
     Full where the run is known, hollow where part of it had to be assumed. The error stands on the side of the point
@@ -40,7 +40,7 @@ def plot(frame: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """
     rows = frame[frame["speed"].notna()]
     order = [rows[rows["standing"] == standing] for standing in TITLES]
-    ax = axes_for(ax, width=10, height=1.4 + 0.36 * (len(rows) + 1))
+    ax = new_axes(width=10, height=1.4 + 0.36 * (len(rows) + 1))
     ax.axvspan(1 - BAND, 1 + BAND, color="#DDDDDD", zorder=0)
     ax.axvline(1, color=BLACK, linewidth=0.8, zorder=1)
     y, ticks, names = 0, [], []

@@ -70,8 +70,8 @@ def recomputed_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     return 2 * workload.tokens_per_microbatch * again
 
 
-def unread_flops(model: ModelSpec, i: int, workload: Workload) -> int:
-    """The part of block i's forward FLOPs that only its output needs, and nothing that it keeps.
+def unread_flops(model: ModelSpec, workload: Workload) -> int:
+    """The part of a block's forward FLOPs that only its output needs, and nothing that it keeps.
 
     The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
     computes it again. None with experts, whose outputs are kept.
@@ -120,5 +120,5 @@ def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, outp
         return backward_flops(model, i, workload) + recomputed_flops(model, i, workload)
     if phase == Phase.LOSS:
         return loss_flops(model, workload)
-    unread = 0 if output or phase != Phase.RECOMPUTE else unread_flops(model, i, workload)
+    unread = 0 if output or phase != Phase.RECOMPUTE else unread_flops(model, workload)
     return forward_flops(model, i, workload) - unread

@@ -23,10 +23,10 @@ def grid(schedule: Schedule) -> str:
     return _rows(schedule, range(len(schedule.ops)), mark=None)
 
 
-def excerpt(schedule: Schedule, op: str, on: str = "", *, around: int = 1) -> str:
+def excerpt(schedule: Schedule, op: str, on: str = "") -> str:
     """The neighbourhood of `op`, marked, and of `on`, the other op that a violation speaks of."""
     at = schedule.index[op]
-    rows = set(range(at - around, at + around + 1))
+    rows = set(range(at - 1, at + 2))
     if on in schedule.index:
         rows.add(schedule.index[on])
     return _rows(schedule, sorted(i for i in rows if 0 <= i < len(schedule.ops)), mark=at)

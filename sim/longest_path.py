@@ -20,6 +20,8 @@ from schedules.schedule import Schedule
 from schedules.trace import Ints
 from sim.engine import Stuck
 
+STEPS = 6  # that a period is the mean of the later half of
+
 
 class Arc(NamedTuple):
     """Node `to` comes after node `start` of the same step (distance 0) or of the one before (1).
@@ -115,11 +117,9 @@ def evaluate(
     return (end - work).transpose(2, 0, 1), end.transpose(2, 0, 1)
 
 
-def periods(
-    schedule: Schedule, durations: Ints, issue: Ints, wake: Ints | None = None, *, steps: int = 6
-) -> NDArray[np.float64]:
-    """Mean time from step to step over the later half of `steps` steps, in ns, shape (batch,); see `evaluate`."""
-    _, end = evaluate(schedule, durations, issue, steps, wake)
+def periods(schedule: Schedule, durations: Ints, issue: Ints, wake: Ints | None = None) -> NDArray[np.float64]:
+    """Mean time from step to step over the later half of STEPS steps, in ns, shape (batch,); see `evaluate`."""
+    _, end = evaluate(schedule, durations, issue, STEPS, wake)
     step_end = np.maximum.accumulate(end.max(axis=2), axis=1)
-    first = steps // 2 - 1
-    return (step_end[:, -1] - step_end[:, first]) / (steps - 1 - first)
+    first = STEPS // 2 - 1
+    return (step_end[:, -1] - step_end[:, first]) / (STEPS - 1 - first)

@@ -30,7 +30,7 @@ from schedules.hazards import Accesses, unrolled
 from schedules.op import Stream, Tier
 from schedules.schedule import Schedule
 from sim.bound import largest_cycle_ratio
-from sim.cost import Demand, Terms, demands
+from sim.cost import Demand, demands
 from sim.longest_path import evaluate
 from sim.machine import HardwareProfile
 
@@ -57,7 +57,7 @@ class OrderProof:
         return 1.0 - float(self.bound_ns / self.period_ns) if self.period_ns else 0.0
 
 
-def prove(schedule: Schedule, profile: HardwareProfile, *, seconds: float = 10.0, terms: Terms = Terms()) -> OrderProof:
+def prove(schedule: Schedule, profile: HardwareProfile, *, seconds: float = 10.0) -> OrderProof:
     """Bound the period of every order of these ops on a machine, for about so many seconds.
 
     Raises:
@@ -69,7 +69,7 @@ def prove(schedule: Schedule, profile: HardwareProfile, *, seconds: float = 10.0
         raise InputError(
             f"{schedule.label} has {len(schedule.ops)} ops; an order is proven up to {MOST_OPS}: take fewer layers"
         )
-    return prove_order(schedule, demands(schedule, profile, terms), seconds=seconds)
+    return prove_order(schedule, demands(schedule, profile), seconds=seconds)
 
 
 def prove_order(schedule: Schedule, costs: Sequence[Demand], *, seconds: float) -> OrderProof:

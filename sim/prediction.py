@@ -15,7 +15,7 @@ from schedules.trace import Trace
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
 from sim.bound import Bound, bound
-from sim.cost import Terms, peak_flops
+from sim.cost import peak_flops
 from sim.engine import simulate
 from sim.interpolation import largest_of_lines
 from sim.machine import HardwareProfile
@@ -177,8 +177,6 @@ def predict(
     profile: HardwareProfile,
     budget: MemoryBudget | None = None,
     *,
-    terms: Terms = Terms(),
-    seed: int | None = None,
     limit: Bound | None = None,
 ) -> Prediction:
     """Simulate a schedule until its period repeats. One that does not fit is simulated all the same.
@@ -190,9 +188,9 @@ def predict(
         Stuck: some op would never run.
     """
     budget = budget or memory_of(profile)
-    limit = limit or bound(schedule, profile, terms)
+    limit = limit or bound(schedule, profile)
     for steps in STEPS:
-        trace = simulate(schedule, profile, steps=steps, terms=terms, seed=seed)
+        trace = simulate(schedule, profile, steps=steps)
         if length := repeats_after(trace):
             break
     span = length or trace.steps // 2

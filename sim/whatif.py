@@ -55,10 +55,10 @@ class Spread:
     noise: float  # standard deviation of the logarithm of each op's duration
 
 
-def spread(prediction: Prediction, noise: float, *, seed: int = 0) -> Spread:
+def spread(prediction: Prediction, noise: float) -> Spread:
     """How throughput varies if every op's duration does, independently; a step takes the mean of several."""
     base = _durations(prediction)
-    factors = np.random.default_rng(seed).lognormal(0.0, noise, (SAMPLES, len(base)))
+    factors = np.random.default_rng(0).lognormal(0.0, noise, (SAMPLES, len(base)))
     first, *found = _periods(prediction, np.vstack([base, base * factors]))
     scale = prediction.period_ns / first
     tokens = prediction.schedule.workload.tokens_per_step / (np.array(found) * scale / 1e9)
