@@ -180,9 +180,10 @@ def serial(schedule: Schedule) -> Schedule:
 def _proven(verified: Verified) -> Schedule:
     if not isinstance(verified, Verified):
         raise NotVerified(f"a {type(verified).__name__} is not a proof: pass what schedules.verify.verify returns")
-    if verified.schedule.digest != verified.digest:
+    if (now := verified.schedule.fingerprint) != verified.fingerprint:
         raise NotVerified(
-            f"the proof is of schedule {verified.digest[:8]}, this is {verified.schedule.short_digest}: verify it again"
+            f"the proof is of a schedule with fingerprint {verified.fingerprint[:8]}, this has {now[:8]}: "
+            "verify it again"
         )
     return verified.schedule
 

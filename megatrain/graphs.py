@@ -5,8 +5,9 @@ launched once can be launched again without Python. The graphs share one pool of
 are replayed as they were captured, one after another on one stream. What autograd keeps between the capture of an
 op and that of its backward stays in the pool, and in later steps lies where it lay then.
 
-Left as they are: ops with a tensor that is new in each step (tokens, the loss), and those whose activations are
-copied to the host, since those copies look for what autograd kept in the step at hand.
+Left as they are: ops with a tensor that is new in each step (tokens, the loss), and those on a buffer whose activations
+are copied to the host: such copies look for what autograd kept in the step at hand, and a buffer that a graph and an op
+without one took turns on would have memory of both.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Replayed:
 def replayed(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
     """The works of a run, those of blocks replayed from the second step on. For one run, on a CUDA backend."""
     copied = {
-        access.tensor
+        access.buffer
         for op in schedule.ops
         if op.phase == Phase.COPY
         for access in op.reads
@@ -89,5 +90,5 @@ def _fixed(op: Op, schedule: Schedule, copied: set[str]) -> bool:
         and op.phase in PHASES
         and op.layer is not None
         and schedule.model.is_block(op.layer)
-        and not any(access.tensor in copied for access in op.accesses)
+        and not any(access.buffer in copied for access in op.accesses)
     )

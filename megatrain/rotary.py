@@ -68,13 +68,8 @@ def _yarn(plain: Tensor, scaling: Mapping[str, Any], model: ModelSpec) -> Tensor
 
 
 def _scale(model: ModelSpec) -> float:
-    """What the tables are multiplied by: 1, but for "yarn", which makes attention sharper the further it reaches.
-
-    Raises ModelError for yarn's `mscale`, which no model that we know of has.
-    """
+    """What the tables are multiplied by: 1, but for "yarn", which makes attention sharper the further it reaches."""
     scaling = dict(model.rope_scaling)
     if scaling.get("rope_type") != "yarn":
         return 1.0
-    if scaling.get("mscale") or scaling.get("mscale_all_dim"):
-        raise ModelError(f"{model.name}: yarn with mscale has no template")
     return float(scaling.get("attention_factor") or 0.1 * math.log(max(float(scaling["factor"]), 1.0)) + 1.0)

@@ -290,7 +290,7 @@ class Contents:
 
     def _zero(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         for access in op.writes:
-            self._held.pop(access.buffer, None)
+            self._write(op, access, Content(access.tensor, self._step))
         yield from ()
 
     def _adam(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:

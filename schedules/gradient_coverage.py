@@ -11,7 +11,7 @@ from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.schedule import Schedule
 from schedules.tensor import Part, describe, named, parse
-from schedules.violation import Violation
+from schedules.violation import Violation, some
 
 if TYPE_CHECKING:
     from schedules.contents import Content
@@ -95,8 +95,8 @@ class Coverage:
             return
         missing = sorted(set(due) - set(content.passes))
         extra = sorted(one for one in set(content.passes) if content.passes.count(one) > due.count(one))
-        told = [f"without backward of {', '.join(missing)}"] if missing else []
-        told += [f"with {', '.join(extra)} more than once"] if extra else []
+        told = [f"without backward of {some(missing)}"] if missing else []
+        told += [f"with {some(extra)} more than once"] if extra else []
         yield Violation(
             rule="gradient coverage",
             op=op.name,
@@ -166,7 +166,7 @@ class Coverage:
         layers = norm.layers if norm else ()
         if layers != self.layers:
             missing = sorted(set(self.layers) - set(layers))
-            lacks = f"a norm without layers {', '.join(missing)}" if norm else "no global norm"
+            lacks = f"a norm without layers {some(missing)}" if norm else "no global norm"
             yield Violation(
                 rule="gradient clipping",
                 op=op.name,

@@ -7,7 +7,6 @@ stated here per architecture.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,15 +50,16 @@ ENCODERS = (
 )  # fmt: skip
 ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian")
 
+ORIGINAL = "original_max_position_embeddings"
 # What each kind of rope_scaling must have, and what else of it is a number.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", ORIGINAL),
 }
-ORIGINAL = "original_max_position_embeddings"
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
 
+MOST = 3.4028234663852886e38  # in fp32
 MOST_BLOCKS = 1000  # eight times as many as the deepest models have
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -217,8 +217,8 @@ def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str,
     return theta, tuple(sorted(pairs.items()))
 
 
-def check_rope(scaling: tuple[tuple[str, Any], ...], name: str) -> None:
-    """Raises ModelError for a rope_scaling, as sorted pairs, that is of no known type, or that lacks a number."""
+def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, name: str) -> None:
+    """Raises ModelError for a rope_scaling, as sorted pairs, that no layer of ours has, or that lacks a number."""
     pairs = dict(scaling)
     kind = pairs.get("rope_type", "default")
     if kind == "default":
@@ -236,13 +236,17 @@ def check_rope(scaling: tuple[tuple[str, Any], ...], name: str) -> None:
     for key in ROPE_NUMBERS:
         if key in pairs and not positive(pairs[key]):
             raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
+    if kind == "yarn" and theta <= 1:
+        raise ModelError(f"{name}: rope_theta must be above 1 where rope_scaling is of type 'yarn', not {theta!r}")
+    if kind == "yarn" and (pairs.get("mscale") or pairs.get("mscale_all_dim")):  # no model that we know of has it
+        raise ModelError(f"{name}: rope_scaling of type 'yarn' with mscale is not supported")
     if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
         raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
 
 
 def positive(value: object) -> bool:
-    """A finite number above zero; NaN is neither."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    """A number above zero that fp32 has, in which layers compute."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def _biases_and_norms(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class ModelSpec:
             raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only 'silu'")
         self._check_experts()
         self._check_attention()
-        check_rope(self.rope_scaling, self.name)
+        check_rope(self.rope_scaling, self.rope_theta, self.name)
 
     def _check_type(self, name: str, kind: str, value: object) -> None:
         optional = name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -94,8 +94,10 @@ class ModelSpec:
         counts = kind == "int" or (kind == "int | None" and value is not None)
         if counts and (wrong := fault(value, least=0 if optional else 1)):
             raise ModelError(f"{self.name}: {name} {wrong}")
-        if kind == "float" and not positive(value):
-            raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
+        if kind == "float":
+            if not positive(value):
+                raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
+            object.__setattr__(self, name, float(value))  # type: ignore[arg-type]
         if kind == "str" and not (isinstance(value, str) and value and plain(value) == value):
             raise ModelError(f"{name} of a model must be a non-empty string that can be shown, not {value!r}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,6 +49,16 @@ class Schedule:
         from schedules.codec import encode_body
 
         return hashlib.sha256(encode_body(self)).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all that decides what training by it computes: the digest, model, workload and staleness.
+
+        Names apart: the policy's, its knobs' and the model's.
+        """
+        model = self.model.to_dict() | {"name": ""}
+        all_of_it = [self.digest, model, self.workload.to_dict(), self.staleness]
+        return hashlib.sha256(json.dumps(all_of_it, sort_keys=True).encode()).hexdigest()
 
     @property
     def short_digest(self) -> str:
@@ -124,4 +135,5 @@ class Schedule:
             "recompute": self.workload.recompute,
             "knobs": dict(self.knobs),
             "digest": self.digest,
+            "fingerprint": self.fingerprint,
         }

@@ -32,7 +32,8 @@ GRADIENTS = frozenset({GRAD, GRAD32})
 DIVISIBLE = GRADIENTS | {STATE}  # may be in parts
 
 
-_PART = re.compile(r"(0|[1-9]\d*)of([1-9]\d*)")
+_NUMBER = re.compile(r"0|[1-9][0-9]*")  # as str() writes it, so that no tensor has two names
+_PART = re.compile(rf"({_NUMBER.pattern})of([1-9][0-9]*)")
 
 
 class TensorError(InputError):
@@ -88,7 +89,7 @@ def parse(name: str) -> Tensor:
         return Tensor(NORM)
     if cls in LAYER_CLASSES and len(rest) == 1 and _is_layer(rest[0]):
         return Tensor(cls, rest[0])
-    if cls in MICROBATCH_CLASSES and len(rest) == 2 and _is_layer(rest[0]) and rest[1].isdecimal():
+    if cls in MICROBATCH_CLASSES and len(rest) == 2 and _is_layer(rest[0]) and _NUMBER.fullmatch(rest[1]):
         return Tensor(cls, rest[0], int(rest[1]))
     if cls in DIVISIBLE and len(rest) == 2 and _is_layer(rest[0]) and (found := _PART.fullmatch(rest[1])):
         part = Part(*map(int, found.groups()))
@@ -117,7 +118,7 @@ def makes_output(written: Iterable[str]) -> bool:
 
 
 def _is_layer(text: str) -> bool:
-    return text in ("embed", "head") or text.isdecimal()
+    return text in ("embed", "head") or _NUMBER.fullmatch(text) is not None
 
 
 _WORDS = {

@@ -63,10 +63,10 @@ _TOLD = 10  # violations told in the message; the exception carries all
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """A schedule that `verify` found safe, the digest it had then, and what its buffers start with."""
+    """A schedule that `verify` found safe, the fingerprint it had then, and what its buffers start with."""
 
     schedule: Schedule
-    digest: str
+    fingerprint: str
     initial: dict[str, str]  # buffer -> the tensor it must hold before the first step
     newest: frozenset[str]  # of these, those with its newest version when a step ends
 
@@ -97,7 +97,12 @@ def verify(schedule: Schedule) -> Verified:
     violations = violations or list(wrong_amounts(schedule))
     if violations:
         raise ScheduleError(schedule, violations)
-    return Verified(schedule=schedule, digest=schedule.digest, initial=dict(contents.initial), newest=contents.newest())
+    return Verified(
+        schedule=schedule,
+        fingerprint=schedule.fingerprint,
+        initial=dict(contents.initial),
+        newest=contents.newest(),
+    )
 
 
 # ---- order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -27,3 +28,9 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.rule}{f' on {self.about}' if self.about else ''}: {self.message}\n{self.fix}"
+
+
+def some(names: Iterable[str]) -> str:
+    """A few of them, and how many more there are: a norm reads a buffer per layer."""
+    told = list(names)
+    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 
 from schedules import tensor as tensors
@@ -13,7 +13,7 @@ from schedules.phases import COMPUTE, misused
 from schedules.program import MOST_OPS
 from schedules.schedule import Schedule
 from schedules.tensor import NORM, SAVED, describe, parse
-from schedules.violation import Violation
+from schedules.violation import Violation, some
 
 
 def malformed(schedule: Schedule) -> Iterator[Violation]:
@@ -21,6 +21,10 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
     if (count := schedule.workload.accumulation) > MOST_OPS:  # each of them would be looked at
         message = f"the step has {count:,} micro-batches, and may have {MOST_OPS:,} ops"
         yield Violation(rule="structure", op="", subject="micro-batches", message=message, fix="give fewer")
+        return
+    if (mode := schedule.workload.recompute) not in (modes := schedule.model.recompute_modes):
+        message = f"blocks of {schedule.model.name} have no recompute={mode}"
+        yield _wrong(None, message, f"choose from {', '.join(modes)}")
         return
     yield from _ops_named_once(schedule)
     yield from _sized_buffers(schedule)
@@ -302,7 +306,7 @@ def _op_reach(schedule: Schedule, op: Op) -> Iterator[Violation]:
     if beyond:
         who = "a stream of the GPU" if on_gpu else "a thread of the host"
         where = " and ".join(
-            f"{_some(b for b in beyond if tiers[b] == tier)}, on {tier}"
+            f"{some(b for b in beyond if tiers[b] == tier)}, on {tier}"
             for tier in dict.fromkeys(tiers[buffer] for buffer in beyond)
         )
         fix = _to_reach(tiers, copies)
@@ -320,7 +324,7 @@ def _to_reach(tiers: Mapping[str, Tier], copies: bool) -> str:
         return "queue it on compute"
     if there == {Tier.HOST}:
         return "queue it on cpu, or keep what it touches on the device"
-    off_host, off_device = (_some(b for b, at in tiers.items() if at != tier) for tier in (Tier.HOST, Tier.DEVICE))
+    off_host, off_device = (some(b for b, at in tiers.items() if at != tier) for tier in (Tier.HOST, Tier.DEVICE))
     return f"copy {off_host} to the host and queue it on cpu, or {off_device} to the device and queue it on compute"
 
 
@@ -345,12 +349,6 @@ _PHASES_OF = {
 def _wrong(op: Op | None, message: str, fix: str, buffer: str = "", on: str = "") -> Violation:
     """`op`: where it shows; None where it is about no op that there is."""
     return Violation(rule="structure", op=op.name if op else "", on=on, buffer=buffer, message=message, fix=fix)
-
-
-def _some(buffers: Iterable[str]) -> str:
-    """A few names: a norm reads a buffer per layer."""
-    names = list(buffers)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _list(phases: tuple[Phase, ...]) -> str:

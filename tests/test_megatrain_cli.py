@@ -174,7 +174,7 @@ def test_a_plan_is_a_schedule_that_runs(tmp_path: Path) -> None:
     gains, planned_gains = told["what_if"]["gains"], told["what_if"]["planned_gains"]
     assert set(gains) < set(planned_gains) and "host memory, +64 GB" in planned_gains
     assert all(gain >= max(gains.get(name, 0.0) - 1e-9, 0.0) for name, gain in planned_gains.items())
-    done = megatrain("run", str(file), "--steps", "3", "--expect", told["digest"])
+    done = megatrain("run", str(file), "--steps", "3", "--expect", told["fingerprint"])
     assert done.returncode == 0, done.stderr
 
 

@@ -40,7 +40,7 @@ from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.verify import verify
-from schedules.workload import PRECISIONS
+from schedules.workload import PRECISIONS, MemoryBudget
 from sim.cost import issue_kind
 
 
@@ -645,6 +645,22 @@ def test_ops_with_new_tensors_in_each_step_are_never_captured(graphs: list[FakeG
     moved = {op.name for op in schedule.ops if any(access.tensor.startswith("s.") for access in op.accesses)}
     assert moved and moved <= again
     assert {op.name for op in schedule.ops if op.phase in (Phase.EMBED, Phase.LOSS, Phase.ADAM)} <= again
+
+
+def test_no_graph_takes_turns_on_a_buffer_with_ops_that_are_none(graphs: list[FakeGraph]) -> None:
+    """It would have memory of both: a graph's in the pool, and theirs."""
+    memory = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
+    schedule = policies.build("streamed", small(blocks=4), WORKLOAD, memory, keep=1, offload=1)
+    buffers: dict[str, set[bool]] = {}
+    works = replayed(schedule, [lambda step: None for _ in schedule.ops])
+    for op, work in zip(schedule.ops, works, strict=True):
+        for access in op.writes:
+            if access.tensor.startswith("s.") and op.phase in PHASES:
+                buffers.setdefault(access.buffer, set()).add(hasattr(work, "_graph"))
+    copies = [op for op in schedule.ops if op.phase == Phase.COPY]
+    copied = {a.buffer for op in copies for a in op.accesses if a.tensor.startswith("s.")}
+    assert copied & {b for b, kinds in buffers.items() if kinds == {False}}
+    assert all(len(kinds) == 1 for kinds in buffers.values())
 
 
 def test_failing_capture_is_ended(graphs: list[FakeGraph]) -> None:

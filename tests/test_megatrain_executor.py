@@ -71,7 +71,7 @@ def sync(name: str, stream: Stream, **options: object) -> Op:
 def bare(ops: list[Op], waits: list[Wait]) -> Verified:
     """A proof that nobody gave, of ops that touch nothing."""
     schedule = Schedule(ops=tuple(ops), buffers=(), waits=tuple(waits), model=MODEL, workload=WORKLOAD, policy="bare")
-    return Verified(schedule=schedule, digest=schedule.digest, initial={}, newest=frozenset())
+    return Verified(schedule=schedule, fingerprint=schedule.fingerprint, initial={}, newest=frozenset())
 
 
 class Recorder:
@@ -185,9 +185,18 @@ def test_only_what_was_verified_runs() -> None:
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     with pytest.raises(NotVerified, match="Schedule is not a proof"):
         Executor(schedule, Recorder())  # type: ignore[arg-type]
-    other = dataclasses.replace(schedule, waits=schedule.waits[1:])
-    with pytest.raises(NotVerified, match=f"proof is of schedule {schedule.short_digest}"):
-        Executor(dataclasses.replace(verify(schedule), schedule=other), Recorder())  # type: ignore[arg-type]
+    longer = dataclasses.replace(WORKLOAD, accumulation=WORKLOAD.accumulation + 1)
+    clipped = dataclasses.replace(WORKLOAD, grad_clip=0.5)
+    turned = dataclasses.replace(MODEL, rope_theta=2 * MODEL.rope_theta)
+    others = (
+        {"waits": schedule.waits[1:]}, {"workload": longer}, {"workload": clipped}, {"model": turned}, {"staleness": 1},
+    )  # fmt: skip
+    for changed in others:
+        other = dataclasses.replace(schedule, **changed)  # type: ignore[arg-type]
+        with pytest.raises(NotVerified, match=f"with fingerprint {schedule.fingerprint[:8]}, this has "):
+            Executor(dataclasses.replace(verify(schedule), schedule=other), Recorder())  # type: ignore[arg-type]
+    renamed = dataclasses.replace(schedule, policy="mine", model=dataclasses.replace(MODEL, name="mine"))
+    Executor(dataclasses.replace(verify(schedule), schedule=renamed), Recorder())  # type: ignore[arg-type]
 
 
 # ---- the trace of a real run

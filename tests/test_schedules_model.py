@@ -356,6 +356,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "high_freq_factor must be above its low_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": NAN}}, "factor must be a positive finite number, not nan"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "32"}}, "beta_fast must be a positive"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "rope_theta must be above 1 where"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "with mscale is not supported"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive finite number"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps must be a positive finite number"),
         ({"rope_scaling": {"rope_type": [1]}}, r"rope_scaling of type \[1\] is not supported"),
         ({"rope_scaling": LLAMA3 | {"sections": [16, 24]}}, r"sections must be a number or a word, not \[16, 24\]"),
         ({"architectures": ["Qwen2ForCausalLM"], **SWITCHED_ON, "max_window_layers": "x"}, "max_window_layers must be"),
@@ -419,6 +423,8 @@ def test_from_dict_names_the_field_at_fault() -> None:
         ModelSpec.from_dict(data | {"layer_types": None})
     with pytest.raises(ModelError, match="rope_scaling of type 'yarn' lacks 'factor'"):
         ModelSpec.from_dict(data | {"rope_scaling": {"rope_type": "yarn"}})
+    with pytest.raises(ModelError, match="type 'yarn' lacks 'original_max_position_embeddings'"):
+        ModelSpec.from_dict(data | {"rope_scaling": {"rope_type": "yarn", "factor": 4}})
     del data["head_dim"]
     with pytest.raises(ModelError, match="'head_dim'"):
         ModelSpec.from_dict(data)

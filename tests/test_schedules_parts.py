@@ -49,7 +49,11 @@ def test_a_part_has_a_name_of_its_own() -> None:
         "a.3.0of2",
         "g.3.2of2",
         "o.3.1",
+        "o.3.0of1\N{ARABIC-INDIC DIGIT ZERO}",
         "x.0.0of2",
+        "x.0.00",
+        "x.00.0",
+        "x.0.\N{ARABIC-INDIC DIGIT ZERO}",
     ],
 )
 def test_what_is_no_part_is_told(name: str) -> None:

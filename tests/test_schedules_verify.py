@@ -12,12 +12,14 @@ import pytest
 from hand_written import on_device, small, two_slots
 
 from schedules import policies
+from schedules.amounts import Amounts
+from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier, Wait
 from schedules.presets import load
 from schedules.program import Program
 from schedules.ring import Ring
 from schedules.schedule import Schedule
-from schedules.tensor import SAVED, parse
+from schedules.tensor import GRAD, SAVED, parse
 from schedules.verify import ScheduleError, verify
 from schedules.violation import Violation
 from schedules.workload import MemoryBudget, Workload
@@ -82,7 +84,7 @@ def without(schedule: Schedule, name: str) -> Schedule:
 def test_a_sound_schedule_passes(workload: Workload, accumulation: int) -> None:
     schedule = streaming(workload, accumulation).build(policy="streaming")
     verified = verify(schedule)
-    assert verified.digest == schedule.digest
+    assert verified.fingerprint == schedule.fingerprint
     assert set(verified.initial.values()) == {f"{c}.{MODEL.layer_name(i)}" for c in "wo" for i in MODEL.layers}
     slots = 2 * max(MODEL.params(i) for i in MODEL.layers) * 4
     grads = slots
@@ -354,9 +356,47 @@ def test_a_cast_stays_in_its_layer() -> None:
 def test_a_gradient_that_was_cleared_is_none() -> None:
     found = problems(with_something_before_the_norm(lambda p: p.zero(1, grad=p.at_home(p.grad(1)))))
     assert [(v.rule, v.op, v.buffer) for v in found] == [
-        ("stale read", "N", "host.g.1"),
-        ("stale read", "U.1", "host.g.1"),
+        ("gradient coverage", "N", "host.g.1"),
+        ("gradient coverage", "U.1", "host.g.1"),
     ]
+
+
+def test_every_pass_may_add_to_a_gradient_that_was_cleared() -> None:
+    """As `zero_grad(set_to_none=False)` leaves it."""
+    schedule = resident_with_passes(zero=True)
+    verify(schedule)
+    assert {v.rule for v in problems(resident_with_passes(zero=False))} == {"stale read", "gradient coverage"}
+
+
+def resident_with_passes(*, zero: bool) -> Schedule:
+    """Everything on the device; the first pass adds to the gradient, too, which is cleared before if `zero`."""
+    whole = on_device(MODEL, PLAIN)
+    clears, ops = list[Op](), list[Op]()
+    for op in whole.ops:
+        grads = [a for a in op.writes if parse(a.tensor).cls == GRAD and a not in op.reads and op.kind == Kind.COMPUTE]
+        for access in grads:
+            params, nbytes = Amounts(MODEL, PLAIN).update(op.layer, [access.tensor], None)
+            clear = Op(
+                name=f"Z.{access.tensor}", kind=Kind.UPDATE, phase=Phase.ZERO, stream=Stream.COMPUTE, layer=op.layer,
+                writes=(access,), nbytes=nbytes, params=params,
+            )  # fmt: skip
+            clears.append(clear)
+        ops.append(replace(op, reads=(*op.reads, *grads)))
+    ops = [*clears, *ops] if zero else ops
+    return replace(whole, ops=tuple(ops), waits=minimal_waits(ops))
+
+
+def test_of_many_passes_that_lack_a_few_are_named() -> None:
+    schedule = two_slots(MODEL, PLAIN)
+    found = problems(replace(schedule, workload=replace(PLAIN, accumulation=40)))
+    assert all(len(v.message) < 400 for v in found) and " and 36 more (layer.micro-batch)" in found[0].message
+
+
+def test_a_mode_of_recompute_that_the_model_has_not_is_told() -> None:
+    experts = replace(MODEL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    schedule = two_slots(experts, replace(PLAIN, recompute="pointwise"))
+    (found,) = problems(replace(schedule, workload=replace(PLAIN, recompute="mlp")))
+    assert found.rule == "structure" and "have no recompute=mlp" in found.message
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -98,7 +98,10 @@ def run(
     export: Annotated[
         Path | None, typer.Option(help="At the end, write the weights or adapters in Hugging Face format.")
     ] = None,
-    expect: Annotated[str | None, typer.Option(help="Refuse a schedule whose digest does not start with this.")] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(help="Refuse a schedule whose fingerprint, as `verify` tells it, does not start with this."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
     backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on the drive, for what the schedule keeps there.")] = None,
@@ -119,8 +122,11 @@ def run(
     length = usual_length(target, 256) if seq is None else seq
     workload = workload_of(batch, accumulation, length, precision, clip, recompute)
     schedule = schedule_of(target, policy, knob, workload, budget, context)
-    if expect is not None and not schedule.digest.startswith(expect):
-        raise Refused(f"the schedule's digest is {schedule.short_digest}, not {expect}: it is not the one you verified")
+    if expect is not None and not (found := schedule.fingerprint).startswith(expect):
+        raise Refused(
+            f"the schedule's fingerprint is {found[:8]}, not {expect}: its ops, model, workload or staleness are not "
+            "those of the one you verified"
+        )
     verified = verify(schedule)
     # a profile may lack this schedule's ops, which is better told before the training than after it
     predicted = {} if profile is None else _predicted(predict(schedule, profile, budget))

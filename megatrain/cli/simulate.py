@@ -163,7 +163,11 @@ def verify(
     if as_json:
         print_json({**_record(schedule), "safe": True, "problems": []})
     else:
-        print_summary(schedule, "safe: no race, no stale read, no deadlock; every gradient applied once")
+        print_summary(
+            schedule,
+            "safe: no race, no stale read, no deadlock; every gradient applied once\n"
+            f"run this and no other with --expect {schedule.fingerprint[:12]}",
+        )
 
 
 def _record(schedule: Schedule) -> dict[str, Any]:
