@@ -42,13 +42,15 @@ import rehearsal
 import torch
 from gpu_arena import ArenaBackend
 from gpu_case import PLANNED, Case
-from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row
+from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row, out_of_memory
 from gpu_table import table
 from torch.utils import cpp_extension
 
+from megatrain.backend import OpFailed
 from megatrain.cores import usable_cores
 from megatrain.cuda import prepare_process
 from megatrain.ram import total_memory
+from megatrain.way import PLAINLY, Way
 from schedules.errors import Refused
 
 PARTS = (SMOKE, "block", "links", "gemm", "dram", "ways", "steps", "rivals", "attention", "adam", "checks", "kernels")
@@ -62,7 +64,8 @@ KERNELS_OF = Case(
 )
 GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
 WENT_ON = "--went-on"
-HOST_SHARE = 0.9  # of the host's memory, where nothing is said
+HOST_SHARE = 0.92  # of the host's memory, where nothing is said
+SPARE = 2 << 30  # bytes of the GPU's memory that a step is planned without once it had none left
 
 
 # ---- one process after another
@@ -134,11 +137,28 @@ def alone(work: Callable[[], Row | list[Row]]) -> Row | list[Row]:
     return work()
 
 
+class NoRoom(Exception):
+    """The GPU had no memory left for a step that was planned for all of it."""
+
+
 def device_bytes(results: Results) -> int:
     """Of the GPU's memory, what steps are planned for: read once, so that each process plans the same."""
     if "device_bytes" not in results.body:
         results.body["device_bytes"] = gpu_machine.free_bytes()
     return int(results.body["device_bytes"])
+
+
+def host_bytes_of(options: argparse.Namespace, results: Results) -> int:
+    """Of the host's memory, what steps are planned for: asked for, else as before, else most of it.
+
+    Where that has changed, what had no room is tried again.
+    """
+    known = results.body.get("host_bytes")
+    found = int(options.host_gib * 2**30) if options.host_gib else known or int(total_memory() * HOST_SHARE)
+    if known not in (None, found):
+        results.forget_refused()
+    results.body["host_bytes"] = found
+    return found
 
 
 def rival(case: Case, host_bytes: int, known: Mapping[str, Row]) -> Row:
@@ -171,8 +191,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     """
     cores = usable_cores()
     threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
-    memory = total_memory()
-    host_bytes = int(options.host_gib * 2**30 if options.host_gib else memory * HOST_SHARE)
+    host_bytes = host_bytes_of(options, results)
     traces = results.folder / "traces" if options.traces else None
     if traces is not None:
         traces.mkdir(exist_ok=True)
@@ -182,12 +201,17 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     smoke = gpu_checks.smoke()
     yield by_itself(SMOKE, SMOKE, lambda: gpu_checks.checked(smoke), smoke.takes_s)
-    yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, gpu_block.checks, 40.0)
+    block = functools.partial(gpu_block.checks, PLAINLY)
+    yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, block, 40.0)
     if results.wrong("block", gpu_block.AS_TORCH_CHOOSES):
         torch.backends.cuda.enable_cudnn_sdp(False)  # of this process: in each row that follows
-        yield by_itself("block", gpu_block.WITHOUT_CUDNN, gpu_block.checks, 40.0)
-        # what is wrong without it, too, is not its fault: no compiler, say
+        yield by_itself("block", gpu_block.WITHOUT_CUDNN, block, 40.0)
+        # what is wrong without it, too, is not its fault
         torch.backends.cuda.enable_cudnn_sdp(results.wrong("block", gpu_block.WITHOUT_CUDNN))
+    for name in WAYS_OF:
+        yield by_itself("block", name, functools.partial(gpu_block.checks, Way(**{name: True})), 60.0)
+    updates = gpu_checks.updates()
+    yield by_itself("checks", updates.name, lambda: gpu_checks.checked(updates), updates.takes_s)
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
     yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
@@ -195,13 +219,31 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     def step(case: Case) -> Row:
         known = results.body["op_times_ns"].setdefault(f"fused={case.fused}, graphs={case.graphs}", {})
-        return gpu_steps.measure(case, device_bytes(results), host_bytes, machine, known, traces, gpu_rows.spun(case))
+        whole = device_bytes(results)
+
+        def planned_for(device: int) -> Row:
+            row = gpu_steps.measure(case, device, host_bytes, machine, known, traces, gpu_rows.spun(case))
+            return {**row, "planned_for_GB": device / 1e9}
+
+        with contextlib.suppress(NoRoom):
+            try:
+                return planned_for(whole)
+            except (torch.cuda.OutOfMemoryError, OpFailed) as error:
+                if not out_of_memory(error):
+                    raise
+                print(f"{case.key}: no memory left on the GPU; once more with less", file=sys.stderr, flush=True)
+                raise NoRoom from None
+        gpu_machine.clear()  # the error is gone by now, and what its frames held
+        return planned_for(whole - SPARE)
 
     def kernels() -> Row:
         return gpu_steps.kernels(in_way(KERNELS_OF, way), device_bytes(results), host_bytes, machine)
 
     way: dict[str, bool] = {}
     for name, of in WAYS_OF.items():
+        if results.wrong("block", name):
+            way[name] = False
+            continue
         both = [dataclasses.replace(of, **way, **{name: on}) for on in (False, True)]
         for case in both:
             yield Part("ways", case.key_in_way, functools.partial(step, case), 30.0)
@@ -282,15 +324,17 @@ def main() -> None:
     except Refused as error:
         print(error, file=sys.stderr)
         sys.exit(STOP)
-    left = 0
+    left, used = 0, False
     for part in parts(options, results):
         if part.part not in options.parts or results.there(part.part, part.name):
             continue
         if not results.begins(part.part, part.name, takes_s=part.takes_s):
             left += 1
             continue
-        if not gpu_rivals.Zero3.leaves_alone(part.engine):  # what DeepSpeed leaves goes with the process
+        # what DeepSpeed leaves goes with the process, and so does what others have left, which takes its room
+        if not gpu_rivals.Zero3.leaves_alone(part.engine) or (used and part.engine is not None):
             leave(AGAIN)
+        used = used or part.engine is None
         results.measure(part.part, part.name, part.work, takes_s=part.takes_s)
         if results.failed(SMOKE):
             print("the smoke test failed: nothing else is measured, its row says why", file=sys.stderr)

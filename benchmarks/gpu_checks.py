@@ -45,7 +45,13 @@ def tests(name: str, *chosen: str, takes_s: float) -> Check:
 
 def smoke() -> Check:
     """The least that must work before anything is worth measuring."""
-    return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=50.0)
+    return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=90.0)
+
+
+def updates() -> Check:
+    """The optimizer's own kernels, which what comes first uses: a wrong update leaves losses finite."""
+    chosen = "test_gpu_updates_as_the_cpu_does or (test_gpu_trains_as_the_cpu_does and on_device)"
+    return tests("updates on the GPU", "-k", chosen, takes_s=40.0)
 
 
 def races() -> Iterator[Check]:

@@ -78,6 +78,12 @@ class Results:
             for key in forgotten:
                 del rows[key]
 
+    def forget_refused(self) -> None:
+        """What was not measured for want of room or a package is to be tried again."""
+        for rows in self.body["rows"].values():
+            for key in [key for key, row in rows.items() if row.get("refused")]:
+                del rows[key]
+
     def rows(self, part: str) -> list[Row]:
         """The rows of a part that hold figures."""
         return [row for row in self.body["rows"].get(part, {}).values() if "error" not in row]
@@ -125,6 +131,8 @@ class Results:
                 traceback.print_exc()
             plain = isinstance(error, (Refused, gpu_rivals.LeftOut))
             found = {"case": key, "error": (str(error) if plain else f"{type(error).__name__}: {error}")[:2000]}
+            if plain:
+                found["refused"] = True
         faulthandler.cancel_dump_traceback_later()
         told["took_s"] = round(time.monotonic() - begun, 1)
         del known[key]
@@ -155,7 +163,16 @@ def _wanted_again(part: str, row: Row, again: bool) -> bool:
     return (again or part == SMOKE) and not row.get("passed", True)
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether it, or what made an op fail, is that torch found no memory on the GPU."""
+    return isinstance(_cause(error), torch.cuda.OutOfMemoryError)
+
+
 def _sound(error: Exception) -> bool:
-    """Whether CUDA and torch are as they were before it. Of an op that failed its cause tells: CUDA may be that."""
-    cause = error.__cause__ if isinstance(error, OpFailed) else error
-    return isinstance(cause, (Refused, gpu_rivals.LeftOut, torch.cuda.OutOfMemoryError))
+    """Whether CUDA and torch are as they were before it."""
+    return out_of_memory(error) or isinstance(_cause(error), (Refused, gpu_rivals.LeftOut))
+
+
+def _cause(error: Exception) -> BaseException | None:
+    """Of an op that failed, why: that may be CUDA."""
+    return error.__cause__ if isinstance(error, OpFailed) else error

@@ -7,6 +7,7 @@ random tokens. Where a package is missing the row says so.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import time
@@ -18,7 +19,7 @@ import gpu_machine
 import torch
 from gpu_case import Case
 from gpu_machine import Row
-from gpu_steps import STEPS, WARM_UP
+from gpu_steps import LASTS_S, MOST, STEPS, WARM_UP, first_counted, undisturbed
 from torch import Tensor, nn
 
 from schedules import presets
@@ -77,13 +78,20 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
     """Seconds of a step by the GPU's clock, nothing waiting between steps that the rival itself does not wait for."""
     spec, workload = presets.load(case.model), case.workload
     for _ in range(WARM_UP):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
         step()
+        torch.cuda.synchronize()
+        lasts_s = time.perf_counter() - begun
+    count = max(STEPS, min(MOST, math.ceil(LASTS_S / max(lasts_s, 1e-6))))
     marks = [gpu_machine.mark()]
-    for _ in range(STEPS):
-        step()
-        marks.append(gpu_machine.mark())
-    torch.cuda.synchronize()
-    found = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
+    with undisturbed():
+        for _ in range(count):
+            step()
+            marks.append(gpu_machine.mark())
+        torch.cuda.synchronize()
+    counted = marks[first_counted(WARM_UP + count) - WARM_UP :]
+    found = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(counted)]
     median = statistics.median(found)
     return {
         "case": case.key,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_case import PLANNED, Case
-from gpu_steps import STEPS, WARM_UP, alone_steps
+from gpu_steps import LASTS_S, STEPS, WARM_UP, alone_steps
 
 EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected"  # a page and a file for each GPU
 
@@ -99,7 +99,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
         startup += 0.0 if engine == (case.model, case.precision) else row["host_GB"] / PINNED_GB_S + ENGINE_S
     elif row["host_GB"] > round(pinned_GB, 1):  # as it is written down
         startup += row["host_GB"] / PINNED_GB_S
-    return startup + steps * row["step_s"]
+    return startup + steps * row["step_s"] + max(0.0, LASTS_S - STEPS * row["step_s"])
 
 
 @functools.cache

@@ -6,10 +6,12 @@ Nothing is fitted to a step that is then predicted: the profile holds what links
 from __future__ import annotations
 
 import contextlib
+import gc
+import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +23,14 @@ from gpu_machine import Row
 from gpu_profile import machine_of, op_times, profile_of
 from torch.autograd import DeviceType
 
+from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.cuda import CudaBackend, handed_over, launched_ahead, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, serial
 from megatrain.initial import repeated_parameters
+from megatrain.native import adam as native
 from megatrain.train import Trainer
 from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Stream, Tier
@@ -41,7 +45,8 @@ Prepare = Callable[[Schedule, Sequence[Work]], Sequence[Work]]
 B = TypeVar("B", bound=CudaBackend)
 
 PLANNING_S = 120.0  # at most
-WARM_UP, STEPS = 2, 5  # of the warm-up only the end of its last step counts: five periods
+WARM_UP, STEPS = 2, 5  # steps that are left out, but for the end of the last; the fewest periods that count
+LASTS_S, MOST = 2.0, 500  # what is run after the warm-up, of which the later half counts: clocks settle under load
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
 
@@ -64,19 +69,14 @@ def measure(
     kernel = gpu_machine.attention_kernel(schedule.model, case.seq_len).name.lower()
     begun = time.perf_counter()
     backend, trainer = trainer_of(case, verified, ArenaBackend, case.way.prepare)
-    backend.events = []
-    retried: list[int] = []  # of torch's allocator: each is a wait for the GPU that no schedule knows of
-
-    def on_loss(step: int, loss: float) -> None:
-        if step == WARM_UP - 1:
-            retried.append(retries())
-
+    backend.events, pace = [], Pace()
     with trainer:
         startup_s = time.perf_counter() - begun
-        losses = trainer.run(WARM_UP + STEPS, on_loss=on_loss)
-        retried.append(retries())
+        with undisturbed():
+            losses = trainer.run(MOST, on_loss=pace.on_loss, stop=pace.enough)
+        retried = retries() - pace.retried
         trace = trainer.trace()
-        handing_ns = _handing_over(backend)
+        handing_ns = _handing_over(backend, trace.steps)
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if traces is not None:
             trace.save(traces / f"{re.sub('[^A-Za-z0-9._-]+', '_', case.key_in_way)}.json")
@@ -90,11 +90,13 @@ def measure(
             "startup_s": startup_s,
             "gpu_peak_GB": peak / 1e9,
             "gpu_reserved_GB": reserved / 1e9,
-            "alloc_retries": retried[-1] - retried[0],
+            "alloc_retries": retried,
             "gpu_buffers_GB": schedule.allocated_bytes(Tier.DEVICE) / 1e9,
             "host_buffers_GB": schedule.allocated_bytes(Tier.HOST) / 1e9,
-            "host_peak_GB": (_high_water() - backend.unused) / 1e9,
+            "host_peak_GB": None if (most := _high_water()) is None else (most - backend.unused) / 1e9,
             "host_threads": torch.get_num_threads(),
+            "adam_gpu": gpu_machine.DEVICE.type != "cuda" or adam.kernels_on(gpu_machine.DEVICE) is not None,
+            "adam_host": native.why_not() is None,
             "handing_over_us": {name: ns / 1e3 for name, ns in handing_ns.items()},
             "clock_us": backend.clock_ns / 1e3,
         }
@@ -152,14 +154,51 @@ def trainer_of(
     return backend, trainer
 
 
+class Pace:
+    """How many steps a row is made of, and what torch's allocator had waited for when its warm-up ended."""
+
+    def __init__(self) -> None:
+        self.retried, self._asked = 0, 0
+        self._since = math.inf
+
+    def on_loss(self, step: int, loss: float) -> None:
+        """A step has ended."""
+        if step == WARM_UP - 1:
+            self.retried, self._since = retries(), time.perf_counter()
+
+    def enough(self) -> bool:
+        """Whether no further step is wanted; asked before each."""
+        self._asked += 1
+        return self._asked > WARM_UP + STEPS and time.perf_counter() - self._since >= LASTS_S
+
+
+def first_counted(steps: int) -> int:
+    """Of so many steps, the first whose period counts: from there on they are STEPS, or half of all that are warm."""
+    return steps - max(STEPS, (steps - WARM_UP) // 2)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No collection of garbage, which holds Python's lock for tenths of a second once torch's compiler has run."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 def retries() -> int:
-    """How often torch's allocator found too little and had to wait for the GPU to give memory back."""
+    """How often torch's allocator found too little and had to wait for the GPU: no schedule knows of that."""
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> Row:
-    steps_s = (trace.step_ns(WARM_UP - 1) / 1e9).tolist()
-    step_s, window = statistics.median(steps_s), trace.window(WARM_UP - 1)
+    before = first_counted(trace.steps) - 1
+    steps_s = (trace.step_ns(before) / 1e9).tolist()
+    step_s, window = statistics.median(steps_s), trace.window(before)
     model, workload = schedule.model, schedule.workload
     executed = sum(op.flops for op in schedule.ops if op.kind == Kind.COMPUTE)
     span = window[1] - window[0]
@@ -179,10 +218,10 @@ def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> R
     }
 
 
-def _handing_over(backend: CudaBackend) -> dict[str, float]:
-    """Median host time, ns, to hand over an op, by its kind; of the steps after the warm-up."""
+def _handing_over(backend: CudaBackend, steps: int) -> dict[str, float]:
+    """Median host time, ns, to hand over an op, by its kind; of those of so many steps that count."""
     events, backend.events = backend.events or [], None
-    found = handed_over(events[len(events) * WARM_UP // (WARM_UP + STEPS) :])
+    found = handed_over(events[len(events) * first_counted(steps) // steps :])
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -229,9 +268,9 @@ def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known
     return float(statistics.median(trace.step_ns(WARM_UP - 1))) / 1e9
 
 
-def _high_water() -> int:
-    """The most memory that this process has had resident since it was last cleared, bytes."""
+def _high_water() -> int | None:
+    """The most memory that this process has had resident since it was last cleared, bytes; None where nobody tells."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    return 0
+    return None

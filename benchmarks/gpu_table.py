@@ -60,6 +60,14 @@ def _step(row: Row, peak: float | None) -> str:
     step, way = row["step_s"], "".join(f", {name}" for name in ("fused", "graphs") if row.get(name))
     if not all(map(math.isfinite, row.get("losses", []))):
         way += ", **losses not finite**"
+    way += "".join(
+        f", **{told}**"
+        for told, so in (
+            ("Adam in several passes", not (row.get("adam_gpu", True) and row.get("adam_host", True))),
+            ("torch waited for memory", row.get("alloc_retries", 0) > 0),
+        )
+        if so
+    )
 
     def share(name: str) -> str:
         return f"{row[name] / peak:.1%}" if peak and name in row else ""

@@ -19,6 +19,7 @@ import gpu_case
 import gpu_checks
 import gpu_machine
 import gpu_optimizer
+import gpu_rivals
 import gpu_rows
 import gpu_steps
 import torch
@@ -133,6 +134,8 @@ def install(gpu: Any) -> None:
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
     this_machine.DEVICE_RESERVE, this_machine.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
+    for module in (gpu_steps, gpu_rivals, gpu_rows):
+        module.LASTS_S = 0.0  # type: ignore[attr-defined]
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
     tiny = gpu_case.Case(model="tiny", policy="resident", seq_len=16, micro_batch_size=2, precision="bf16_16bit")

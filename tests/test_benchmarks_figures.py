@@ -306,7 +306,7 @@ def test_handing_over_is_told_of_steps_after_the_warm_up(module: Module) -> None
         (op, SimpleNamespace(host_ns=took[op.name][step])) for step in range(steps.WARM_UP + steps.STEPS) for op in ops
     ]
     backend = SimpleNamespace(events=events)
-    assert steps._handing_over(backend) == {"compute": 3, "copy": 30}
+    assert steps._handing_over(backend, steps.WARM_UP + steps.STEPS) == {"compute": 3, "copy": 30}
     assert backend.events is None  # what comes now is not of the step
 
 
@@ -330,6 +330,23 @@ def test_a_row_is_of_the_periods_after_the_warm_up(module: Module) -> None:
     assert row["executed_TFLOP_s"] == pytest.approx(flops / 0.03 / 1e12)
     on_compute = sum(op.stream == Stream.COMPUTE for op in schedule.ops)
     assert row["busy"]["compute"] == pytest.approx(steps.STEPS * on_compute * 1e-9 / 0.15, rel=0.2)
+
+
+def test_short_steps_go_on_until_clocks_have_settled_and_the_later_half_counts(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = module("gpu_steps")
+    assert [steps.first_counted(n) for n in (7, 12, 14, 62)] == [2, 7, 8, 32]
+    now = 0.0
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(steps, "retries", lambda: 5)
+    for lasts_s, due in ((0.1, 22), (1.0, 7), (9.0, 7)):
+        pace, now, done = steps.Pace(), 0.0, 0
+        while not pace.enough():
+            now += lasts_s
+            pace.on_loss(done, 1.0)
+            done += 1
+        assert (done, pace.retried) == (due, 5)
 
 
 def test_high_water_is_this_processs_in_bytes(module: Module) -> None:
@@ -493,6 +510,7 @@ def rivals(module: Module, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 10**9)
     for name in ("_begun", "_kept"):
         monkeypatch.setattr(rivals.Zero3, name, None)
+    monkeypatch.setattr(rivals, "LASTS_S", 0.0)
     return rivals
 
 
@@ -500,9 +518,14 @@ def test_a_rivals_steps_count_after_the_warm_up(
     rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, lasting = Clock(monkeypatch, rivals), iter([900.0] * rivals.WARM_UP + [1.0, 3.0, 2.0, 5.0, 4.0])
+    short = [0.25] * rivals.WARM_UP + [9.0] * 4 + [0.2, 0.3, 0.1, 0.5, 0.4]  # the later half of more than 2 s
     case = module("gpu_case").Case(model="tiny", policy="plain torch", seq_len=16, micro_batch_size=2)
     row = rivals.steps(case, lambda: clock.lasts(next(lasting)))
     assert row["step_s"] == {"median": 3.0, "least": 1.0, "most": 5.0} and not [*lasting]
+    settling = iter(short)
+    monkeypatch.setattr(rivals, "LASTS_S", 2.25)
+    again = rivals.steps(case, lambda: clock.lasts(next(settling)))
+    assert again["step_s"] == pytest.approx({"median": 0.3, "least": 0.1, "most": 0.5}) and not [*settling]
     flops = model_flops_per_step(presets.load("tiny"), case.workload)
     assert row["tokens_per_s"] == 32 / 3 and row["model_TFLOP_s"] == flops / 3e12
 

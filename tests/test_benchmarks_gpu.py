@@ -83,8 +83,9 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     assert len((tmp_path / "page" / "predicted_measured.csv").read_text().splitlines()) == 1 + len(rows["steps"])
     again = rehearse(tmp_path, "--parts", *PARTS)
     assert " ..." not in again.stderr  # it goes on where it was, and here that is the end
-    # those that measured something: one to the kernels' end, and one that went on
-    assert len(json.loads((tmp_path / "gpu.json").read_text())["runs"]) == 2
+    # those that measured something: to the first rival and to the second, whose engines begin in a process of their
+    # own, to the kernels' end, and one that went on
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["runs"]) == 4
 
 
 def test_what_is_expected_is_written_down_for_every_step_that_will_be_measured(tmp_path: Path) -> None:
@@ -335,7 +336,9 @@ import gpu, gpu_block, gpu_machine, torch
 name = sys.argv[1].rpartition("/")[2]
 def right(case):
     return {"case": case, "passed": True}
-def checks():
+def checks(way):
+    if way.fused or way.graphs:
+        return [{**right(str(way)), "passed": not way.fused}]
     if name == "both":
         return [{**right("a"), "passed": False}]
     if not torch.backends.cuda.cudnn_sdp_enabled():
@@ -362,7 +365,10 @@ gpu.main()"""
         done = python(code, str(tmp_path / name), "block", "links")  # another process, which reads what was found
         assert done.returncode == 0, done.stderr
         rows = json.loads((tmp_path / name / "gpu.json").read_text())["rows"]
-        assert list(rows["block"]) == told and rows["links"]["links"]["enabled"] == (name in ("right", "both"))
+        ways = ["fused: fused", "graphs: graphs"]  # what is wrong in one of these is not attention's fault
+        assert list(rows["block"]) == [*told, *ways] and rows["links"]["links"]["enabled"] == (
+            name in ("right", "both")
+        )
 
 
 def test_on_a_gpu_no_test_is_run_that_has_nothing_to_say_of_it() -> None:
@@ -410,14 +416,17 @@ rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
 options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False, parts=gpu.PARTS)
 ways = rows.body["rows"].setdefault("ways", {})
 def told():
-    return [part.name for part in gpu.parts(options, rows) if part.part not in gpu.PARTS[:5]]
+    return [part.name for part in gpu.parts(options, rows) if part.part not in (*gpu.PARTS[:5], "checks")]
 for count in (2, 2, 4, 4):  # of the first way, then of both: one row is not enough
     assert told() == [*ways, *told()][-count:] and len(told()) == count, told()
     ways[told()[len(ways)]] = {"case": "a", "error": "none"}
 assert len(told()) > 4
 options.parts = ["steps"]  # who leaves them out has steps in the plain way
 ways.clear()
-assert len(told()) > 4"""
+assert len(told()) > 4
+options.parts = gpu.PARTS
+rows.body["rows"]["block"] = {"fused: a": {"case": "a", "passed": False}}
+assert len(told()) == 2 and "fused" not in told()[1]  # a way that computes a block wrongly is not tried"""
     done = python(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
@@ -462,6 +471,24 @@ assert gpu_arena.ArenaBackend.pinned() == 1 << 20 and backend.unused == (1 << 20
 torch.set_num_threads(7)
 assert gpu.alone(lambda: {"case": "a"}) == {"case": "a"}
 assert gpu_arena.ArenaBackend.pinned() == 0
+options.host_gib = None
+first = gpu.host_bytes_of(options, rows)
+assert gpu.host_bytes_of(options, rows) == first  # a later call of the folder plans for the same
+large, other = {"case": "large", "error": "does not fit", "refused": True}, {"case": "other"}
+rows.body["rows"]["steps"] = {"large": large, "other": other}
+options.host_gib = 1.0
+assert gpu.host_bytes_of(options, rows) == 1 << 30 and list(rows.body["rows"]["steps"]) == ["other"]
+options.host_gib = None
+assert gpu.host_bytes_of(options, rows) == 1 << 30
+steps, spare = [], gpu.SPARE
+def short_of_memory(case, device, *more):
+    steps.append(device)
+    if len(steps) == 1:
+        raise torch.cuda.OutOfMemoryError("no room")
+    return {"case": case.key}
+gpu_steps.measure = short_of_memory
+part = next(part for part in gpu.parts(options, rows) if part.part == "ways")
+assert part.work()["planned_for_GB"] == steps[1] / 1e9 and steps[0] - steps[1] == spare
 assert whole and set(whole) == {1.0} and torch.get_num_threads() != 7
 counts = []
 median = gpu_machine.statistics.median
