@@ -225,14 +225,14 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
     print_table("one step", ["", ""], rows + drive_rows(prediction))
     print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
     print_memory(prediction)
-    others: dict[str, Tried] = {}  # each in the step that suits it best
+    others: dict[str, Tried] = {}  # each in the split and mode of recompute that suit it best, of those tried
     for tried in sorted(found.tried, key=lambda tried: tried.period_ns or math.inf):
         if not tried.knobs:
             others.setdefault(tried.policy, tried)
     named = [{"policy": name, "ns": tried.period_ns, "reason": tried.reason} for name, tried in others.items()]
     for line in _not_measured(found):
         print(line)
-    show_records(named, AS_THEY_COME, title="policies as they come")
+    show_records(named, AS_THEY_COME, title="policies without knobs, in the best step that was tried")
     if proof is not None:
         known = "searched to the end" if proof.finished else "as far as the time went"
         print(

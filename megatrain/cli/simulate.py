@@ -69,7 +69,8 @@ def simulate(
         verify(schedule)
         begin("simulating")
         prediction = predict(schedule, profile, budget)
-        any_bound_ns = bound_of_these_micro_batches(schedule, profile)
+        # what holds for the memory there is says nothing of a step that has more
+        any_bound_ns = bound_of_these_micro_batches(schedule, profile) if prediction.fits else 0.0
     lacking = prediction.does_not_fit
     try:  # first to the files, see `plan`
         if trace is not None:
