@@ -34,6 +34,7 @@ from sim.room import ways_to_part
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
+SHALLOW = 8  # blocks; of a deeper model each takes too long for that
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
 NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
 WORTH_A_LOOK = 1.0  # of the best period: a split with a lower bound is tried, in the likeliest mode of recompute
@@ -293,9 +294,10 @@ class Search:
         self.found.evaluate(same, same.with_knobs({"stay": self.found.room.stays(same)}))
 
     def few(self, workload: Workload) -> bool:
-        """Whether all placements of a step are tried. Of many micro-batches each would take as many times as long."""
+        """Whether all placements of a step are tried. Of many micro-batches or blocks each would take long."""
         placements = math.prod(map(len, self._placements(workload).values()))
-        return self.thorough and workload.accumulation < LONG and placements * self.ways <= EXHAUSTIVE
+        quick = workload.accumulation < LONG and self.found.model.num_hidden_layers <= SHALLOW
+        return self.thorough and quick and placements * self.ways <= EXHAUSTIVE
 
     def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
         space = knob_space(self.found.model, workload, begun=self.start)

@@ -257,6 +257,12 @@ def test_adapters_go_on_beside_the_weights_that_they_were_trained_beside(tmp_pat
         train(of, 1, tmp_path, resume=checkpoint.read(folder, of), seed=1)
 
 
+def test_a_checkpoint_that_does_not_tell_what_is_frozen_goes_on_beside_none() -> None:
+    found = Checkpoint(folder=Path("step-00000001"), model=MODEL, workload=schedule().workload, step=1)
+    with pytest.raises(CheckpointError, match=r"those of layer 0 differ"):
+        checkpoint.require_frozen(found, {"0": 5})
+
+
 def test_one_number_more_or_less_makes_other_weights() -> None:
     sums: dict[int, int] = {}
     source = initial.random_parameters(MODEL, 0)
@@ -357,10 +363,11 @@ def test_what_else_lies_beside_checkpoints_is_left_alone(tmp_path: Path) -> None
     of, folder = schedule(), tmp_path / "checkpoints"
     (folder / "step-2-notes").mkdir(parents=True)
     (folder / "step-00000001.log").write_text("mine")
+    (folder / "step-00000009").write_text("mine")
     train(of, 1, tmp_path, save=True)
     train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
     found = sorted(path.name for path in folder.iterdir())
-    assert found == ["step-00000001", "step-00000001.log", "step-00000002", "step-2-notes"]
+    assert found == ["step-00000001", "step-00000001.log", "step-00000002", "step-00000009", "step-2-notes"]
     assert checkpoint.read(folder, of).skipped == []
 
 
@@ -571,3 +578,10 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="the weights of layer 1 are not finite after step 2"):
         checkpoint.save(folder, of, 2, lambda i: right[i])
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+def test_the_last_of_many_weights_is_looked_at_too() -> None:
+    weights = torch.zeros(2 * checkpoint.FINITE_CHUNK)
+    assert checkpoint.all_finite(weights)
+    weights[-1] = float("nan")
+    assert not checkpoint.all_finite(weights)

@@ -215,7 +215,7 @@ def test_several_ways_to_recompute_are_measured_in_one_profile(monkeypatch: pyte
     timed_at: list[Workload] = []
     accounted: list[Workload] = []
 
-    def measured(model: object, schedules: list[Schedule], *, memory: list[Schedule], **more: Any) -> Any:
+    def measured(schedules: list[Schedule], *, memory: list[Schedule], **more: Any) -> Any:
         timed_at.extend(schedule.workload for schedule in schedules)
         accounted.extend(schedule.workload for schedule in memory)
         return hardware.load("h200")

@@ -64,6 +64,11 @@ def test_a_text_shorter_than_one_sequence_is_refused(tmp_path):
         ByteText(text=TEXT, workload=WORKLOAD).batch(-1)
 
 
+def test_a_seed_below_zero_is_refused():
+    with pytest.raises(DataError, match="not step 0, seed -1"):
+        RandomTokens(vocab_size=4, workload=WORKLOAD, seed=-1).batch(0)
+
+
 def test_bytes_are_read_in_order_of_name_up_to_the_limit(tmp_path):
     (tmp_path / "b.py").write_bytes(b"beta")
     (tmp_path / "a.py").write_bytes(b"alpha")
@@ -123,8 +128,8 @@ def test_a_token_beyond_the_vocabulary_or_a_file_that_is_not_there_is_told(tmp_p
     tokens[4321] = 1000  # it would hardly ever be drawn
     with pytest.raises(DataError, match="holds token 1000 at place 4,321, and the model's vocabulary is 0 to 999"):
         token_file(tmp_path, tokens)
-    with pytest.raises(DataError, match="holds token -1 at place 0,"):
-        token_file(tmp_path, np.full(17, -1))
+    with pytest.raises(DataError, match="holds token -3 at place 2,"):
+        token_file(tmp_path, np.array([1, 2, -3, *range(14)]))
     with pytest.raises(DataError, match=r"nowhere\.npy cannot be read: No such file"):
         TokenFile(path=tmp_path / "nowhere.npy", vocab_size=9, workload=WORKLOAD)
 

@@ -79,7 +79,7 @@ def test_only_what_has_room_is_profiled(
     at = replace(H100, device_bytes=room * GIB)
     timed: list[Schedule] = []
 
-    def measured(model: object, schedules: list[Schedule], *, memory: list[Schedule], **more: Any) -> Any:
+    def measured(schedules: list[Schedule], *, memory: list[Schedule], **more: Any) -> Any:
         timed.extend([*schedules, *memory])
         return hardware.load("h200")
 

@@ -127,6 +127,18 @@ def test_slabs_are_zero_until_written_and_nan_when_poisoned(drive: Drive) -> Non
     assert found.isnan().all()
 
 
+def test_a_slab_that_ends_within_a_block_is_zero_until_written(drive: Drive) -> None:
+    found = torch.ones(BLOCK + 1, dtype=torch.uint8)
+    slab(drive, BLOCK + 1).read(found)
+    assert not found.any()
+
+
+def test_a_slab_without_bytes_is_written_and_read(drive: Drive) -> None:
+    held, nothing = slab(drive, 0), torch.empty(0, dtype=torch.uint8)
+    held.write(nothing)
+    held.read(nothing)
+
+
 def test_a_part_of_a_slab_can_be_used(drive: Drive) -> None:
     held, small = slab(drive, 4 * PIECE), torch.arange(PIECE, dtype=torch.float32)
     held.write(small)
@@ -152,6 +164,22 @@ def test_a_closed_drive_has_no_threads_and_no_files(tmp_path: Path) -> None:
     drive.close()
     with pytest.raises(OSError, match="Bad file descriptor"):  # its blocks are the drive's again
         os.fstat(held._file)
+
+
+def test_a_drive_that_is_closed_again_leaves_alone_what_was_opened_since(tmp_path: Path) -> None:
+    drive = Drive(tmp_path)
+    number = slab(drive, BLOCK)._file
+    drive.close()
+    os.dup2(2, number)
+    drive.close()
+    os.fstat(number)
+    os.close(number)
+
+
+def test_a_drive_that_nothing_is_kept_on_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    Drive(tmp_path).close()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def failing(number: int) -> Any:

@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.flops import attended_pairs, backward_flops, forward_flops, model_flops_per_step, op_flops
+from schedules.flops import (
+    attended_pairs,
+    backward_flops,
+    forward_flops,
+    model_flops_per_step,
+    op_flops,
+    recomputed_flops,
+)
 from schedules.hf_config import ARCHITECTURES, REQUIRED, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
@@ -132,6 +139,28 @@ def test_forward_flops_by_hand() -> None:
     assert [forward_flops(model, i, WORKLOAD) for i in model.layers] == [0, block, block, head]
     assert backward_flops(model, 0, WORKLOAD) == 2 * block
     assert model_flops_per_step(model, WORKLOAD) == 3 * 2 * (2 * block + head)
+
+
+def test_an_evaluation_is_forward_alone() -> None:
+    model, workload = spec(), dataclasses.replace(WORKLOAD, task="evaluate")
+    assert model_flops_per_step(model, workload) == 2 * (2 * forward_flops(model, 0, workload) + 2 * 24 * 32 * 100)
+
+
+def test_adapters_that_only_the_output_needs_are_left_out_with_it() -> None:
+    """The second matrix of the one beside down; all of the MLP where backward computes it again."""
+    model, workload = spec(), dataclasses.replace(WORKLOAD, lora_rank=4)
+    forward = op_flops(model, 0, Phase.FORWARD, workload)
+    assert op_flops(model, 0, Phase.FORWARD, workload, output=False) == forward
+    assert op_flops(model, 0, Phase.RECOMPUTE, workload, output=False) == forward - 2 * 24 * (32 * 48 + 4 * 32)
+    again = dataclasses.replace(workload, recompute="mlp")
+    mlp = 2 * 24 * 3 * (32 * 48 + 4 * (32 + 48))
+    assert op_flops(model, 0, Phase.RECOMPUTE, again, output=False) == forward - mlp
+
+
+def test_of_an_mlp_with_adapters_gate_and_up_are_multiplied_again_and_what_goes_into_down() -> None:
+    workload = dataclasses.replace(WORKLOAD, lora_rank=4, recompute="mlp")
+    assert recomputed_flops(spec(), 0, workload) == 2 * 24 * (2 * 32 * 48 + 4 * (2 * (32 + 48) + 48))
+    assert recomputed_flops(spec(), 0, dataclasses.replace(workload, recompute="pointwise")) == 0
 
 
 def test_expert_flops_count_the_router_and_the_chosen_experts() -> None:
@@ -258,9 +287,18 @@ def test_workspaces_where_attention_is_wider_and_of_the_ends_by_hand() -> None:
     few = dataclasses.replace(workload, seq_len=16)
     assert workspace_bytes(model, model.head, Phase.LOSS, few) == 4 * 16 * (2 * 128_256 + 5 * H)
     assert workspace_bytes(model, model.embed, Phase.BACKWARD, few) == 12 * 16 * H
-    assert workspace_bytes(model, model.embed, Phase.BACKWARD, workload) == 12 << 26
+    for tokens in (T, 2 * T):
+        many = dataclasses.replace(workload, seq_len=tokens)
+        assert workspace_bytes(model, model.embed, Phase.BACKWARD, many) == 12 << 26
     assert workspace_bytes(model, model.embed, Phase.BACKWARD, dataclasses.replace(workload, precision="fp32")) == 0
     assert workspace_bytes(model, model.embed, Phase.EMBED, workload) == 0
+
+
+def test_a_workspace_of_experts_by_hand() -> None:
+    """Two copies of the hidden state for each of two choices, and of the matrices' gradient a chunk."""
+    model, workload = presets.load("mixtral-8x7b"), Workload(micro_batch_size=1, seq_len=16)
+    assert workspace_bytes(model, 0, Phase.FORWARD, workload) == 2 * 16 * (2 * H + 3 * 2 * F + 4 * H)
+    assert workspace_bytes(model, 0, Phase.BACKWARD, workload) == 2 * (1 << 29) + 2 * 16 * (3 * 2 * F + 2 * H + 4 * H)
 
 
 def test_what_the_ends_move_by_hand() -> None:
@@ -308,6 +346,27 @@ def test_what_products_move_by_hand() -> None:
     assert pointwise_bytes(spec(), 0, Phase.FORWARD, WORKLOAD) == 2 * 24 * (4 * h + 2 * (q + kv) + 3 * f + 6 * h)
     assert pointwise_bytes(spec(), 0, Phase.BACKWARD, WORKLOAD) == 2 * 24 * (8 * h + 2 * (q + kv) + 5 * f)
     assert product_bytes(spec(), spec().embed, Phase.EMBED, WORKLOAD) == 0
+
+
+def test_what_experts_move_by_hand() -> None:
+    """One more input and output per token than the dense MLP has, both as wide as it, and a router."""
+    h, q, kv, f, model = 32, 32, 16, 2 * 48, experts()
+    forward = 7 * h + 4 * q + 4 * kv + 3 * f + (h + 8) + 3 * h
+    products = 2 * (24 * forward + model.params(0))
+    assert product_bytes(model, 0, Phase.FORWARD, WORKLOAD) == products
+    assert product_bytes(model, 0, Phase.RECOMPUTE, WORKLOAD, output=False) == products
+    whole, without = (pointwise_bytes(model, 0, Phase.RECOMPUTE, WORKLOAD, output=yes) for yes in (True, False))
+    assert whole - without == 2 * 24 * (3 * h + 3 * h)  # the last residual sum, and that of two choices
+
+
+def test_what_adapters_move_by_hand() -> None:
+    h, q, kv, f, rank, layer = 32, 32, 16, 48, 4, spec().params(0)
+    workload = dataclasses.replace(WORKLOAD, lora_rank=rank)
+    beside = (h + q) + 2 * (h + kv) + (q + h) + 2 * (h + f) + (f + h)  # their inputs and outputs
+    adapters = rank * beside
+    forward = 7 * h + 4 * q + 4 * kv + 3 * f + beside + 2 * 7 * rank
+    assert product_bytes(spec(), 0, Phase.FORWARD, workload) == 2 * (24 * forward + layer + adapters)
+    assert product_bytes(spec(), 0, Phase.BACKWARD, workload) == 2 * (2 * 24 * forward + layer + 2 * adapters)
 
 
 def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,14 @@ def test_only_blocks_that_stream_are_updated_on_the_device_or_live_on_a_drive(
     assert {i for i, _ in found.nvme_states} <= set(found.streamed)
     assert found.nvme_states.isdisjoint(found.staying)
     assert found.nvme_grads <= found.nvme_weights <= {i for i, _ in found.nvme_states}
+
+
+@pytest.mark.parametrize(("hold", "held"), [(2, [7, 8]), (3, [3, 7, 8])])
+def test_blocks_that_run_by_single_micro_batches_are_held_first(hold: int, held: list[int]) -> None:
+    model = replace(presets.load("tiny"), num_hidden_layers=9)
+    workload = Workload(micro_batch_size=1, accumulation=2, seq_len=8)
+    knobs = dict.fromkeys(COUNTS, 0) | {"singly": 2, "hold": hold}
+    assert Places(model, workload, groups=1, parts=1, **knobs).held == held
 
 
 @given(places())

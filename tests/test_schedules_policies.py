@@ -241,6 +241,12 @@ def test_streamed_by_micro_batches_moves_them_once_for_each() -> None:
     assert moved(schedule, Tier.HOST, Tier.DEVICE, "w")["w.3"] == 4
 
 
+@pytest.mark.parametrize("hold", [0, 2])
+def test_streamed_by_micro_batches_is_safe_with_blocks_held_and_without(hold: int) -> None:
+    """Gradients of embedding and head, and of held blocks, add up over three micro-batches."""
+    verify(policies.build("streamed", TINY, workload(accumulation=3), ROOM, order="microbatches", hold=hold))
+
+
 @given(
     layers=st.integers(1, 6),
     accumulation=st.integers(1, 3),
@@ -346,6 +352,11 @@ def test_streamed_loads_first_what_the_step_before_updates_first() -> None:
     loads = [op.layer for op in schedule.streams[Stream.H2D][:4]]
     updates = [op.layer for op in schedule.streams[Stream.CPU] if op.layer in loads]
     assert loads == updates == [8, 1, 0, -1]
+
+
+def test_streamed_with_clipping_loads_the_embedding_second_though_its_update_is_late() -> None:
+    schedule = policies.build("streamed", TINY, workload(clip=1.0), ROOM)
+    assert [op.name for op in schedule.streams[Stream.H2D][:2]] == ["P.w.0", "P.w.embed"]
 
 
 def test_streamed_defers_evenly_and_updates_the_deferred_in_the_order_of_the_forward() -> None:

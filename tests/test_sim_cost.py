@@ -11,7 +11,7 @@ from strategies import MODEL, WORKLOAD, round_profile
 
 from schedules import policies
 from schedules.errors import InputError
-from schedules.flops import forward_flops
+from schedules.flops import attention_flops, forward_flops, op_flops
 from schedules.hazards import minimal_waits
 from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -121,6 +121,11 @@ def test_copies_from_and_to_nvme() -> None:
     assert found.usage == {NVME_WRITE: 1.0, NVME_BOTH: pytest.approx(1000 / 2100), DRAM: pytest.approx(20 / 2100)}
 
 
+def test_a_copy_from_a_drive_to_the_device_has_the_latency_of_both() -> None:
+    found = demand(copy(Tier.NVME, Tier.DEVICE, 4 * MB), round_profile())
+    assert found.duration_ns == 1_352_000  # 100 us, 2 us, and 5 MB (the link's half size included) at 4 GB/s
+
+
 @pytest.mark.parametrize(("both", "until_ns"), [("1", 2_000_000), ("1.6", 1_250_000), ("2", 1_000_000)])
 def test_a_drive_that_reads_and_writes_at_once_is_slower_at_both(both: str, until_ns: int) -> None:
     """A millisecond of each: by turns that is two, and one where neither slows the other."""
@@ -185,6 +190,15 @@ def test_attention_has_its_own_efficiency(phase: Phase, times: int) -> None:
     assert demand(op, round_profile(), workload=workload).duration_ns == pytest.approx(expected, abs=1)
 
 
+def test_attention_takes_as_long_where_a_recompute_has_no_output() -> None:
+    workload = Workload(micro_batch_size=2, seq_len=100)
+    attention = attention_flops(MODEL, 0, workload)
+    flops = op_flops(MODEL, 0, Phase.RECOMPUTE, workload, output=False)
+    op = compute(Phase.RECOMPUTE, layer=0, writes="s.0.0", flops=1000 * flops)
+    expected = 1000 * ((flops - attention) / 500e12 + attention / 250e12) * 1e9
+    assert demand(op, round_profile(), workload=workload).duration_ns == pytest.approx(expected, abs=1)
+
+
 def test_fp32_runs_at_its_own_peak() -> None:
     op, wide = compute(flops=10**12), replace(WORKLOAD, precision="fp32")
     assert demand(op, round_profile(), workload=wide).duration_ns == 20 * 10**6  # 50 TFLOP/s
@@ -219,6 +233,15 @@ def test_memory_just_allocated_is_written_at_one_threads_pace() -> None:
 def test_an_update_on_the_device_is_a_kernel() -> None:
     found = demand(update(Stream.COMPUTE, nbytes=2 * 10**9), round_profile())
     assert (found.duration_ns, found.usage, found.issue_ns) == (10**6, {GPU: 1.0}, 100_000)
+
+
+def test_the_hosts_optimizer_rate_is_not_the_devices() -> None:
+    op = update(Stream.COMPUTE, nbytes=2 * 10**9, params=10**9)
+    assert demand(op, round_profile("host.adam_params_per_s=1Gparams/s")).duration_ns == 10**6
+
+
+def test_a_part_of_a_nanosecond_counts_as_a_whole_one() -> None:
+    assert demand(update(Stream.CPU, nbytes=110), round_profile()).duration_ns == 2  # 110 B at half of 200 GB/s
 
 
 def test_issuing_costs_what_the_profile_says_of_its_kind() -> None:
