@@ -127,11 +127,8 @@ def time_ops(
     What streams take from one another is read, too, with each model, and kept. Arguments and errors are those of
     `measure`, which goes on with what is in `parts`.
     """
-    kept, run_on, runnable = (
-        Parts(parts, machine_here(machine, nvme), way),
-        (machine, nvme, way),
-        _runnable(schedules, nvme),
-    )
+    kept = Parts(parts, machine_here(machine, nvme), way)
+    runnable, run_on = _runnable(schedules, nvme), (machine, nvme, way)
     found = _time_ops(runnable, number, progress, run_on, kept)
     _read_shares(runnable, number, progress, run_on, kept)
     return found

@@ -134,12 +134,16 @@ class LayerAreas:
 
 
 def _least_ns(op: Op, schedule: Schedule, profile: HardwareProfile, whole_ns: int) -> float:
-    """What an update of a layer takes, or its parts together where these were measured and are quicker."""
+    """What an update of a layer takes, or its parts together, or the issuing thread, where these are quicker."""
     table = profile.measured.op_times if profile.measured else None
-    in_parts = f"{signature(op, schedule.model, schedule.workload)}/1 of "
     times = {} if table is None else table.values
-    found = [ns * int(key.removeprefix(in_parts)) for key, ns in times.items() if key.startswith(in_parts)]
-    return min([whole_ns, *found])
+    found = [float(whole_ns)]
+    for by in (op, replace(op, stream=Stream.HOST)) if op.stream == Stream.CPU else (op,):
+        key = signature(by, schedule.model, schedule.workload)
+        in_parts = f"{key}/1 of "
+        found += [times[key]] if key in times else []
+        found += [ns * int(name.removeprefix(in_parts)) for name, ns in times.items() if name.startswith(in_parts)]
+    return min(found)
 
 
 def _key(op: Op, schedule: Schedule) -> tuple[object, ...] | None:
