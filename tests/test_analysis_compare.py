@@ -57,6 +57,11 @@ def test_a_row_is_what_the_prediction_says() -> None:
     assert (row.mfu, row.hfu, row.knobs) == (prediction.mfu, prediction.hfu, "slots=3")
 
 
+def test_what_is_computed_again_is_no_work_of_the_models() -> None:
+    (row,) = rows(TINY, ["megatrain"], H200, STEP)
+    assert row.mfu < row.hfu
+
+
 def test_a_row_tells_the_peak_of_every_tier_in_gb() -> None:
     schedule = policies.build("zero_infinity", TINY, STEP, memory_of(H200))
     peak = predict(schedule, H200).peak_bytes
@@ -113,6 +118,13 @@ def test_ratios_are_to_zero3_offload_of_the_same_model_and_step(comparison: pd.D
         pd.testing.assert_series_equal(by_policy["ratio_to_zero3_offload"], expected, check_names=False)
 
 
+def test_ratios_are_to_the_baseline_on_the_same_machine_and_of_the_same_length() -> None:
+    names, long = ["zero3_offload", "resident"], replace(STEP, seq_len=128)
+    steps = ((H200, STEP), (load("gh200"), STEP), (H200, long))
+    ratios = frame([row for machine, step in steps for row in rows(TINY, names, machine, step)])
+    assert ratios["ratio_to_zero3_offload"].tolist()[::2] == [1.0] * 3
+
+
 def test_without_the_baseline_there_is_no_ratio() -> None:
     assert compare([TINY], ["streamed"], H200, [STEP])["ratio_to_zero3_offload"].isna().all()
 
@@ -163,6 +175,7 @@ def test_a_measured_row_keeps_the_bound_and_scales_the_rates() -> None:
     measured = measured_row(row, 2 * row.step_s, "here")
     assert (measured.source, measured.machine, measured.bound_s) == ("measured", "here", row.bound_s)
     assert measured.tokens_per_s == pytest.approx(row.tokens_per_s / 2)
+    assert measured.hfu == pytest.approx(row.hfu / 2)
     assert measured.gap == pytest.approx(2 * (1 + row.gap) - 1)
     assert measured.bound_of_any_schedule_s == row.bound_of_any_schedule_s
     assert measured.gap_to_any_schedule == pytest.approx(2 * (1 + row.gap_to_any_schedule) - 1)

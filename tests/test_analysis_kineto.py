@@ -162,6 +162,62 @@ def test_an_update_of_the_cpu_may_begin_with_its_step(tmp_path: Path) -> None:
     assert rows(found) == [("cpu", "update", "adam", 0, 30_000, 0)]
 
 
+def test_an_update_of_no_length_is_of_the_optimizers_step_that_it_begins_with(tmp_path: Path) -> None:
+    events = [event("user_annotation", "Optimizer.step#A", 1000, 0), event("cpu_op", "adamw", 1000, 0)]
+    found = kineto.read(write(tmp_path / "short.json", events), TINY, STEP)
+    assert rows(found) == [("cpu", "update", "adam", 0, 0, 0)]
+
+
+def test_what_clears_gradients_within_the_optimizers_step_is_of_the_step(tmp_path: Path) -> None:
+    marks = [
+        event("user_annotation", "Optimizer.step#A", 1000, 100),
+        event("user_annotation", "Optimizer.zero_grad#A", 1010, 50),
+    ]
+    kernel = launched(1, 1020, "kernel", "k", 1030, 10, 7)
+    (op,) = kineto.read(write(tmp_path / "zero.json", marks + kernel), TINY, STEP).schedule.ops
+    assert op.phase == Phase.ADAM
+
+
+def test_a_backward_goes_on_when_one_within_it_has_ended(tmp_path: Path) -> None:
+    """As where a checkpoint's backward runs that of its block."""
+    engine = "autograd::engine::evaluate_function: "
+    marks = [
+        event("cpu_op", f"{engine}CheckpointBackward", 1000, 100),
+        event("cpu_op", f"{engine}MmBackward0", 1010, 10),
+    ]
+    kernel = launched(1, 1050, "kernel", "k", 1060, 10, 7)
+    (op,) = kineto.read(write(tmp_path / "nested.json", marks + kernel), TINY, STEP).schedule.ops
+    assert op.phase == Phase.BACKWARD
+
+
+def test_of_two_ops_that_begin_at_once_the_longer_encloses_the_other(tmp_path: Path) -> None:
+    events = [event("cpu_op", "inner", 1000, 5), event("cpu_op", "outer", 1000, 50)]
+    (op,) = kineto.read(write(tmp_path / "cpu.json", events), TINY, STEP).schedule.ops
+    assert op.name == "0 outer"
+
+
+def test_categories_in_capitals_are_the_same(tmp_path: Path) -> None:
+    found = kineto.read(write(tmp_path / "old.json", launched(1, 1000, "Kernel", "k", 1010, 10, 7)), TINY, STEP)
+    assert found.queues == ("stream 7",)
+
+
+def test_ops_stand_in_the_order_in_which_they_were_issued(tmp_path: Path) -> None:
+    late, early = launched(1, 1000, "kernel", "late", 1100, 10, 7), launched(2, 1010, "kernel", "early", 1020, 10, 8)
+    found = kineto.read(write(tmp_path / "two.json", late + early), TINY, STEP)
+    assert [op.name for op in found.schedule.ops] == ["0 late", "1 early"]
+
+
+def test_a_kernel_that_begins_before_its_launch_returns_was_issued_when_it_began(tmp_path: Path) -> None:
+    found = kineto.read(write(tmp_path / "fast.json", launched(1, 1000, "kernel", "k", 1001, 10, 7)), TINY, STEP)
+    assert found.trace.issue_ns[0] == found.trace.start_ns[0] == 1000
+
+
+def test_an_op_issued_as_the_one_in_front_of_it_ends_is_released_by_its_issue(tmp_path: Path) -> None:
+    first, second = launched(1, 1000, "kernel", "a", 1005, 5, 7), launched(2, 1008, "kernel", "b", 1010, 5, 7)
+    found = kineto.read(write(tmp_path / "behind.json", first + second), TINY, STEP)
+    assert found.trace.issue_ns[1] == found.trace.end_ns[0] and found.trace.waited_on[1] == ISSUE
+
+
 def test_what_released_an_op_is_the_one_in_front_of_it_or_its_issue(recording: Recording) -> None:
     """The second kernel stood behind the first; the first had an idle GPU before it."""
     assert recording.trace.waited_on.tolist() == [ISSUE, ISSUE, 1, 2, ISSUE, 3, ISSUE, ISSUE]
@@ -188,6 +244,14 @@ def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
     found = kineto.read(write(tmp_path / "steps.json", events), TINY, STEP)
     assert found.step == "ProfilerStep#2" and found.step_ns == 230_000
     assert len(found.trace) == 8 and found.trace.end_ns[1] - found.trace.start_ns[1] == 23_000
+
+
+def test_a_launch_at_the_end_of_a_step_is_of_the_next(tmp_path: Path) -> None:
+    begins = (1000, 1100, 1200)
+    events = [event("user_annotation", f"ProfilerStep#{i}", begin, 100) for i, begin in enumerate(begins)]
+    for i, begin in enumerate(begins):
+        events += launched(i, begin, "kernel", f"k{i}", begin + 10, 10, 7)
+    assert len(kineto.read(write(tmp_path / "edge.json", events), TINY, STEP).schedule.ops) == 1
 
 
 def test_of_several_steps_without_marks_it_is_told_that_they_are_taken_as_one(tmp_path: Path) -> None:

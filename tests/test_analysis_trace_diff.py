@@ -46,7 +46,22 @@ def test_a_run_does_not_differ_from_itself(schedule: Schedule, profile: Hardware
     found = trace_diff.diff(schedule, trace, trace, profile)
     assert not trace_words.sentences(found) and not trace_words.idle_sentences(found)
     assert not trace_diff.totals(found)["difference_s"].any()
-    assert not trace_diff.moves(schedule, trace, trace)["moves_s"].any()
+    moves = trace_diff.moves(schedule, trace, trace)
+    assert list(moves["class"]) == ["none of it", "issue", "all of it"] and not moves["moves_s"].any()
+
+
+def test_a_prediction_is_called_so_beside_a_measured_run(schedule: Schedule, profile: HardwareProfile) -> None:
+    predicted = run(schedule, profile)
+    measured = replace(predicted, source="measured")
+    assert trace_diff.diff(schedule, predicted, measured, profile).first_called == "the prediction"
+    assert trace_diff.diff(schedule, measured, measured, profile).first_called == "the first run"
+
+
+def test_ops_start_from_the_end_of_the_step_before(schedule: Schedule, profile: HardwareProfile) -> None:
+    trace = run(schedule, profile)
+    step = trace_diff.typical_step(trace)
+    first = trace_diff.diff(schedule, trace, trace, profile).partings[0].first
+    assert step > 0 and first.start_ns == trace.start_ns[step * len(schedule.ops)] - trace.step_end_ns[step - 1]
 
 
 def test_work_and_idle_time_of_every_stream_add_up_to_the_step(schedule: Schedule, profile: HardwareProfile) -> None:
@@ -70,6 +85,15 @@ def test_replay_finds_the_class_that_moves_the_step(schedule: Schedule, profile:
     moves = trace_diff.moves(schedule, first, slower_issue)
     assert (moves["stream"].iloc[1], moves["class"].iloc[1]) == ("host", "issue")
     assert moves["moves_s"].iloc[1] > 0
+    assert moves["step_s"].iloc[1] * 1e9 == pytest.approx(slower_issue.step_ns(warmup=4).mean())
+    assert moves["moves_s"].iloc[-1] == moves["moves_s"].iloc[1]
+
+
+def test_the_largest_move_stands_first_whichever_way_it_goes(schedule: Schedule, profile: HardwareProfile) -> None:
+    first, second = (run(schedule, profile, f"links.{link}.bandwidth=3GB/s") for link in ("h2d", "d2h"))
+    moved = trace_diff.moves(schedule, first, second)["moves_s"].to_list()[1:-1]
+    assert moved == sorted(moved, key=abs, reverse=True)
+    assert min(moved) == moved[0] < 0 < max(moved)
 
 
 def test_moves_stand_beneath_the_replayed_step_that_they_are_measured_against(
@@ -97,7 +121,9 @@ def test_the_typical_step_is_in_the_middle_and_nearest_to_what_run_tells(
     assert trace_diff.typical_step(replace(trace, **first)) == 3  # of 1, 9 and 3; the median of all but the first is 5
     first["end_ns"] = np.repeat(np.cumsum([5, 3, 4, 8, 9]) * 10**9, count)
     assert trace_diff.typical_step(replace(trace, **first)) == 3  # 8 is as near to 6 as 4, and later
-    assert trace_diff.typical_step(replace(trace, **{name: column[:count] for name, column in first.items()})) == 0
+    for steps in (1, 2):
+        few = {name: column[: steps * count] for name, column in first.items()}
+        assert trace_diff.typical_step(replace(trace, **few)) == steps - 1
 
 
 def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, profile: HardwareProfile) -> None:

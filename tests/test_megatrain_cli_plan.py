@@ -21,6 +21,7 @@ from schedules.schedule import Schedule
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware, whatif
 from sim.plan import plan
+from sim.prediction import memory_of
 
 ROOT = Path(__file__).parent.parent
 STEP = ("-t", "256", "-s", "64")
@@ -64,6 +65,22 @@ def test_activations_are_counted_once_whatever_becomes_of_them(name: str) -> Non
     assert kept >= 0 and kept + away + again == runs
 
 
+def test_a_placement_in_words_by_hand() -> None:
+    """Embedding and block 0 stay; 1 to 3 and the head stream, of which a block is still in a slot at its second use."""
+    step, room = Workload(micro_batch_size=1, accumulation=2, seq_len=8), MemoryBudget(device_bytes=0, host_bytes=0)
+    knobs = {"keep": 1, "offload": 2, "nvme_offload": 1, "resident": 2, "through": 1, "nvme": 1}
+    assert plan_tables.placement(policies.build("streamed", presets.load("tiny"), step, room, **knobs)) == [
+        ("layers whose weights never leave the device", "2 of 6"),
+        ("layers whose optimizer state does not", "2 of 6"),
+        ("optimizer state on NVMe", "1 of 6 layers"),
+        ("weights on NVMe", "0 of 6 layers"),
+        ("layers updated on the device, on the CPU", "3, 3"),
+        ("loads of weights in a step", "5"),
+        ("activations kept, to the host, recomputed", "2, 4, 2 of 8"),
+        ("of those on the host, on to NVMe", "2"),
+    ]
+
+
 def test_the_same_for_programs_with_what_if(here: str, shallow: str) -> None:
     told = megatrain("plan", shallow, "-H", here, *STEP, "--what-if", "--json")
     assert told.returncode == 0, told.stderr
@@ -93,6 +110,41 @@ def test_what_if_is_in_words_and_narrow_enough_for_a_terminal(capsys: pytest.Cap
     named = told.partition("policies without knobs")[2].partition("what more would bring")[0]
     assert re.search(r"^ zero3_offload  +-  cannot take less than", named, re.MULTILINE)
     assert max(map(len, named.splitlines())) < 80
+
+
+def test_what_more_memory_would_bring_is_planned_anew_for_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = hardware.load("h200")
+    step = {"seq_len": 64, "micro_batch_size": 2, "accumulation": 2, "precision": "fp32", "grad_clip": 1.0}
+    found = plan(presets.load("tiny"), machine, effort=1, **step)
+    asked: list[dict[str, Any]] = []
+    known: list[Any] = []
+
+    def again(*model: Any, **more: Any) -> Any:
+        asked.append(more)
+        period_ns = found.prediction.period_ns * (0.8 if len(asked) == 1 else 1.25)
+        return replace(found, prediction=replace(found.prediction, period_ns=period_ns))
+
+    def smallest(*model: Any, **more: Any) -> whatif.Smallest:
+        known.append(more["known"])
+        return whatif.Smallest(device_bytes=1, host_bytes=2)
+
+    monkeypatch.setattr(plan_tables, "plan", again)
+    monkeypatch.setattr(whatif, "smallest_memory", smallest)
+    monkeypatch.setattr(whatif, "faster", lambda profile: {})
+    for limit in ("longest_sequence", "largest_micro_batch"):
+        monkeypatch.setattr(whatif, limit, lambda *model: 1)
+    answers = plan_tables.what_if(found, lambda what: None)
+    have = memory_of(machine)
+    assert [more["memory"] for more in asked] == [
+        replace(have, device_bytes=have.device_bytes + 16 * 2**30),
+        replace(have, host_bytes=have.host_bytes + 64 * 10**9),
+    ]
+    assert all(step.items() <= more.items() for more in asked)
+    assert answers.planned_gains == {
+        "device memory, +16 GiB": pytest.approx(0.25),
+        "host memory, +64 GB": 0.0,  # a plan that loses is not taken
+    }
+    assert known == [found.prediction.peak_bytes]
 
 
 def test_an_interrupted_what_if_is_no_answer_and_the_plan_is_kept(

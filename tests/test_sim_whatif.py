@@ -108,6 +108,18 @@ def test_spread_grows_with_noise_and_vanishes_without() -> None:
     assert whatif.spread(prediction, 0.02) == some  # seeded
 
 
+def test_spread_is_about_what_is_predicted() -> None:
+    prediction = predicted(4)
+    slower = replace(prediction, period_ns=2 * prediction.period_ns)
+    assert whatif.spread(slower, 0.0).p50 == pytest.approx(whatif.spread(prediction, 0.0).p50 / 2)
+
+
+def test_no_more_device_memory_is_needed_than_a_schedule_takes_that_is_known_to_fit() -> None:
+    model, workload, profile = shallow(8), Workload(micro_batch_size=2, seq_len=1024), hardware.load("a100-pcie")
+    least = whatif.smallest_memory(model, profile, workload, known=dict.fromkeys(Tier, 1))
+    assert least.device_bytes == 1
+
+
 def test_least_memory_is_enough_and_less_is_not() -> None:
     model, workload, profile = shallow(8), Workload(micro_batch_size=2, seq_len=1024), hardware.load("a100-pcie")
     profile = replace(profile, nvme=None)
@@ -158,6 +170,12 @@ def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
         for mode in RECOMPUTED
     }
     assert len(set(found.values())) == 1
+
+
+def test_the_longest_sequence_is_a_step_by_itself() -> None:
+    model, profile = presets.load("qwen2.5-0.5b"), hardware.load("rtx4090")
+    one, many = (Workload(micro_batch_size=1, accumulation=n, seq_len=512) for n in (1, 64))
+    assert whatif.longest_sequence(model, profile, one) == whatif.longest_sequence(model, profile, many)
 
 
 def test_what_can_be_planned_can_be_trained_with_what_is_left_on_a_drive() -> None:
