@@ -137,10 +137,6 @@ def alone(work: Callable[[], Row | list[Row]]) -> Row | list[Row]:
     return work()
 
 
-class NoRoom(Exception):
-    """The GPU had no memory left for a step that was planned for all of it."""
-
-
 def device_bytes(results: Results) -> int:
     """Of the GPU's memory, what steps are planned for: read once, so that each process plans the same."""
     if "device_bytes" not in results.body:
@@ -225,14 +221,12 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
             row = gpu_steps.measure(case, device, host_bytes, machine, known, traces, gpu_rows.spun(case))
             return {**row, "planned_for_GB": device / 1e9}
 
-        with contextlib.suppress(NoRoom):
-            try:
-                return planned_for(whole)
-            except (torch.cuda.OutOfMemoryError, OpFailed) as error:
-                if not out_of_memory(error):
-                    raise
-                print(f"{case.key}: no memory left on the GPU; once more with less", file=sys.stderr, flush=True)
-                raise NoRoom from None
+        try:
+            return planned_for(whole)
+        except (torch.cuda.OutOfMemoryError, OpFailed) as error:
+            if not out_of_memory(error):
+                raise
+        print(f"{case.key}: no memory left on the GPU; once more with less", file=sys.stderr, flush=True)
         gpu_machine.clear()  # the error is gone by now, and what its frames held
         return planned_for(whole - SPARE)
 
