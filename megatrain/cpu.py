@@ -16,6 +16,16 @@ from schedules.errors import Refused
 from schedules.op import Buffer, Stream
 
 
+def use_threads(count: int) -> None:
+    """Have torch use so many threads within an op of the calling thread, whatever other threads set later.
+
+    The first time that a thread asks for its number, torch gives it the last one that any thread has set, even where
+    it has set its own before (ATen/Parallel.h, `lazy_init_num_threads`). So it asks here, and sets its own then.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 class CpuEvent:
     """Set when its task has finished, or when it never will because another one failed."""
 
@@ -140,7 +150,7 @@ class CpuBackend:
         return self._queues[stream]
 
     def _serve(self, stream: Stream) -> None:
-        torch.set_num_threads(self._threads.get(stream, 1))
+        use_threads(self._threads.get(stream, 1))
         queue = self._queues[stream]
         while (item := queue.get()) is not None:
             task, waits, event = item

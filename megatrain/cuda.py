@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatrain.backend import Backend, Task, Work
 from megatrain.cores import usable_cores
-from megatrain.cpu import CpuBackend, CpuEvent
+from megatrain.cpu import CpuBackend, CpuEvent, use_threads
 from megatrain.pinned import PinError, cpus_beside, pinned
 from megatrain.sanitizer import sanitized
 from schedules.errors import Refused
@@ -235,7 +235,7 @@ class CudaBackend(CpuBackend):
                 os.sched_setaffinity(0, self._cpus)  # of this thread, and of those that it begins
             super()._serve(stream)
             return
-        torch.set_num_threads(1)
+        use_threads(1)
         torch.cuda.set_device(self._index)
         with sanitized():
             self._hand_over(stream)

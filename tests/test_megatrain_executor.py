@@ -297,6 +297,23 @@ def test_streams_run_beside_each_other_and_in_order() -> None:
     assert order == list(range(20))
 
 
+def test_a_streams_number_of_threads_is_its_own_whatever_other_threads_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a thread that asks for the first time what another has set last, whatever itself has set."""
+    backend, found, real = CpuBackend(threads={Stream.CPU: 3}), list[int](), torch.set_num_threads
+
+    def then_another_thread_sets(count: int) -> None:
+        real(count)
+        another = threading.Thread(target=real, args=(1,))
+        another.start()
+        another.join()
+
+    monkeypatch.setattr(torch, "set_num_threads", then_another_thread_sets)
+    task = Task(sync("op", Stream.CPU), 0, 0, lambda step: found.append(torch.get_num_threads()))
+    backend.host_wait(backend.submit(task, []))
+    backend.close()
+    assert found == [3]
+
+
 def test_threads_of_torch_are_set_per_stream() -> None:
     backend, found = CpuBackend(threads={Stream.CPU: 2}), {}
     for stream in (Stream.COMPUTE, Stream.CPU):
