@@ -34,6 +34,7 @@ from schedules.workload import PRECISIONS
 REPEATS = 7  # the median is told, with the fastest and the slowest; one more comes first and is not counted
 DEEPSPEED = ("bf16", "bf16_16bit", "fp32")  # precisions that DeepSpeedCPUAdam can do too
 RANDOM = 1 << 20  # numbers that are drawn; more of them are these again: one thread draws 0.2 billion a second
+Place = Callable[[torch.Tensor], torch.Tensor]  # a copy of a tensor in other memory, or itself
 HYPER = adam.Adam(lr=1e-4, weight_decay=0.1)
 
 
@@ -62,13 +63,18 @@ def bytes_per_param(precision: str) -> int:
     return p.grad + 2 * p.state + p.weight + weights_read
 
 
-def copy_rate(nbytes: int) -> float:
+def anywhere(tensor: torch.Tensor) -> torch.Tensor:
+    """Where torch's allocator has put it."""
+    return tensor
+
+
+def copy_rate(nbytes: int, place: Place = anywhere) -> float:
     """Bytes per second, read and written, of the faster of two copies on torch's number of threads.
 
     Torch's own, and the C library's: for large blocks it writes past the caches, where torch's first reads the
     target too, half as much again.
     """
-    source, target = (torch.randn(RANDOM).repeat(-(-nbytes // 4 // RANDOM))[: nbytes // 4] for _ in range(2))
+    source, target = (place(torch.randn(RANDOM).repeat(-(-nbytes // 4 // RANDOM))[: nbytes // 4]) for _ in range(2))
     threads = torch.get_num_threads()
     part = -(-nbytes // threads)
 
@@ -80,15 +86,15 @@ def copy_rate(nbytes: int) -> float:
     return 2 * nbytes / min(moved[0], seconds(lambda: target.copy_(source))[0])
 
 
-def slabs(n: int, precision: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def slabs(n: int, precision: str, place: Place = anywhere) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = torch.empty(n, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
     state = torch.empty(PRECISIONS[precision].state_bytes(n), dtype=torch.uint8)
     adam.initialise(weights, state, precision, torch.randn(n) * 0.02)
-    return weights, torch.randn(n).to(weights.dtype), state
+    return place(weights), place(torch.randn(n).to(weights.dtype)), place(state)
 
 
-def ours(n: int, precision: str) -> Callable[[], object]:
-    weights, grad, state = slabs(n, precision)
+def ours(n: int, precision: str, place: Place = anywhere) -> Callable[[], object]:
+    weights, grad, state = slabs(n, precision, place)
     return lambda: adam.step(weights, grad, state, HYPER, 10, precision=precision)
 
 
@@ -126,7 +132,7 @@ def load_deepspeed_kernel() -> None:
     CPUAdamBuilder._loaded_ops["cpu_adam"] = module
 
 
-def deepspeed(n: int, precision: str) -> Callable[[], object] | str:
+def deepspeed(n: int, precision: str, place: Place = anywhere) -> Callable[[], object] | str:
     """DeepSpeedCPUAdam on gradients and weights of one type, as ZeRO-3 calls it. Or why not.
 
     Its weights in bf16 are as the precision "bf16": their own master, with fp32 moments.
@@ -135,7 +141,7 @@ def deepspeed(n: int, precision: str) -> Callable[[], object] | str:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         load_deepspeed_kernel()
-        weights, grad, _ = slabs(n, precision)
+        weights, grad, _ = slabs(n, precision, place)
         parameter = torch.nn.Parameter(weights)
         parameter.grad = grad
         optimizer = DeepSpeedCPUAdam(

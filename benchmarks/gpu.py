@@ -9,7 +9,7 @@ later run on a GPU of that name (`--again` takes those up that ended in an error
 tell most come first; none is begun that is expected to end after the budget. What did not fit or is not installed is
 a row too, and says why. All is measured in a process of its own, and in a new one after an error that may have left the
 GPU unusable, a row that hangs, or one for which the system ended the process. Nothing more is measured where the smoke
-test fails.
+test fails, nor, with `--careful`, once a check has failed or a row has ended in an error that nobody expected.
 """
 
 from __future__ import annotations
@@ -197,6 +197,12 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     smoke = gpu_checks.smoke()
     yield by_itself(SMOKE, SMOKE, lambda: gpu_checks.checked(smoke), smoke.takes_s)
+    beside = gpu_checks.Beside(one for one in gpu_checks.checks() if not results.there("checks", one.name))
+
+    def right(check: gpu_checks.Check) -> Part:
+        return Part("checks", check.name, lambda: beside.row(check), beside.takes_s)
+
+    yield from map(right, beside.checks[:1])  # begins them all, and blocks are computed beside the others
     block = functools.partial(gpu_block.checks, PLAINLY)
     yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, block, 40.0)
     if results.wrong("block", gpu_block.AS_TORCH_CHOOSES):
@@ -206,8 +212,9 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         torch.backends.cuda.enable_cudnn_sdp(results.wrong("block", gpu_block.WITHOUT_CUDNN))
     for name in WAYS_OF:
         yield by_itself("block", name, functools.partial(gpu_block.checks, Way(**{name: True})), 60.0)
-    updates = gpu_checks.updates()
-    yield by_itself("checks", updates.name, lambda: gpu_checks.checked(updates), updates.takes_s)
+    yield from map(right, beside.checks[1:])
+    clocks = gpu_checks.clocks()
+    yield by_itself("checks", clocks.name, lambda: gpu_checks.checked(clocks), clocks.takes_s)
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
     yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
@@ -265,14 +272,9 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         if gpu_rows.is_rival(case) or case.policy in options.policies
     ]
 
-    def check(of: gpu_checks.Check) -> Part:
-        return by_itself("checks", of.name, functools.partial(gpu_checks.checked, of), of.takes_s)
-
     yield from (measured(case) for case in cases if case.key in gpu_rows.FIRST)
-    yield from map(check, gpu_checks.races())
     yield by_itself("adam", "adam", lambda: gpu_optimizer.updates(threads), 90.0)
     yield from (measured(case) for case in cases if case.key in gpu_rows.NEXT)
-    yield from map(check, gpu_checks.checks())
     yield by_itself("attention", "attention", gpu_machine.attention, 45.0)
     if KERNELS_OF.model in options.models:
         yield by_itself("kernels", KERNELS_OF.key, kernels, gpu_rows.seconds(KERNELS_OF, gpu))
@@ -289,10 +291,11 @@ def main() -> None:
     )
     names = [*gpu_rows.POLICIES, PLANNED]
     parser.add_argument("--policies", nargs="+", choices=names, default=names, help="for steps")
-    parser.add_argument("--traces", action="store_true", help="write a trace of each step row, too")
+    parser.add_argument("--traces", action="store_true", help="write each step row's trace and schedule, too")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds in which to end")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
     parser.add_argument("--again", action="store_true", help="measure again what ended in an error or failed")
+    parser.add_argument("--careful", action="store_true", help="time nothing once anything was wrong")
     parser.add_argument("--once", action="store_true", help="in this process, and in no other after it")
     parser.add_argument(WENT_ON, action="store_true", help="the process before was ended by the row that was cut off")
     parser.add_argument(
@@ -325,6 +328,9 @@ def main() -> None:
         if not results.begins(part.part, part.name, takes_s=part.takes_s):
             left += 1
             continue
+        if options.careful and part.part not in (SMOKE, "block", "checks") and (wrong := results.unexpected()):
+            print(f"nothing more is measured, since something went wrong: {', '.join(wrong)}", file=sys.stderr)
+            sys.exit(STOP)
         # what DeepSpeed leaves goes with the process, and so does what others have left, which takes its room
         if not gpu_rivals.Zero3.leaves_alone(part.engine) or (used and part.engine is not None):
             leave(AGAIN)

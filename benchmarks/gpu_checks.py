@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ NOT_TESTED = {
 }
 
 
+TOLD = {True: 15, False: 120}  # lines of what a check said that are kept, where it passed and where not
+PROCESSES = 4  # of tests, where pytest can have several
+# Tests of times, which turns with other processes on the GPU would spoil.
+TIMED = "spin_lasts or trace_of_a_gpu"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """A command that must succeed. `takes_s` is about how long it takes; it is stopped after PATIENCE times that."""
@@ -37,34 +44,52 @@ class Check:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def tests(name: str, *chosen: str, takes_s: float) -> Check:
-    options = ("-p", "no:cacheprovider", "-q", "-x" if chosen else "--tb=short")
+def tests(name: str, chosen: str, *, takes_s: float) -> Check:
+    options = ("-p", "no:cacheprovider", "-q", "--tb=short", "-k", chosen)
+    if importlib.util.find_spec("xdist"):
+        options += ("-n", str(PROCESSES))
     # not those by Triton's interpreter, which no GPU runs: it is sensitive to NumPy's version
-    return Check(name=name, arguments=("pytest", *options, "tests/test_megatrain_cuda.py", *chosen), takes_s=takes_s)
+    return Check(name=name, arguments=("pytest", *options, "tests/test_megatrain_cuda.py"), takes_s=takes_s)
 
 
 def smoke() -> Check:
     """The least that must work before anything is worth measuring."""
-    return tests("smoke", "-k", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=90.0)
-
-
-def updates() -> Check:
-    """The optimizer's own kernels, which what comes first uses: a wrong update leaves losses finite."""
-    chosen = "test_gpu_updates_as_the_cpu_does or (test_gpu_trains_as_the_cpu_does and on_device)"
-    return tests("updates on the GPU", "-k", chosen, takes_s=40.0)
-
-
-def races() -> Iterator[Check]:
-    """Small trainings in which a missing wait would show: by the stream sanitizer, and by poison and delays."""
-    yield _sanitized("streamed")
-    yield Check(name="poisoned and delayed", arguments=_train("streamed", 5, "--debug"), takes_s=20.0)
+    return tests("smoke", "test_gpu_trains_as_the_cpu_does and two_slots", takes_s=60.0)
 
 
 def checks() -> Iterator[Check]:
-    """All others: losses and gradients beside plain PyTorch's, the optimizer's kernels, other schedules' streams."""
-    yield tests("tests", takes_s=100.0)
+    """All others: losses and gradients beside plain PyTorch's, the optimizer's kernels, and small trainings in which a
+    missing wait would show, by the stream sanitizer, and by poison and delays."""
+    yield tests("tests", f"not ({TIMED})", takes_s=100.0)
+    yield _sanitized("streamed")
     yield _sanitized("streamed", "-k", "offload=2", "-k", "keep=1")
     yield _sanitized("megatrain")
+    yield Check(name="poisoned and delayed", arguments=_train("streamed", 5, "--debug"), takes_s=30.0)
+
+
+def clocks() -> Check:
+    """The tests that want the GPU for themselves."""
+    return tests("clocks", TIMED, takes_s=25.0)
+
+
+class Beside:
+    """Checks that run beside each other, since all they tell is right from wrong; each begins with the first asked."""
+
+    def __init__(self, checks: Iterable[Check]) -> None:
+        self.checks, self._rows = tuple(checks), dict[str, Future[dict[str, Any]]]()
+
+    @property
+    def takes_s(self) -> float:
+        """About how long it takes until any of them has ended for whom none has begun yet; 0 from then on."""
+        return 0.0 if self._rows else max(check.takes_s for check in self.checks)
+
+    def row(self, check: Check) -> dict[str, Any]:
+        """As `checked`; who asks for one has begun them all."""
+        if not self._rows:
+            pool = ThreadPoolExecutor(len(self.checks))
+            self._rows = {one.name: pool.submit(checked, one) for one in self.checks}
+            pool.shutdown(wait=False)
+        return self._rows[check.name].result()
 
 
 def _sanitized(policy: str, *more: str) -> Check:
@@ -101,14 +126,14 @@ def checked(check: Check) -> dict[str, Any]:
     else:
         passed, text = done.returncode == 0, done.stdout + done.stderr
         if module == "pytest" and done.returncode in NOT_TESTED:
-            raise Refused(f"left out: {NOT_TESTED[done.returncode]}:\n{_end(text)}")
+            raise Refused(f"left out: {NOT_TESTED[done.returncode]}:\n{_end(text, passed)}")
     return {
         "case": f"{check.name}: {' '.join(command[1:])}",
         "passed": passed,
         "check_s": time.monotonic() - begun,
-        "said": _end(text).splitlines(),
+        "said": _end(text, passed).splitlines(),
     }
 
 
-def _end(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-15:])
+def _end(text: str, passed: bool) -> str:
+    return "\n".join(text.strip().splitlines()[-TOLD[passed] :])

@@ -20,7 +20,10 @@ PARAMS = 100_000_000  # of the slabs
 
 
 def updates(threads: list[int]) -> list[Row]:
-    """Gparam/s of Adam on the GPU, of the CPU's by threads and precision, and of DeepSpeed's beside ours."""
+    """Gparam/s of Adam on the GPU, of the CPU's by threads and precision, and of DeepSpeed's beside ours.
+
+    On the CPU all slabs lie in pinned memory, as in training.
+    """
     return [*_on_gpu(), *_on_cpu(threads), *_beside_deepspeed(max(threads))]
 
 
@@ -32,9 +35,9 @@ def _on_cpu(threads: list[int]) -> list[Row]:
     copy = {}
     for count in threads:
         torch.set_num_threads(count)
-        copy[count] = adam_benchmark.copy_rate(gpu_machine.COPY)
+        copy[count] = adam_benchmark.copy_rate(gpu_machine.COPY, gpu_machine.as_trained)
     for precision in PRECISIONS:
-        weights, grad, state = adam_benchmark.slabs(PARAMS, precision)
+        weights, grad, state = adam_benchmark.slabs(PARAMS, precision, gpu_machine.as_trained)
 
         def step(
             weights: Tensor = weights, grad: Tensor = grad, state: Tensor = state, precision: str = precision
@@ -66,12 +69,13 @@ def _beside_deepspeed(threads: int) -> list[Row]:
     """By turns; or why not."""
     rows: list[Row] = []
     torch.set_num_threads(threads)
+    place = gpu_machine.as_trained
     for precision in adam_benchmark.DEEPSPEED:
-        case, rival = f"DeepSpeedCPUAdam, {precision}", adam_benchmark.deepspeed(PARAMS, precision)
+        case, rival = f"DeepSpeedCPUAdam, {precision}", adam_benchmark.deepspeed(PARAMS, precision, place)
         if isinstance(rival, str):
             rows.append({"case": case, "left_out": rival})
             continue
-        found = adam_benchmark.by_turns({"ours": adam_benchmark.ours(PARAMS, precision), "rival": rival})
+        found = adam_benchmark.by_turns({"ours": adam_benchmark.ours(PARAMS, precision, place), "rival": rival})
         rows.append(
             {
                 "case": case,

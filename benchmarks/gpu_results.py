@@ -92,6 +92,13 @@ class Results:
         """The rows of a part that tell of a check that failed."""
         return [row for row in self.rows(part) if not row.get("passed", True)]
 
+    def unexpected(self) -> list[str]:
+        """The rows that tell of a check that failed, or of an error but no room, no package and no rival's."""
+        parts = ((part, known) for part, known in self.body["rows"].items() if part != "rivals")
+        rows = ((f"{part}: {name}", row) for part, known in parts for name, row in known.items())
+        bad = ((name, row) for name, row in rows if "error" in row or not row.get("passed", True))
+        return [name for name, row in bad if not row.get("refused")]
+
     def wrong(self, part: str, key: str) -> bool:
         """Whether a check is there that failed, or ended in an error."""
         found = [row for name, row in self.body["rows"].get(part, {}).items() if _of(name, key)]

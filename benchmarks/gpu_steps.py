@@ -32,6 +32,7 @@ from megatrain.executor import Executor, serial
 from megatrain.initial import repeated_parameters
 from megatrain.native import adam as native
 from megatrain.train import Trainer
+from schedules import codec
 from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Stream, Tier
 from schedules.schedule import Schedule
@@ -79,7 +80,9 @@ def measure(
         handing_ns = _handing_over(backend, trace.steps)
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if traces is not None:
-            trace.save(traces / f"{re.sub('[^A-Za-z0-9._-]+', '_', case.key_in_way)}.json")
+            name = re.sub("[^A-Za-z0-9._-]+", "_", case.key_in_way)
+            trace.save(traces / f"{name}.json")
+            codec.save(schedule, traces / f"{name}.schedule.json")
         if not all(key in known_ns for key in timed(schedule).values()):
             durations_ns = _alone(trainer, backend, schedule, case)
             known_ns.update(op_times(schedule, durations_ns))
@@ -226,8 +229,8 @@ def _handing_over(backend: CudaBackend, steps: int) -> dict[str, float]:
 
 
 def alone_steps(case: Case) -> int:
-    """Steps with every op by itself, of which the last one counts."""
-    return case.way.warm_up + 1
+    """Steps with every op by itself, of which the last one counts; one has enough of each op where it holds many."""
+    return 1 if case.accumulation >= 4 and not case.graphs else case.way.warm_up + 1
 
 
 def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case) -> list[int]:

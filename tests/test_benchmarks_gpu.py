@@ -330,6 +330,52 @@ gpu.main()"""
     assert rows["smoke"]["smoke"]["passed"] is True and rows["dram"]
 
 
+def test_nothing_is_timed_beside_a_check_or_if_careful_after_one_that_failed(tmp_path: Path) -> None:
+    code = """import sys, threading
+import gpu, gpu_checks, gpu_machine
+meeting = threading.Barrier(2, timeout=20.0)
+found = {"long": True, "short": sys.argv[2] != "failed"}
+gpu_checks.smoke = lambda: gpu_checks.Check(name="smoke", arguments=("platform",), takes_s=1.0)
+gpu_checks.checks = lambda: (gpu_checks.Check(name=name, arguments=(name,), takes_s=60.0) for name in found)
+def checked(check):
+    if check.name in found:
+        meeting.wait()  # each runs while the other does
+    return {"case": check.name, "passed": found.get(check.name, True)}
+gpu_checks.checked = checked
+sys.argv = ["gpu.py", "--once", "--rehearse", *sys.argv[3:], "--parts", "smoke", "checks", "dram", "--out", sys.argv[1]]
+gpu.main()"""
+    for name, status, careful in (("passed", 0, True), ("failed", 2, True), ("failed", 0, False)):
+        folder = tmp_path / f"{name} {careful}"
+        done = python(code, str(folder), name, *(["--careful"] if careful else []))
+        assert done.returncode == status, done.stderr
+        rows = json.loads((folder / "gpu.json").read_text())["rows"]
+        assert list(rows["checks"]) == ["long", "short", "clocks"] and ("dram" in rows) == (status == 0)
+        told = "nothing more is measured, since something went wrong: checks: short\n"
+        assert (told in done.stderr) == (status == 2), done.stderr
+        begun = [line.split(", about ")[1] for line in done.stderr.splitlines() if line.startswith("checks: ")]
+        assert begun == ["60 s ...", "0 s ...", "25 s ..."]  # who begins the first has begun all of them
+    late = python(code, str(tmp_path / "late"), "passed", "--budget-s", "40")
+    assert late.returncode == 0, late.stderr
+    assert list(json.loads((tmp_path / "late" / "gpu.json").read_text())["rows"]["checks"]) == ["clocks"]
+
+
+def test_what_is_unexpected_is_neither_no_room_nor_a_rivals(tmp_path: Path) -> None:
+    code = """import sys
+from pathlib import Path
+import gpu, gpu_results, rehearsal
+rehearsal.install(gpu)
+rows = gpu_results.Results(Path(sys.argv[1]), 1.0, again=False)
+broken = {"case": "a", "error": "why"}
+rows.body["rows"] = {
+    "checks": {"right": {"case": "a", "passed": True}, "wrong": {"case": "b", "passed": False}},
+    "steps": {"fine": {"case": "a"}, "broken": broken, "large": {**broken, "refused": True}},
+    "rivals": {"broken": broken},
+}
+assert rows.unexpected() == ["checks: wrong", "steps: broken"], rows.unexpected()"""
+    done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 def test_where_a_block_is_wrong_all_goes_on_without_cudnns_attention(tmp_path: Path) -> None:
     code = """import sys
 import gpu, gpu_block, gpu_machine, torch
@@ -458,7 +504,8 @@ rehearsal.install(gpu)
 rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
 options = argparse.Namespace(models=["tiny"], policies=["streamed"], host_gib=None, traces=False, parts=["steps"])
 for part in gpu.parts(options, rows):
-    assert (getattr(part.work, "func", None) is gpu.alone) == (part.part not in gpu_table.STEPS), part
+    alone = part.part not in gpu_table.STEPS and (part.part != "checks" or part.name == "clocks")
+    assert (getattr(part.work, "func", None) is gpu.alone) == alone, part
 whole = []
 torch.cuda.set_per_process_memory_fraction = whole.append
 large = SimpleNamespace(buffers=[Buffer(name="a", tier=Tier.HOST, nbytes=1 << 20)])
