@@ -289,10 +289,11 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
 def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, Mapping[str, float]]:
     """As measured; else by the optimizer's rate, and what else passes over memory by its traffic where it runs.
 
-    What is written into pages that the process is only now given goes at one thread's pace, where that is known.
+    What is written into pages that the process is only now given goes at one thread's pace, where that is known and
+    the op was not timed with them.
     """
     gpu, host = profile.gpu, profile.host
-    duration = _tabulated_ns(op, schedule, profile)
+    known = duration = _tabulated_ns(op, schedule, profile)
     if duration is None and op.phase == Phase.ADAM:
         if host.adam_params_per_s is not None and not op.on_device:
             duration = op.params / host.adam_params_per_s.value * 1e9
@@ -304,7 +305,7 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
         duration = op.nbytes / (host.memory_bandwidth.value * host.adam_efficiency.value) * 1e9
     if op.on_device:
         return _whole(duration, op, profile), _of_device(op, duration, profile)
-    if host.fresh_pages is not None:
+    if known is None and host.fresh_pages is not None:
         duration = max(duration, op.fresh / host.fresh_pages.value * 1e9)
     usage = {DRAM: _share(op.nbytes, duration, host.memory_bandwidth.value)}
     if host.adam_threads is not None:

@@ -230,6 +230,14 @@ def test_memory_just_allocated_is_written_at_one_threads_pace() -> None:
     assert demand(replace(op, fresh=0), round_profile("host.fresh_pages=2.5GB/s")).duration_ns == 10**7
 
 
+def test_a_pass_that_was_timed_lasts_so_long_whatever_its_memory_is() -> None:
+    schedule = policies.build("megatrain_released", MODEL, WORKLOAD, ROOM)
+    op = next(op for op in schedule.ops if op.fresh and op.stream == Stream.CPU)
+    times = Table(values=dict.fromkeys(timed(schedule).values(), 5e6), unit="ns", source="measured here")
+    profile = replace(round_profile("host.fresh_pages=2.5GB/s"), mode="measured", measured=Measured(op_times=times))
+    assert demands(schedule, profile)[schedule.index[op.name]].duration_ns == 5 * 10**6
+
+
 def test_an_update_on_the_device_is_a_kernel() -> None:
     found = demand(update(Stream.COMPUTE, nbytes=2 * 10**9), round_profile())
     assert (found.duration_ns, found.usage, found.issue_ns) == (10**6, {GPU: 1.0}, 100_000)
