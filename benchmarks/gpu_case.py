@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import re
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -84,6 +85,12 @@ class Case:
             precision=self.precision,
             recompute=self.recompute,
         )
+
+
+def limit_gib(key: str) -> float | None:
+    """The `device_gib` of the case that has such a key."""
+    found = re.search(r" in ([0-9.]+) GiB", key)
+    return float(found[1]) if found else None
 
 
 def schedule_of(

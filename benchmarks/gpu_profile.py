@@ -22,9 +22,12 @@ def _value(number: float, unit: str) -> Value:
     return Value(value=float(number), unit=unit, source=SOURCE)
 
 
-def machine_of(machine: dict[str, list[Row]]) -> HardwareProfile:
-    """This machine for the planner: its GPU's datasheet, with the bandwidths and the slowdown that were measured."""
-    base = hardware.load(gpu_machine.datasheet())
+def machine_of(machine: dict[str, list[Row]], gpu: str | None = None) -> HardwareProfile:
+    """The machine for the planner: its GPU's datasheet, with the bandwidths and the slowdown that were measured.
+
+    `gpu` is CUDA's name for it, this machine's if None.
+    """
+    base = hardware.load(gpu_machine.datasheet(gpu))
     links, host, gpu = base.links, base.host, base.gpu
     if rows := machine.get("links"):
         largest = rows[-1]
@@ -51,10 +54,10 @@ def op_times(schedule: Schedule, durations_ns: list[int]) -> dict[str, float]:
 
 
 def profile_of(
-    schedule: Schedule, machine: dict[str, list[Row]], known_ns: dict[str, float], handing_ns: dict[str, float]
+    schedule: Schedule, base: HardwareProfile, known_ns: dict[str, float], handing_ns: dict[str, float]
 ) -> HardwareProfile:
-    """This machine for the simulator: as for the planner, with what this schedule's ops take alone."""
-    base, keys = machine_of(machine), timed(schedule)
+    """The machine for the simulator: `base`, as for the planner, with what this schedule's ops take alone."""
+    keys = timed(schedule)
     rates = [
         op.params / known_ns[keys[place]] * 1e9
         for place, op in enumerate(schedule.ops)

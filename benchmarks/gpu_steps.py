@@ -86,7 +86,7 @@ def measure(
         if not all(key in known_ns for key in timed(schedule).values()):
             durations_ns = _alone(trainer, backend, schedule, case)
             known_ns.update(op_times(schedule, durations_ns))
-        profile = profile_of(schedule, machine, known_ns, handing_ns)
+        profile = profile_of(schedule, machine_of(machine), known_ns, handing_ns)
         row = _row(case, schedule, trace, losses)
         row |= {
             "attention": kernel,

@@ -253,7 +253,7 @@ def test_tests_that_tested_nothing_have_not_failed(
 
 def test_the_machines_profile_has_what_was_measured(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
     profile, base = module("gpu_profile"), hardware.load("h100")
-    monkeypatch.setattr(module("gpu_machine"), "datasheet", lambda: "h100")
+    monkeypatch.setattr(module("gpu_machine"), "datasheet", lambda gpu: "h100")
     assert profile.machine_of({}) == base
 
     def link(up: float, down: float, *both: float) -> dict[str, Any]:
@@ -275,16 +275,16 @@ def test_the_machines_profile_has_what_was_measured(module: Module, monkeypatch:
     assert links.h2d.latency == base.links.h2d.latency and found.gpu.memory == base.gpu.memory
 
 
-def test_a_schedules_profile_has_what_its_ops_take_alone(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedules_profile_has_what_its_ops_take_alone(module: Module) -> None:
     profile, schedule = module("gpu_profile"), WRITERS["two_slots"](small(), WORKLOAD)
-    monkeypatch.setattr(module("gpu_machine"), "datasheet", lambda: "h100")
+    base = hardware.load("h100")
     durations_ns = [1000 + place * place for place in range(len(schedule.ops))]
     keys, of_key = timed(schedule), dict[str, list[int]]()
     for place, key in keys.items():
         of_key.setdefault(key, []).append(durations_ns[place])
     known_ns = profile.op_times(schedule, durations_ns)
     assert known_ns == {key: round(statistics.median(times)) for key, times in of_key.items()}
-    found = profile.profile_of(schedule, {}, {**known_ns, "of another schedule": 1.0}, {"compute": 7.0, "copy": 3.0})
+    found = profile.profile_of(schedule, base, {**known_ns, "of another schedule": 1.0}, {"compute": 7.0, "copy": 3.0})
     updates = [place for place, op in enumerate(schedule.ops) if op.phase == Phase.ADAM]
     rates = [schedule.ops[place].params / (known_ns[keys[place]] / 1e9) for place in updates]
     assert found.host.adam_params_per_s.value == pytest.approx(statistics.median(rates))

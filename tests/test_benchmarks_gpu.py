@@ -75,10 +75,19 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     assert first.stdout.strip() == page.strip()
     run = body["runs"][0]
     assert all(run[what] in page for what in ("gpu", "host", "date", "command")) and run["versions"]["torch"] in page
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "notes.md").write_text("What a person has to say.\n")
     command = [sys.executable, "benchmarks/gpu_page.py", str(tmp_path), "--out", str(tmp_path / "page")]
     subprocess.run(command, cwd=ROOT, env=BESIDE, capture_output=True, timeout=100, check=True)
     told = (tmp_path / "page" / "README.md").read_text()
-    assert page.splitlines()[2:30] == told.splitlines()[4:32] and "(predicted_measured.png)" in told
+    assert told.splitlines()[2] == "What a person has to say." and "(predicted_measured.png)" in told
+    assert page.splitlines()[2:30] == told.splitlines()[6:34]
+    anew = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| tiny ")][
+        -len(rows["steps"]) :
+    ]
+    assert [(key, then) for key, then, _ in anew] == [
+        (key, f"{row['prediction_error']:+.1%}") for key, row in body["rows"]["steps"].items()
+    ]
     assert (tmp_path / "page" / "gpu.json").read_text() == (tmp_path / "gpu.json").read_text()
     assert len((tmp_path / "page" / "predicted_measured.csv").read_text().splitlines()) == 1 + len(rows["steps"])
     again = rehearse(tmp_path, "--parts", *PARTS)
@@ -86,6 +95,31 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     # those that measured something: to the first rival and to the second, whose engines begin in a process of their
     # own, to the kernels' end, and one that went on
     assert len(json.loads((tmp_path / "gpu.json").read_text())["runs"]) == 4
+
+
+def test_what_was_measured_on_a_gpu_is_still_predicted_so() -> None:
+    """Whoever changes a policy or the simulator sees here what it means for steps that were measured."""
+    body = ROOT / "analysis" / "results" / "gpu" / "h200" / "gpu.json"
+    code = """import json, statistics, sys
+import gpu_anew
+body = json.load(open(sys.argv[1]))
+steps, now = body["rows"]["steps"], gpu_anew.predicted(body)
+assert len(now) == sum("step_s" in row for row in steps.values()) >= 10
+errors = [abs(predicted_s / steps[key]["step_s"]["median"] - 1) for key, predicted_s in now.items()]
+assert statistics.median(errors) < 0.06, errors
+faster = gpu_anew.predicted(body, ["host.adam_params_per_s=5.9Gparams/s"])
+updated = {"llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB", "llama-3.2-3b streamed 1x8x1024 bf16"}
+assert all(faster[key] < now[key] / 1.5 for key in updated)
+assert faster["llama-3.2-3b planned 1x2x1024 bf16"] == now["llama-3.2-3b planned 1x2x1024 bf16"]  # all on the GPU
+steps["llama-3.2-3b planned 1x2x1024 bf16"]["digest"] = "0" * 64
+try:
+    gpu_anew.predicted(body)
+except ValueError as error:
+    assert "no longer makes the schedule 00000000 that was run" in str(error)
+else:
+    raise AssertionError"""
+    done = python(code, str(body))
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_expected_is_written_down_for_every_step_that_will_be_measured(tmp_path: Path) -> None:
