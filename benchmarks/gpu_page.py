@@ -23,6 +23,7 @@ from gpu_table import table
 
 from analysis import plots
 from analysis.figure import figure_of, save
+from megatrain.this_machine import today
 from schedules.files import write_text
 
 PICTURE, NOTES = "predicted_measured", "notes.md"
@@ -70,7 +71,8 @@ def anew(body: dict[str, Any], assumed: Sequence[str]) -> str:
     return "\n".join(
         [
             "How much longer each step was predicted to take than it took, by the simulator as it was when that was "
-            f"measured, and as it is now: from the same stored figures. Now the median size is {size:.1%}.{told}",
+            f"measured, and as it is now: from the same stored figures. Now the median size is {size:.1%}.{told} "
+            f"(`python {' '.join(sys.argv)}`, {today()})",
             "",
             f"| case | {' | '.join(columns)} |",
             "|---" + "|---:" * len(columns) + "|",

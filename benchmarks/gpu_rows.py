@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_case import PLANNED, Case
-from gpu_steps import LASTS_S, STEPS, WARM_UP, alone_steps
+from gpu_steps import LASTS_S, LOADED_S, STEPS, WARM_UP, alone_steps
 
 EXPECTED = Path(__file__).parent.parent / "analysis" / "results" / "gpu-expected"  # a page and a file for each GPU
 
@@ -98,7 +98,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
         like = dataclasses.replace(case, policy="resident", knobs={})
     else:
         steps += alone_steps(case) * ALONE + (steps if spun(case) else 0.0)
-        startup += PLANNING_S if case.policy == PLANNED else 0.0
+        startup += LOADED_S * ALONE + (PLANNING_S if case.policy == PLANNED else 0.0)
     row = known.get(like.key)
     if row is None:
         return 0.0

@@ -28,7 +28,7 @@ from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.cuda import CudaBackend, handed_over, launched_ahead, spinning
 from megatrain.data import RandomTokens
-from megatrain.executor import Executor, serial
+from megatrain.executor import Executor, in_turn
 from megatrain.initial import repeated_parameters
 from megatrain.native import adam as native
 from megatrain.train import Trainer
@@ -48,6 +48,7 @@ B = TypeVar("B", bound=CudaBackend)
 PLANNING_S = 120.0  # at most
 WARM_UP, STEPS = 2, 5  # steps that are left out, but for the end of the last; the fewest periods that count
 LASTS_S, MOST = 2.0, 500  # what is run after the warm-up, of which the later half counts: clocks settle under load
+LOADED_S = 1.0  # after which the clock of a GPU at work has settled
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
 
@@ -83,11 +84,11 @@ def measure(
             name = re.sub("[^A-Za-z0-9._-]+", "_", case.key_in_way)
             trace.save(traces / f"{name}.json")
             codec.save(schedule, traces / f"{name}.schedule.json")
+        row = _row(case, schedule, trace, losses)
         if not all(key in known_ns for key in timed(schedule).values()):
-            durations_ns = _alone(trainer, backend, schedule, case)
+            durations_ns = _alone(trainer, backend, schedule, case, row["step_s"]["median"])
             known_ns.update(op_times(schedule, durations_ns))
         profile = profile_of(schedule, machine_of(machine), known_ns, handing_ns)
-        row = _row(case, schedule, trace, losses)
         row |= {
             "attention": kernel,
             "startup_s": startup_s,
@@ -229,20 +230,21 @@ def _handing_over(backend: CudaBackend, steps: int) -> dict[str, float]:
 
 
 def alone_steps(case: Case) -> int:
-    """Steps with every op by itself, of which the last one counts; one has enough of each op where it holds many."""
+    """Steps of one op after another, up to one that counts; one has enough of each op where it holds many."""
     return 1 if case.accumulation >= 4 and not case.graphs else case.way.warm_up + 1
 
 
-def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case) -> list[int]:
-    """Each op's time, ns, with nothing beside it."""
-    steps = alone_steps(case)
+def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case, step_s: float) -> list[int]:
+    """Each op's time, ns, with nothing beside it, on a GPU as busy as in a step, which lasts about `step_s`."""
+    steps = alone_steps(case) + int(LOADED_S / step_s)
     works = case.way.prepare(schedule, trainer.works())
-    trainer.issue_by(Executor(verify(serial(schedule)), backend, works, record=True))
-    with launched_ahead(backend, schedule.workload):
+    trainer.issue_by(Executor(verify(in_turn(schedule)), backend, works, record=True))
+    with launched_ahead(backend, schedule, graphs=case.graphs):
         trainer.run(steps)
     trace = trainer.trace()
-    spans = (trace.end_ns - trace.start_ns).reshape(steps, -1)[-1]
-    return [int(span) for span in spans]
+    spans = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))
+    counted = spans[-max(1, int(LOADED_S / step_s) // 2) :]
+    return [int(statistics.median(times)) for times in counted.T]
 
 
 def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:

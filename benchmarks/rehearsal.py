@@ -136,6 +136,7 @@ def install(gpu: Any) -> None:
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
     for module in (gpu_steps, gpu_rivals, gpu_rows):
         module.LASTS_S = 0.0  # type: ignore[attr-defined]
+    gpu_steps.LOADED_S = 0.0
     gpu_steps.PROFILED = torch.profiler.ProfilerActivity.CPU
     gpu_rows.MODELS, gpu_rows.BATCHES = ("tiny",), ((16, 2, 1), (16, 1, 2))
     tiny = gpu_case.Case(model="tiny", policy="resident", seq_len=16, micro_batch_size=2, precision="bf16_16bit")

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,6 @@ from schedules.errors import Refused
 from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
-from schedules.workload import Workload
 from sim.cost import issue_kind
 from sim.units import scaled
 
@@ -168,7 +168,7 @@ class CudaBackend(CpuBackend):
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         self.events: list[tuple[Op, DeviceEvent]] | None = None  # a list, to be told of every op handed over
-        self.ahead_s = 0.0  # that the GPU spins before each op, see `launched_ahead`
+        self.ahead_of = frozenset[str]()  # ops before which the GPU spins, see `launched_ahead`
 
     @property
     def device(self) -> torch.device:
@@ -209,7 +209,7 @@ class CudaBackend(CpuBackend):
         if not self._begun:
             self._begun = True
             torch.cuda.synchronize()  # memory was filled on another stream than those that use it
-        delay_s = max(task.delay_s, self.ahead_s)
+        delay_s = max(task.delay_s, AHEAD_S if task.op.name in self.ahead_of else 0.0)
         event = DeviceEvent(
             self._streams[task.op.stream],
             self._clock,
@@ -260,20 +260,25 @@ class CudaBackend(CpuBackend):
 
 
 @contextlib.contextmanager
-def launched_ahead(backend: Backend[Any], workload: Workload) -> Iterator[None]:
-    """Within, a GPU spins for AHEAD_S before each of its ops, so that the host launches all of it meanwhile.
+def launched_ahead(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> Iterator[None]:
+    """Within, a GPU spins for AHEAD_S before some of its ops, so that the host launches all of each meanwhile.
 
-    By itself an op would otherwise last as long as its launches, which in a step come before it: they are what handing
-    over costs. Ops of more than AHEAD_UP_TO tokens last longer than their launches anyway.
+    By itself an op would last as long as its launches, which in a step come before it: they are what handing over
+    costs. As a graph it is launched while the op before it runs, unless that is the host's. Ops of more than
+    AHEAD_UP_TO tokens last longer than their launches anyway. A GPU that spins rests, and its clock rises above what
+    it keeps in a step: so it spins no more often than it must.
     """
-    if not isinstance(backend, CudaBackend) or workload.tokens_per_microbatch > AHEAD_UP_TO:
+    if not isinstance(backend, CudaBackend) or schedule.workload.tokens_per_microbatch > AHEAD_UP_TO:
         yield
         return
-    backend.ahead_s = AHEAD_S
+    before = (schedule.ops[-1], *schedule.ops)
+    backend.ahead_of = frozenset(
+        op.name for op, last in zip(schedule.ops, before, strict=False) if not (graphs and last.on_device)
+    )
     try:
         yield
     finally:
-        backend.ahead_s = 0.0
+        backend.ahead_of = frozenset()
 
 
 def handed_over(events: Iterable[tuple[Op, DeviceEvent]]) -> dict[str, list[int]]:
@@ -291,6 +296,8 @@ def prepare_process() -> None:
     GPU, of which CUDA makes 8 if nothing is said: two on one would wait for each other.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(QUEUES))
+    # autograd's own thread has none until its first kernel, and torch sets it then
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 

@@ -14,7 +14,7 @@ from typing import Generic
 import numpy as np
 
 from megatrain.backend import Backend, E, Task, Work
-from schedules.op import Stream
+from schedules.op import Stream, Wait
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Ints, Trace
 from schedules.verify import Verified
@@ -175,6 +175,19 @@ class Executor(Generic[E]):
 def serial(schedule: Schedule) -> Schedule:
     """The same, with the host waiting for every op: none runs beside another."""
     return replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
+
+
+def in_turn(schedule: Schedule) -> Schedule:
+    """The same, each op after the one before it on whatever stream: none runs beside another, nor waits for the host.
+
+    What is on a GPU is queued there while the op before it runs, so that the GPU is as busy, and as warm, as in a step.
+    """
+    follows = []
+    for place, op in enumerate(schedule.ops):
+        before = schedule.ops[place - 1]  # of the first op: the last op of the step before
+        if before.stream not in (op.stream, Stream.HOST):  # those are in order anyway
+            follows.append(Wait(op=op.name, on=before.name, distance=0 if place else 1))
+    return replace(schedule, waits=tuple(dict.fromkeys((*schedule.waits, *follows))))
 
 
 def _proven(verified: Verified) -> Schedule:

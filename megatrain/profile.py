@@ -1,8 +1,8 @@
 """Measures the machine it runs on, so that the simulator can predict it: ops in place, then what they share.
 
-Ops are timed inside the executor itself, by schedules in which every op blocks the host: nothing runs beside
-anything else, and each op finds its memory as cold as in a real step. What happens when ops do run beside one
-another is measured apart, on pairs of streams. Nothing is fitted to a run that is later predicted.
+Ops are timed inside the executor itself, by schedules in which one op follows another: nothing runs beside anything
+else, and each op finds its memory as cold, and a GPU as warm, as in a real step. What happens when ops do run beside
+one another is measured apart, on pairs of streams. Nothing is fitted to a run that is later predicted.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatrain import profile_numbers as numbers
@@ -24,7 +27,7 @@ from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import CudaBackend, DeviceEvent, handed_over, launched_ahead
 from megatrain.data import RandomTokens
-from megatrain.executor import serial
+from megatrain.executor import in_turn, serial
 from megatrain.initial import repeated_parameters
 from megatrain.measured_parts import Parts
 from megatrain.neighbours import told_of_neighbours
@@ -46,7 +49,8 @@ Progress = Callable[[float, str], None]  # done in [0, 1], what is being measure
 Machine = Callable[[], Backend[Any]]  # a fresh backend; who runs on it closes it
 RunOn = tuple[Machine, Path | None, Way]  # where, with which folder on a drive, and how
 
-ALONE_STEPS = 4  # serialised steps per schedule, after its warm-up
+ALONE_STEPS = 4  # steps per schedule, one op after another, after its warm-up
+LOADED_S = 1.0  # after which the clock of a GPU at work has settled
 WOKEN, WOKEN_STEPS = 5, 6  # schedules, and steps of each, in which idle streams and the issuing host are watched
 OPS_SHARE = 0.8  # of the progress bar
 
@@ -213,16 +217,33 @@ def alone(
     step, which is warm-up and not told.
     """
     backend = machine()
-    with launched_ahead(backend, schedule.workload):
-        trace, workspace = _run(serial(schedule), ALONE_STEPS + way.warm_up, backend, nvme, way, metered)
+    trace, workspace = _run(serial(schedule), ALONE_STEPS + way.warm_up, backend, nvme, way, metered)
     shape = (ALONE_STEPS + way.warm_up, len(schedule.ops))
     columns = (trace.issue_ns, trace.start_ns, trace.end_ns)
     issue, start, end = (column.reshape(shape)[way.warm_up :] for column in columns)
+    durations = end - start
+    if isinstance(backend, CudaBackend):
+        durations = _under_load(schedule, machine, nvme, way, int(end[-1, -1] - start[-1, 0]))
     return {
-        "durations_ns": (end - start).tolist(),
+        "durations_ns": durations.tolist(),
         "gaps_ns": (issue[:, 1:] - end[:, :-1]).tolist(),
         "workspace": workspace,
     }
+
+
+def _under_load(
+    schedule: Schedule, machine: Machine, nvme: Path | None, way: Way, step_ns: int
+) -> npt.NDArray[np.int64]:
+    """The same [steps][ops] of a GPU that has been at work for LOADED_S, as a step lasts about `step_ns`.
+
+    Where the host waits for each op the GPU rests, and its clock rises above what it can keep in a step.
+    """
+    steps = way.warm_up + math.ceil(LOADED_S * 1e9 / step_ns) + ALONE_STEPS
+    backend = machine()
+    with launched_ahead(backend, schedule, graphs=way.graphs):
+        trace, _ = _run(in_turn(schedule), steps, backend, nvme, way)
+    durations: npt.NDArray[np.int64] = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))[-ALONE_STEPS:]
+    return durations
 
 
 def workspaces(

@@ -28,7 +28,7 @@ from megatrain import pinned as pinning
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
-from megatrain.executor import Executor
+from megatrain.executor import Executor, in_turn, serial
 from megatrain.graphs import PHASES, NotCaptured, Pool, replayed
 from megatrain.lifetime import released
 from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
@@ -36,6 +36,7 @@ from megatrain.pointwise import compiled
 from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
 from megatrain.this_machine import backend_of
 from megatrain.train import Debug
+from megatrain.way import PLAINLY
 from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
@@ -238,12 +239,14 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
     monkeypatch.setattr("megatrain.cpu.time.sleep", lambda s: pytest.fail("an op of the host waited"))
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     on_device = [op for op in schedule.ops if op.stream in DEVICE_STREAMS]
+    monkeypatch.setattr(profile, "LOADED_S", 0.0)
     found = profile.alone(schedule, lambda: FakeBackend(gpu))
     assert len(found["durations_ns"]) == profile.ALONE_STEPS
     for stream in DEVICE_STREAMS:
         lines = [line[0] for line in gpu.log if line[0] in ("spin", "record") and line[1] == stream]
         steps, ops = profile.ALONE_STEPS + 1, sum(op.stream == stream for op in on_device)
-        assert lines == ["spin", "record", "record"] * (steps * ops)
+        gaps = ["record", "record"] * (steps * ops)  # of these times nothing is taken
+        assert lines == gaps + ["spin", "record", "record"] * (steps * ops)
     cycles = round(cuda.AHEAD_S * 1e9 / 1e6 * cuda.SPIN_CYCLES / FAST)
     assert {line for line in gpu.spun if line[0] != "default"} == {(op.stream, cycles) for op in on_device}
     gpu.spun.clear()
@@ -251,6 +254,24 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
     profile.alone(schedule, lambda: FakeBackend(gpu))  # ops are long
     profile.alone(schedule, CpuBackend)
     assert not gpu.spun
+
+
+def test_a_gpu_that_is_timed_rests_for_the_host_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock would rise above what it keeps in a step: ops are queued, and as graphs none waits for its launches."""
+    monkeypatch.setattr(profile, "LOADED_S", 0.0)
+    schedule, backend = WRITERS["two_slots"](MODEL, WORKLOAD), FakeBackend(gpu)
+    before = (schedule.ops[-1], *schedule.ops[:-1])
+    after_the_host = {op.name for op, last in zip(schedule.ops, before, strict=True) if not last.on_device}
+    with cuda.launched_ahead(backend, schedule, graphs=True):
+        assert backend.ahead_of == after_the_host and len(after_the_host) < len(schedule.ops)
+    assert not backend.ahead_of
+    backend.close()
+    waited, host_wait = list[int](), FakeBackend.host_wait
+    monkeypatch.setattr(FakeBackend, "host_wait", lambda self, event: (waited.append(1), host_wait(self, event))[1])
+    profile._run(serial(schedule), 3, FakeBackend(gpu), None, PLAINLY)
+    of_serial = len(waited)
+    profile._run(in_turn(schedule), 3, FakeBackend(gpu), None, PLAINLY)
+    assert len(waited) - of_serial < of_serial / 2
 
 
 def test_in_a_run_launches_are_timed_and_nothing_spins(gpu: FakeGpu) -> None:
@@ -261,9 +282,9 @@ def test_in_a_run_launches_are_timed_and_nothing_spins(gpu: FakeGpu) -> None:
     assert {kind: len(times) for kind, times in handed.items()} == {k: steps * kinds.count(k) for k in set(kinds)}
     assert all(ns > 0 for times in handed.values() for ns in times) and not gpu.spun
     backend = FakeBackend(gpu)
-    with cuda.launched_ahead(backend, WORKLOAD):
-        assert backend.ahead_s == cuda.AHEAD_S
-    assert not backend.ahead_s
+    with cuda.launched_ahead(backend, schedule, graphs=False):
+        assert backend.ahead_of == {op.name for op in schedule.ops}
+    assert not backend.ahead_of
     backend.close()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from megatrain.autograd import Saved
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import RandomTokens
-from megatrain.executor import Executor, NotVerified, serial
+from megatrain.executor import Executor, NotVerified, in_turn, serial
 from megatrain.lifetime import released
 from megatrain.store import Store, StoreError
 from megatrain.train import Debug, Trainer
@@ -246,13 +246,14 @@ def test_second_run_goes_on_where_the_first_ended() -> None:
             assert torch.equal(once.parameters(i), twice.parameters(i))
 
 
-def test_a_training_goes_on_however_its_ops_are_issued() -> None:
+@pytest.mark.parametrize("one_by_one", [serial, in_turn])
+def test_a_training_goes_on_however_its_ops_are_issued(one_by_one: Callable[[Schedule], Schedule]) -> None:
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     with trainer(schedule) as usual, trainer(schedule, record=True) as other:
         whole = usual.run(5)
         parts = other.run(2)
         let_go = weakref.ref(other._executor)
-        other.issue_by(Executor(verify(serial(schedule)), other._backend, other.works(), record=True))
+        other.issue_by(Executor(verify(one_by_one(schedule)), other._backend, other.works(), record=True))
         assert let_go() is None  # its graphs would hold memory
         parts += other.run(3)
         assert parts == whole
