@@ -347,6 +347,23 @@ def test_the_optimizer_runs_beside_the_memory_it_works_on(gpu: FakeGpu, monkeypa
     assert seen == [({beside}, 1)]
 
 
+def test_the_optimizers_threads_are_its_own_beside_those_that_hand_over(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that hands over sets torch to one, for itself: on the first GPU the optimizer had one, too."""
+    monkeypatch.setattr(cuda, "cpus_beside", lambda address: tuple(range(8)))
+    monkeypatch.setattr(cuda, "usable_cores", lambda: 8)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: None)
+    backend, seen = FakeBackend(gpu), list[int]()
+    for stream in (Stream.CPU, Stream.COMPUTE, Stream.CPU):  # it begins first, and asks torch last
+        op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=stream)
+        asks = len(backend._running) == 2
+        work = lambda step, asks=asks: seen.append(torch.get_num_threads()) if asks else None  # noqa: E731
+        backend.host_wait(backend.submit(Task(op, 0, 0, work), ()))
+    backend.close()
+    assert seen == [6]
+
+
 def test_the_optimizer_has_no_more_threads_than_a_container_has_cores(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
