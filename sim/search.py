@@ -2,9 +2,10 @@
 
 A candidate is a policy with knobs and a split of the step into micro-batches. It is built, dropped if it does not
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
-best period known, and else simulated. Where there are few placements all are tried, which is exact; elsewhere a
-coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time, in
-the end several together, until no step helps, or the effort is spent.
+best period known, and else simulated. Where there are few placements all are tried, which is exact (of the second
+order of micro-batches, once something fits, only the ends); elsewhere a coarse grid is, and what the bound over all
+placements suggests. The best point is improved one knob at a time, in the end several together, until no step helps,
+or the effort is spent.
 """
 
 from __future__ import annotations
@@ -310,11 +311,16 @@ class Search:
             placements = self._placements(workload)
             effort = self.found.effort
             begins = dict.fromkeys((start, self.found.room.begin(start, one_block=self.one_block)))
+            names = ["order", *placements]
             for order, begin in itertools.product(_orders(workload), begins):
-                if order != "layers" and self.found.at is not None:
-                    break  # from what fits the other order is tried later
-                every = itertools.product([order], *placements.values())
-                names = ["order", *placements]
+                tried = list(placements.values())
+                if order != "layers" and self.found.at is not None:  # where much fits, its ends and what is best so far
+                    best = self.found.at
+                    tried = [
+                        list(dict.fromkeys((values[0], best.value(name), values[-1])))
+                        for name, values in placements.items()
+                    ]
+                every = itertools.product([order], *tried)
                 self.found.evaluate(*(begin.with_knobs(dict(zip(names, values, strict=True))) for values in every))
             self.found.effort = effort  # there are few: what follows may still take its own
             return

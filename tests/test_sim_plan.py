@@ -394,6 +394,17 @@ def test_where_few_placements_have_room_the_other_order_and_all_modes_are_tried(
     assert "microbatches" in {dict(tried.knobs).get("order") for tried in ours}
 
 
+def test_of_few_placements_those_of_the_other_order_are_tried_though_some_of_the_first_fit() -> None:
+    """Clipping holds updates back until all gradients are there, so that an order costs little but its memory."""
+    model = replace(presets.load("llama-3.1-8b"), num_hidden_layers=3)
+    profile = hardware.override(hardware.load("rtx5060ti"), ["gpu.memory=16GiB", "host.memory=64GiB"])
+    found = plan(model, profile, seq_len=4096, tokens_per_step=32768, grad_clip=1.0, precision="bf16_16bit")
+    workload = step(2, 4096, accumulation=4, grad_clip=1.0, precision="bf16_16bit")
+    other: dict[str, Knob] = {"order": "microbatches", "resident": 3}
+    schedule = policies.build("streamed", model, workload, memory_of(profile), **other)
+    assert found.prediction.period_ns <= predict(schedule, profile).period_ns
+
+
 def test_where_nothing_searched_fits_the_thriftiest_of_any_split_is_tried() -> None:
     model, steps = shallow(1), [step(24 // n, accumulation=n) for n in (1, 6, 12, 24)]
     profile = replace(hardware.load("rtx4090"), nvme=None)
