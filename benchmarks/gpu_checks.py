@@ -26,8 +26,6 @@ NOT_TESTED = {
     4: "pytest could not begin",
     5: "no tests were found",
 }
-
-
 TOLD = {True: 15, False: 120}  # lines of what a check said that are kept, where it passed and where not
 PROCESSES = 4  # of tests, where pytest can have several
 # Tests of times, which turns with other processes on the GPU would spoil.

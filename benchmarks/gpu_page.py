@@ -48,11 +48,7 @@ def predicted(body: dict[str, Any]) -> pd.DataFrame:
 def anew(body: dict[str, Any], assumed: Sequence[str]) -> str:
     """A table of the predictions that were made then, that are made now, and that would be on an assumed machine."""
     steps = body["rows"].get("steps", {})
-    now, then = (
-        gpu_anew.predicted(body),
-        {key: row["prediction_error"] for key, row in steps.items() if "step_s" in row},
-    )
-    if not now:
+    if not (now := gpu_anew.predicted(body)):
         return ""
     error = {key: predicted_s / steps[key]["step_s"]["median"] - 1 for key, predicted_s in now.items()}
     size = statistics.median(map(abs, error.values()))
@@ -63,7 +59,7 @@ def anew(body: dict[str, Any], assumed: Sequence[str]) -> str:
         otherwise = gpu_anew.predicted(body, assumed)
 
     def line(key: str) -> str:
-        cells = [key, f"{then[key]:+.1%}", f"{error[key]:+.1%}"]
+        cells = [key, f"{steps[key]['prediction_error']:+.1%}", f"{error[key]:+.1%}"]
         if assumed:
             cells.append(f"{steps[key]['tokens_per_step'] / otherwise[key]:,.0f}")
         return f"| {' | '.join(cells)} |"

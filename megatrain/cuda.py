@@ -293,7 +293,8 @@ def prepare_process() -> None:
     """Set what torch and CUDA read from the environment as they begin; nothing that is set there already.
 
     torch's allocator leaves no holes between allocations of different sizes. Streams have queues of their own on the
-    GPU, of which CUDA makes 8 if nothing is said: two on one would wait for each other.
+    GPU, of which CUDA makes 8 if nothing is said: two on one would wait for each other. A
+    warning of torch's about a thread of its own is not shown.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(QUEUES))
     # autograd's own thread has none until its first kernel, and torch sets it then
