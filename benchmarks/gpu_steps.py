@@ -26,7 +26,7 @@ from torch.autograd import DeviceType
 from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.backend import Work
-from megatrain.cuda import CudaBackend, handed_over, launched_ahead, spinning
+from megatrain.cuda import LOADED_S, CudaBackend, handed_over, launched_ahead, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, in_turn
 from megatrain.initial import repeated_parameters
@@ -48,7 +48,6 @@ B = TypeVar("B", bound=CudaBackend)
 PLANNING_S = 120.0  # at most
 WARM_UP, STEPS = 2, 5  # steps that are left out, but for the end of the last; the fewest periods that count
 LASTS_S, MOST = 2.0, 500  # what is run after the warm-up, of which the later half counts: clocks settle under load
-LOADED_S = 1.0  # after which the clock of a GPU at work has settled
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
 

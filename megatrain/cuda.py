@@ -40,6 +40,7 @@ RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; 
 SYNCHRONISATIONS = 5  # times that the two clocks are read side by side; the closest pair counts
 READINGS = 4  # of the clocks that are remembered: those that the steps in flight lie between
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `launched_ahead`; tokens of a micro-batch
+LOADED_S = 1.0  # after which the clock of a GPU at work has settled
 SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
 QUEUES = 32  # the most that CUDA makes
 SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said

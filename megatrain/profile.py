@@ -25,7 +25,7 @@ from megatrain import readings
 from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
-from megatrain.cuda import CudaBackend, DeviceEvent, handed_over, launched_ahead
+from megatrain.cuda import LOADED_S, CudaBackend, DeviceEvent, handed_over, launched_ahead
 from megatrain.data import RandomTokens
 from megatrain.executor import in_turn, serial
 from megatrain.initial import repeated_parameters
@@ -50,7 +50,6 @@ Machine = Callable[[], Backend[Any]]  # a fresh backend; who runs on it closes i
 RunOn = tuple[Machine, Path | None, Way]  # where, with which folder on a drive, and how
 
 ALONE_STEPS = 4  # steps per schedule, one op after another, after its warm-up
-LOADED_S = 1.0  # after which the clock of a GPU at work has settled
 WOKEN, WOKEN_STEPS = 5, 6  # schedules, and steps of each, in which idle streams and the issuing host are watched
 OPS_SHARE = 0.8  # of the progress bar
 
