@@ -64,6 +64,7 @@ class Point:
         """A hash of all that decides the point's row: this package's version and what rows tell included."""
         what = {
             "model": self.model.to_dict(),
+            "machine": self.machine,  # two of the same numbers may have two prices
             "profile": hardware.to_json(self.profile),
             "step": [self.policy, self.seq_len, self.tokens_per_step, self.precision],
             "told": FOUND,

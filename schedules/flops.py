@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from schedules.model import MLP_PROJECTIONS, ModelError, ModelSpec
+from schedules.model import MLP_PROJECTIONS, ModelSpec
 from schedules.op import Phase
 from schedules.workload import Workload
 
@@ -62,8 +62,7 @@ def recomputed_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     """
     if workload.recompute != "mlp" or not model.is_block(i):
         return 0
-    if model.num_experts:
-        raise ModelError(f"{model.name}: experts are not computed again inside a block, only what is pointwise")
+    model.require_recompute("mlp")
     again = 2 * model.hidden_size * model.mlp_width
     if workload.lora_rank is not None:
         again += workload.lora_rank * (2 * (model.hidden_size + model.mlp_width) + model.mlp_width)

@@ -213,6 +213,11 @@ class ModelSpec:
         """The modes of recompute, see Workload, that blocks have: experts' products are not made a chunk at a time."""
         return tuple(mode for mode in RECOMPUTED if not (mode == "mlp" and self.num_experts))
 
+    def require_recompute(self, mode: str) -> None:
+        """Raises ModelError where blocks do not have this mode of recompute."""
+        if mode not in self.recompute_modes:
+            raise ModelError(f"{self.name}: experts are not computed again inside a block, only what is pointwise")
+
     def is_block(self, i: int) -> bool:
         """Whether layer i is a decoder block. Raises ModelError when there is no layer i."""
         return self.layer_name(i) not in ("embed", "head")

@@ -332,8 +332,9 @@ def test_the_key_of_a_point_changes_with_whatever_decides_its_row() -> None:
         *some(["h200"], tokens_per_step=128)[:1],
         some(["h200"])[1],
         replace(base, precision="fp32"),
+        replace(base, machine="mine.json"),  # the same numbers, perhaps at another price
     ]
-    assert len({point.key for point in [base, *others]}) == 6
+    assert len({point.key for point in [base, *others]}) == 7
 
 
 def test_a_row_that_tells_less_than_rows_do_now_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ def build(
 
     Raises:
         PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails.
+        ModelError: the model's blocks do not have the step's mode of recompute.
     """
     return _built(name_or_path, model, workload, memory, values, waits=True)
 
@@ -155,6 +156,7 @@ def _built(
     if missing:
         raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
     chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
+    model.require_recompute(workload.recompute)
     with _Blame(name_or_path, values):
         require_few_ops(model, workload)
         program = function(model, workload, memory, **chosen)
