@@ -35,7 +35,7 @@ _ZERO3 = (
 _PARTS = (
     "the sum agrees better than its parts: the thread that stores gradients into fresh pages is predicted a third too "
     "slow, at a rate measured on another machine, and clipping, at DRAM bandwidth, seven times too fast; fresh pages "
-    "are counted since this step was predicted at a third of its time without them, so that it is no witness"
+    "are counted since this step was predicted at a third of its time without them, so that it is no evidence"
 )
 _SLOWER_KERNELS = (
     "compute-bound: kernels fill the predicted step, products at 0.68 of the peak three quarters of it; what took "

@@ -1,8 +1,8 @@
 """What `gpu.py` has measured, as a page with a picture: python benchmarks/gpu_page.py results/gpu [--out DIR]
 
-Needs no GPU. The page is gpu.md made anew, with the picture of all steps that were predicted, and what the simulator
-as it is now predicts from the same figures (with `--set`, also on a machine that differs so). gpu.json goes beside it;
-what notes.md says there, by hand, comes first.
+Needs no GPU. The page is gpu.md made anew, below a picture and a table of what the simulator as it is now predicts from
+the same figures (with `--set`, also on a machine that differs so). gpu.json goes beside it; what notes.md says there, by
+hand, comes first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,25 @@ from schedules.files import write_text
 PICTURE, NOTES = "predicted_measured", "notes.md"
 
 
-def predicted(body: dict[str, Any]) -> pd.DataFrame:
-    """A line for each step that was predicted; its noise is the spread of its periods."""
+def drawn(body: dict[str, Any], now: Mapping[str, float]) -> pd.DataFrame:
+    """A line for each step, with what is predicted `now`, in seconds by case; noise is the spread of its periods."""
     return pd.DataFrame(
         {
             "case": row["case"],
             "policy": row["case"].split()[1],
-            "predicted_s": row["predicted_step_s"],
+            "predicted_s": predicted_s,
             "measured_s": row["step_s"]["median"],
-            "predict_error": row["prediction_error"],
+            "predict_error": predicted_s / row["step_s"]["median"] - 1,
             "noise": (row["step_s"]["most"] - row["step_s"]["least"]) / row["step_s"]["median"],
         }
-        for row in body["rows"].get("steps", {}).values()
-        if "predicted_step_s" in row
+        for key, predicted_s in now.items()
+        for row in [body["rows"]["steps"][key]]
     )
 
 
-def anew(body: dict[str, Any], assumed: Sequence[str]) -> str:
+def anew(body: dict[str, Any], now: Mapping[str, float], assumed: Sequence[str]) -> str:
     """A table of the predictions that were made then, that are made now, and that would be on an assumed machine."""
-    steps = body["rows"].get("steps", {})
-    if not (now := gpu_anew.predicted(body)):
-        return ""
+    steps = body["rows"]["steps"]
     error = {key: predicted_s / steps[key]["step_s"]["median"] - 1 for key, predicted_s in now.items()}
     size = statistics.median(map(abs, error.values()))
     told, columns = "", ["then", "now"]
@@ -66,14 +64,13 @@ def anew(body: dict[str, Any], assumed: Sequence[str]) -> str:
 
     return "\n".join(
         [
-            "How much longer each step was predicted to take than it took, by the simulator as it was when that was "
-            f"measured, and as it is now: from the same stored figures. Now the median size is {size:.1%}.{told} "
+            "Error of predicted step times, by the simulator as it was when that was measured, and as it is now: from "
+            f"the same stored figures. Now the median size is {size:.1%}.{told} "
             f"(`python {' '.join(sys.argv)}`, {today()})",
             "",
             f"| case | {' | '.join(columns)} |",
             "|---" + "|---:" * len(columns) + "|",
             *map(line, now),
-            "",
             "",
         ]
     )
@@ -93,10 +90,11 @@ def main() -> None:
     text = file.read_text()
     body = json.loads(text)
     title, _, rest = table(body).partition("\n")
-    found = predicted(body)
-    if len(found):
+    if now := gpu_anew.predicted(body):
+        found = drawn(body, now)
         save(figure_of(plots.validated(found)), options.out / PICTURE, found)
-        rest = f"\n![steps, predicted over measured]({PICTURE}.png)\n{rest}\n{anew(body, options.set)}"
+        caption = "each step's time, predicted by the simulator as it is now, over the measured one"
+        rest = f"\n![{caption}]({PICTURE}.png)\n\n{anew(body, now, options.set)}{rest}"
     if (notes := options.out / NOTES).is_file():
         rest = f"\n{notes.read_text().strip()}\n{rest}"
     write_text(options.out / "README.md", f"{title}\n{rest}")

@@ -21,6 +21,7 @@ RIVALS = {  # in a column's words -> (policy, knobs) of a step of the same token
     "plain PyTorch": (gpu_rows.TORCH, {}),
 }
 SAME_STATE = {"ZeRO-3": "bf16", "plain PyTorch": "bf16_16bit"}  # the only precision in which that keeps what ours does
+TRIED = " (tried)"  # which kernels, and whether graphs, is decided by rows of their own
 WITHIN = (0.04, 0.10)
 
 
@@ -39,7 +40,10 @@ def table(body: dict[str, Any]) -> str:
         "| GPU peak (GB) | host (GB) | run |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_step(row, peak) for part in STEPS for row in rows.get(part, {}).values()]
+    taken = list(rows.get("steps", {}).values())
+    for part in STEPS:
+        tried = TRIED if part == "ways" else ""
+        lines += [_step(row, peak, tried) for row in rows.get(part, {}).values() if not tried or row not in taken]
     told = [
         f"{part}: {json.dumps({k: v for k, v in row.items() if k not in ('said', 'settings')}, default=str)}"
         for part, of_part in rows.items()
@@ -49,15 +53,16 @@ def table(body: dict[str, Any]) -> str:
     note = f"MFU and HFU are of {peak:,.0f} TFLOP/s, the fastest product measured here. " if peak else ""
     note += (
         "Predicted: how much longer the predicted step is than the measured one, from what links, memory and each op "
-        "take alone here. The bound is that schedule's, from the same figures."
+        "take alone here. The bound is that schedule's, from the same figures: a step below it had ops that took less "
+        "than they had alone."
     )
     return "\n".join([*lines, "", note, "", *_errors(rows), *_beside(body), *told, ""])
 
 
-def _step(row: Row, peak: float | None) -> str:
+def _step(row: Row, peak: float | None, tried: str) -> str:
     if "error" in row:
-        return f"| {row['case']} | {_cell(row['error'])} | | | | | | | | | {row['run']} |"
-    step, way = row["step_s"], "".join(f", {name}" for name in ("fused", "graphs") if row.get(name))
+        return f"| {row['case']}{tried} | {_cell(row['error'])} | | | | | | | | | {row['run']} |"
+    step, way = row["step_s"], "".join(f", {name}" for name in ("fused", "graphs") if row.get(name)) + tried
     if not all(map(math.isfinite, row.get("losses", []))):
         way += ", **losses not finite**"
     way += "".join(

@@ -81,10 +81,9 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=BESIDE, capture_output=True, timeout=100, check=True)
     told = (tmp_path / "page" / "README.md").read_text()
     assert told.splitlines()[2] == "What a person has to say." and "(predicted_measured.png)" in told
-    assert page.splitlines()[2:30] == told.splitlines()[6:34]
-    anew = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| tiny ")][
-        -len(rows["steps"]) :
-    ]
+    assert "\n".join(page.splitlines()[1:30]) in told
+    lines = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| tiny ")]
+    anew = lines[: len(rows["steps"])]
     assert [(key, then) for key, then, _ in anew] == [
         (key, f"{row['prediction_error']:+.1%}") for key, row in body["rows"]["steps"].items()
     ]
