@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ALPHAS = (0.1, 0.25, 0.4, 0.55)  # of greedysnake: parts of the blocks
 RATIOS = (0.9, 0.7, 0.5, 0.3)  # of superoffload: parts of the sub-groups
+DRIVE_STEPS = 16  # of streamed: sixteenths of the blocks' states on a drive
 LOHAN: tuple[dict[str, Knob], ...] = ({}, {"inputs": "host"}, {"ssd": True, "inputs": "host"})
 FITTING = 2  # splits of the step that a named policy is tried with: the largest micro-batches that fit
 MOST = 16  # micro-batches
@@ -141,6 +142,7 @@ def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
     device, and what lives on a drive, with its traffic as much beside each other as the system can.
     """
     blocks = model.num_hidden_layers
+    on_a_drive: list[dict[str, Knob]] = [{"nvme": -(-blocks * n // DRIVE_STEPS)} for n in range(DRIVE_STEPS + 1)]
     chosen: dict[str, list[dict[str, Knob]]] = {
         BASELINE: [OUR_STATE],
         "gemini": [{}, {"placement": "auto"}],
@@ -148,7 +150,13 @@ def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
         "lohan": [{"swap": swap, **there} for swap in (0, blocks // 4, blocks // 2) for there in LOHAN],
         "megatrain": [{}, {"checkpoint": 1}],
         "megatrain_released": [{}, {"checkpoint": 1}],
+        "streamed": [
+            *on_a_drive,
+            {"nvme": blocks, "nvme_weights": blocks // 2, "inputs": blocks},
+            {"nvme": blocks, "nvme_weights": blocks, "inputs": blocks},
+        ],
         "superoffload": [{"ratio": ratio} for ratio in RATIOS],
+        "zero_offload": [OUR_STATE, {**OUR_STATE, "overlap_comm": True}],
         "zero_infinity": [
             {},
             {"params_on_nvme": True, "pipeline_read": True, "pipeline_write": True, "activations": "inputs"},

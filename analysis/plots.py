@@ -33,10 +33,6 @@ _TITLE_LETTERS = 11  # in an inch
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
 _FAR = (16, 30, 44, 58, 72)  # from a mark to its label, in points of 1/72 inch; the first place that is free is taken
 _WAYS = ((-1.0, 0.6), (-0.6, 1.0), (-1.0, 0.2), (-0.2, 1.0))  # above the line; below it the opposite
-_XLABEL = (
-    "model, by size; (x) is the ratio to zero3_offload, * where that keeps other state\n"
-    "dashed: does not fit, by how much"
-)
 _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
@@ -87,12 +83,23 @@ def throughput(comparison: pd.DataFrame) -> Axes:
     ax.set_xlim(-0.5, len(models) - 0.5)
     ax.set_xticks(range(len(models)), models)
     ax.set_ylabel(f"model {unit}")
-    ax.set_xlabel(_XLABEL)
+    ax.set_xlabel(_what_is_written(rows))
     title = textwrap.fill(_setting(comparison), int(_TITLE_LETTERS * figure_of(ax).get_figwidth()))
     ax.set_title(title, loc="left", fontsize=FONT_PT + 1)
     _open(ax)
     _policy_legend(ax, {row["label"]: _style(row) for row in rows.to_dict("records")}, 1.07 + 0.05 * title.count("\n"))
     return ax
+
+
+def _what_is_written(rows: pd.DataFrame) -> str:
+    """What the writing over bars means, of what there is."""
+    compared = rows[rows["fits"].eq(True) & rows["ratio_to_zero3_offload"].notna()]
+    told = "model, by size"
+    if len(compared):
+        told += "; (x) is the ratio to zero3_offload"
+    if compared["same_state"].eq(False).any():
+        told += ", * where that keeps other state"
+    return told if rows["fits"].eq(True).all() else f"{told}\ndashed: does not fit, by how much"
 
 
 def _short(shortage: str) -> str:

@@ -1,8 +1,8 @@
 """What `gpu.py` has measured, as a page with a picture: python benchmarks/gpu_page.py results/gpu [--out DIR]
 
 Needs no GPU. The page is gpu.md made anew, below a picture and a table of what the simulator as it is now predicts from
-the same figures (with `--set`, also on a machine that differs so). gpu.json goes beside it; what notes.md says there, by
-hand, comes first.
+the same figures (with `--set`, also on a machine that differs so). gpu.json goes beside it; what notes.md says there,
+by hand, comes first.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from sim.search import NothingFits
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-70b", "gpt-oss-120b")
 MACHINES = ("a100-pcie", "h100", "gh200", "h200", "b200", "rtx4090", "rtx5090")
+LATER = ("rtxpro6000",)  # than the small instances, which are drawn from the machines above
 SEQ, TOKENS = 2048, 16384
 # (model, machine, changes, name, sequence, tokens per step)
 SPECIAL = (
@@ -49,8 +50,6 @@ SPECIAL = (
     ("qwen2.5-7b", "gh200", (), "gh200, one sequence of 512k", 524288, 524288),
     ("llama-3.1-70b", "rtx4090", (), "rtx4090, 128k tokens", 2048, 131072),
     ("llama-3.1-70b", "rtx5090", (), "rtx5090, 128k tokens", 2048, 131072),
-    # later than the small instances, which are drawn from the machines above
-    *((model, "rtxpro6000", (), "rtxpro6000", SEQ, TOKENS) for model in MODELS),
 )
 # a rival's planner: 9,903 tokens/s predicted of 12,033 that computing alone allows, 46 s of planning
 RIVAL = (
@@ -238,7 +237,8 @@ def main() -> None:
     if chosen.brute_force:
         against_brute_force(chosen.brute_force, chosen.out)
         return
-    grid: list[Point] = [(model, machine, (), machine, SEQ, TOKENS) for model in MODELS for machine in MACHINES]
+    machines = (*MACHINES, *LATER)
+    grid: list[Point] = [(model, machine, (), machine, SEQ, TOKENS) for model in MODELS for machine in machines]
     points = [*grid, *SPECIAL]
     rows = kept(chosen.out)
     anew = [p for p in points if any(text in name for text in chosen.again or [""] for name in (p[0], p[3]))]
@@ -267,7 +267,8 @@ def main() -> None:
         "",
         f"Predicted from datasheet profiles; nothing here was measured. One step is {TOKENS:,} tokens in sequences of "
         f"{SEQ:,} unless the machine's name says otherwise, bf16 weights and gradients, fp32 moments. Named policies "
-        "keep what they keep by themselves, `zero3_offload` the same state as the plan (`master=weights`). Each is "
+        "keep what they keep by themselves, `zero3_offload` and `zero_offload` the same state as the plan "
+        "(`master=weights`). Each is "
         "tried with what its system or its user would choose (`tried_with` in analysis/plans.py), and the fastest "
         "counts: activations recomputed or kept, micro-batches, what of the state waits, stays or lives on a drive. "
         f"Made by `python benchmarks/plans.py`; planning took what is shown with "

@@ -17,10 +17,9 @@ from schedules.workload import MemoryBudget
 
 Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
 KNOBS = {  # the help of knobs that many policies have
-    "activations": "what blocks do, but for those that keep theirs anyway: run forward again, from an input on the "
-    "device (recompute) or on the host (inputs), or keep what they need, there (keep), on the host or on NVMe.",
-    "every": "blocks that run forward again from one input: fewer inputs wait, and of so many blocks all activations "
-    "are there at once.",
+    "activations": "what a block keeps for its backward: its input, on the device (recompute) or the host (inputs), to "
+    "run forward again from; or all that it needs, on the device (keep), the host or NVMe.",
+    "every": "blocks per kept input: fewer inputs are kept, and the activations of so many blocks are there at once.",
     "keep": "how many of the last blocks keep their activations; as many as fit the device if left out.",
 }
 

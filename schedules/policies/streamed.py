@@ -82,7 +82,8 @@ def policy(
         offload: how many of the other blocks' activations go to the host and come back for the backward.
         inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
             do not fit the device together.
-        slack: how many visits ahead of their need activations come back, and after their making they leave.
+        slack: by how many visits of a block activations come back before they are needed, and leave after they are
+            made.
         every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
         nested: whether these then make only their inputs again, and each runs once more just before its backward.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
@@ -95,8 +96,8 @@ def policy(
         nvme: how many parts of the other streamed blocks' states live on NVMe.
         nvme_weights: how many of these blocks have their weights there too; gradients of theirs that must wait also do.
         nvme_slots: host buffers for state on its way from and to NVMe.
-        nvme_inputs: of how many of the blocks whose inputs go to the host they go on to NVMe.
-        nvme_offload: of how many of the blocks whose activations go to the host they go on to NVMe.
+        nvme_inputs: how many of the `inputs` blocks send theirs on to NVMe.
+        nvme_offload: how many of the `offload` blocks send theirs on to NVMe.
         parts: in how many parts a block's gradient and state are; those of embedding and head are then no larger.
         order: all micro-batches of a layer, or all layers of a micro-batch.
         singly: how many of the last blocks run one micro-batch after another, there and back, between the forward and
