@@ -25,13 +25,16 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         "slabs": [2, 4, 8, 16, 32],
     }
     parts = ways_to_part(model, workload)
-    if workload.grad_clip is None:
-        space |= {"defer": counts, "through": counts, "parts": [*parts], "stay": [*range(blocks * parts[-1] + 1)]}
+    at_once = workload.grad_clip is None  # updates do not wait for the norm of all gradients
+    if at_once:
+        space |= {"defer": counts, "through": counts}
+    space["parts"] = [*parts]
+    if at_once:
+        space["stay"] = [*range(blocks * parts[-1] + 1)]
     known = dict(begun.knobs)
     space |= {name: counts for name in ("inputs", "nvme_inputs") if name in known}
     if "nvme" in known:
         space |= {
-            "parts": [*parts],
             "nvme_slots": [1, 2, 3, 4, 6, 8, 12, 16],
             "slabs": [1, 2, 4, 8, 16, 32],
             "slots": [1, 2, 3, 4],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from schedules import policies
 from schedules.model import ModelSpec
@@ -23,10 +23,16 @@ THRIFT: tuple[dict[str, Knob], ...] = (  # with host buffers; of slots those hav
     {"slabs": 1, "nvme_slots": 1},
     {"slabs": 1, "nvme_slots": 1, "slots": 1},
 )
+FEWEST_ON_THE_DRIVE = THRIFT[2]  # a part more in a buffer of the host is a part more there
 PARTS = (1, 2, 4, 8, 16)  # that a layer's state may pass through memory in
 LEAST_PART = 1 << 26  # bytes: smaller ones gain nothing
 MANY_PARTS = 640  # of all blocks together: more take longer to judge than they gain
 SMALL = 200  # parts that the host would have room for: small enough to begin with
+
+
+def orders(workload: Workload) -> tuple[str, ...]:
+    """The orders in which the step's micro-batches may pass through the layers."""
+    return ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
 
 
 def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
@@ -197,19 +203,30 @@ class Room:
 
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes, with as many layers on the device as that has room for."""
-        least = self.thriftiest(workload)
-        return self._taken(least.with_knobs({"resident": max(self.most_residents(least), 0)}))
+
+        def taken(least: Candidate) -> dict[Tier, int]:
+            return self._taken(least.with_knobs({"resident": max(self.most_residents(least), 0)}))
+
+        return min(map(taken, self.thriftiest(workload)), key=self._lacking)
+
+    def _lacking(self, peaks: Mapping[Tier, int]) -> int:
+        return sum(max(peak - self.limits[tier], 0) for tier, peak in peaks.items())
 
     def _taken(self, candidate: Candidate) -> dict[Tier, int]:
         peaks = self.peaks(candidate)
         assert peaks is not None, "what is thrifty can be built"
         return peaks
 
-    def thriftiest(self, workload: Workload) -> Candidate:
-        """One block at a time on the device, its input on the host; on a drive, where there is one, all that can be."""
+    def thriftiest(self, workload: Workload) -> list[Candidate]:
+        """One block at a time on the device, its input on the host; on a drive, where there is one, all that can be.
+
+        In each order: micro-batches one by one take less of the device, and may take more of the host.
+        """
         least = Candidate(policy=OURS, workload=workload)
         least = least.with_knobs({"keep": 0, "inputs": self._model.num_hidden_layers, **ONE_BLOCK, **THRIFT[1]})
-        return least if self._profile.nvme is None else least.with_knobs(self._away(least))
+        if self._profile.nvme is not None:
+            least = least.with_knobs(self._away(least))
+        return [least.with_knobs({"order": order}) for order in orders(workload)]
 
     def peaks(self, candidate: Candidate) -> dict[Tier, int] | None:
         """Bytes that a candidate takes; None if it cannot be built."""
@@ -248,10 +265,11 @@ class Room:
     def might_hold(self, workload: Workload) -> bool:
         """Whether there is as much as the thriftiest schedule takes, on the device and in all tiers together, or as
         `least` tells, since what is copied nowhere may take less in all."""
-        least, limits = self._taken(self.thriftiest(workload)), self.limits
-        if least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values()):
-            return True
-        return all(peak <= limits[tier] for tier, peak in self.least(workload).items())
+        limits = self.limits
+        for least in map(self._taken, self.thriftiest(workload)):
+            if least[Tier.DEVICE] <= limits[Tier.DEVICE] and sum(least.values()) <= sum(limits.values()):
+                return True
+        return not self._lacking(self.least(workload))
 
     def _built(self, candidate: Candidate) -> Schedule:
         knobs = dict(candidate.knobs)

@@ -23,17 +23,16 @@ from schedules.model import ModelSpec
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from sim import few_placements
 from sim.candidate import OURS, Candidate, Case, Judge, judge
 from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.findings import Findings, Progress
-from sim.knob_space import knob_space
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
 from sim.refine import refine, shake
-from sim.room import ways_to_part
+from sim.room import orders, ways_to_part
 
-PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SHALLOW = 8  # blocks; of a deeper model each takes too long for that
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
@@ -76,11 +75,6 @@ def _words(workload: Workload) -> str:
     clip = "no clipping" if workload.grad_clip is None else f"clipped to {workload.grad_clip:g}"
     size = f"{workload.accumulation} x {workload.micro_batch_size} sequences of {workload.seq_len:,} tokens"
     return f"{size}, {workload.precision}, {clip}"
-
-
-def _orders(workload: Workload) -> tuple[str, ...]:
-    """The orders in which the step's micro-batches may pass through the layers."""
-    return ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
 
 
 def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:
@@ -180,13 +174,23 @@ class Search:
         self.named(of_best, replace(of_best, recompute="none"), *(replace(of_bound, recompute=mode) for mode in modes))
 
     def begin_with(self, schedule: Schedule, steps: list[Workload]) -> None:
-        """Try a schedule as it is, and what its policy makes of its knobs here."""
+        """Try a schedule as it is, and what its policy makes of its knobs here.
+
+        Raises InputError where it is of another model or step, or its knobs are none; ScheduleError if it is not safe.
+        """
         if schedule.model != self.found.model:
             other = schedule.model.name
             raise InputError(f"cannot begin with a schedule of {other}: the plan is for {self.found.model.name}")
         if schedule.workload not in steps:
             raise InputError(f"cannot begin with a schedule of another step: {_words(schedule.workload)}")
         verify(schedule)
+        if schedule.policy == OURS:  # which is searched from
+            try:
+                policies.build_without_waits(
+                    OURS, schedule.model, schedule.workload, self.found.budget, **schedule.knobs
+                )
+            except policies.PolicyError as error:
+                raise InputError(f"cannot begin with a schedule of knobs that its policy refuses: {error}") from error
         as_it_is = Candidate(
             policy=schedule.policy, workload=schedule.workload, knobs=tuple(sorted(schedule.knobs.items()))
         )
@@ -205,8 +209,7 @@ class Search:
     def thriftiest(self, steps: list[Workload]) -> None:
         """Try what takes the least memory, until something fits: smaller micro-batches than were searched may."""
         for workload in reversed(steps):
-            least = self.found.room.thriftiest(workload)
-            self.found.evaluate(*(least.with_knobs({"order": order}) for order in ("layers", "microbatches")))
+            self.found.evaluate(*self.found.room.thriftiest(workload))
             if self.found.best is not None:
                 return
 
@@ -296,35 +299,17 @@ class Search:
 
     def few(self, workload: Workload) -> bool:
         """Whether all placements of a step are tried. Of many micro-batches or blocks each would take long."""
-        placements = math.prod(map(len, self._placements(workload).values()))
+        every = few_placements.placements(self.found.model, workload, begun=self.start)
+        placements = math.prod(map(len, every.values()))
         quick = workload.accumulation < LONG and self.found.model.num_hidden_layers <= SHALLOW
         return self.thorough and quick and placements * self.ways <= EXHAUSTIVE
 
-    def _placements(self, workload: Workload) -> dict[str, list[Knob]]:
-        space = knob_space(self.found.model, workload, begun=self.start)
-        return {name: values for name, values in space.items() if name in PLACEMENT}
-
     def look(self, workload: Workload, *, whole: bool) -> None:
         """Try one split of the step: all candidates if they are few, else a coarse grid, or only its corners."""
-        start = Candidate(policy=OURS, workload=workload)
         if self.few(workload):
-            placements = self._placements(workload)
-            effort = self.found.effort
-            begins = dict.fromkeys((start, self.found.room.begin(start, one_block=self.one_block)))
-            names = ["order", *placements]
-            for order, begin in itertools.product(_orders(workload), begins):
-                tried = list(placements.values())
-                if order != "layers" and self.found.at is not None:  # where much fits, its ends and what is best so far
-                    best = self.found.at
-                    tried = [
-                        list(dict.fromkeys((values[0], best.value(name), values[-1])))
-                        for name, values in placements.items()
-                    ]
-                every = itertools.product([order], *tried)
-                self.found.evaluate(*(begin.with_knobs(dict(zip(names, values, strict=True))) for values in every))
-            self.found.effort = effort  # there are few: what follows may still take its own
+            few_placements.try_all(self.found, workload, begun=self.start, one_block=self.one_block)
             return
-        blocks = self.found.model.num_hidden_layers
+        start, blocks = Candidate(policy=OURS, workload=workload), self.found.model.num_hidden_layers
         if whole:
             self.start = self.found.room.begin(start, one_block=self.one_block)
             self.least, self.most = self.found.room.residents(self.start)
@@ -335,11 +320,12 @@ class Search:
         residents = [most, blocks + 1]
         if whole:
             residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)]
-        orders = _orders(workload)
         away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}
-        chosen = itertools.product(orders, dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,))
+        chosen = itertools.product(
+            orders(workload), dict.fromkeys(residents), ({}, away), (0, blocks // 4) if whole else (0,)
+        )
         # and where even buffers are tight, all that can leave the device
-        all_away = [(order, least, {"offload": blocks, "slack": 1}, 0) for order in orders]
+        all_away = [(order, least, {"offload": blocks, "slack": 1}, 0) for order in orders(workload)]
         self.found.evaluate(
             *(
                 start.with_knobs({"order": order, "resident": resident, "defer": defer, **offload})

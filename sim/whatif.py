@@ -5,7 +5,9 @@ All by changing one thing and evaluating again: ops by longest path, in one batc
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.model import ModelSpec
-from schedules.op import Op, Phase, Stream, Tier
+from schedules.op import Op, Phase, Tier
 from schedules.schedule import Knob
 from schedules.trace import Ints
 from schedules.workload import MemoryBudget, Workload
@@ -40,7 +42,10 @@ RATES = (
     ("host memory bandwidth", ("host.memory_bandwidth", HOST_ADAM)),
     ("NVMe, read and write", ("nvme.read", "nvme.write")),
 )
-LINKS = (("H2D", Stream.H2D, "links.h2d.bandwidth"), ("D2H", Stream.D2H, "links.d2h.bandwidth"))
+LINKS = (
+    ("H2D", (Tier.HOST, Tier.DEVICE), "links.h2d.bandwidth"),
+    ("D2H", (Tier.DEVICE, Tier.HOST), "links.d2h.bandwidth"),
+)
 NO_STALL = 1.01  # a step no longer than this, against one with the fastest link, is not held up
 HUGE = 1 << 50
 
@@ -132,11 +137,16 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
     """
     needed: dict[str, float | None] = {}
     fastest = prediction.profile.host.memory_bandwidth.value
-    for name, stream, path in LINKS:
+    schedule = prediction.schedule
+    moved = Counter[tuple[Tier, Tier]]()  # bytes
+    for op in schedule.ops:
+        if op.phase == Phase.COPY:
+            source, to = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
+            moved[source, to] += op.nbytes
+    for name, way, path in LINKS:
         have = lookup(prediction.profile, path)
         assert have is not None, "every machine has links"
-        moved = sum(op.nbytes for op in prediction.schedule.ops if op.stream == stream and op.phase == Phase.COPY)
-        if not moved:
+        if not moved[way]:
             needed[name] = None
             continue
 
@@ -147,7 +157,10 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
             return _again(prediction, changed)
 
         target = NO_STALL * period(fastest)
-        low, high = min(moved / target * 1e9, fastest), fastest  # with less, copies alone take longer than the step
+        low, high = (
+            min(moved[way] / target * 1e9, fastest),
+            fastest,
+        )  # with less, copies alone take longer than the step
         if period(low) <= target:
             high = low
         while high / low > 1.01:
@@ -216,10 +229,10 @@ def _frugal_in_mode(
     room, blocks = Room(model, profile, budget), model.num_hidden_layers
     if not room.might_hold(workload):
         return
-    least = room.thriftiest(workload)
     nothing_away: dict[str, Knob] = dict.fromkeys(("inputs", "nvme", "nvme_weights", "nvme_inputs"), 0)
-    in_host = least.with_knobs({**nothing_away, "inputs": blocks})
-    for start in dict.fromkeys((least, in_host, least.with_knobs(nothing_away))):
+    in_host: dict[str, Knob] = {**nothing_away, "inputs": blocks}
+    ways = itertools.product(room.thriftiest(workload), ({}, in_host, nothing_away))
+    for start in dict.fromkeys(least.with_knobs(knobs) for least, knobs in ways):
         most = room.most_residents(start)
         for resident in sorted({n for n in (0, 1, most // 2, most) if n <= most}):
             there = start.with_knobs({"resident": resident})

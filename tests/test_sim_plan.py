@@ -30,7 +30,7 @@ from schedules.sizes import tensor_bytes
 from schedules.tensor import parts
 from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
-from sim import hardware
+from sim import hardware, whatif
 from sim.candidate import DRIVE_GAIN, Case, judges
 from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
 from sim.machine import HardwareProfile, Measured
@@ -408,7 +408,7 @@ def test_of_few_placements_those_of_the_other_order_are_tried_though_some_of_the
 def test_where_nothing_searched_fits_the_thriftiest_of_any_split_is_tried() -> None:
     model, steps = shallow(1), [step(24 // n, accumulation=n) for n in (1, 6, 12, 24)]
     profile = replace(hardware.load("rtx4090"), nvme=None)
-    least = Room(model, profile, memory_of(profile)).thriftiest(steps[-1]).with_knobs({"order": "microbatches"})
+    least = Room(model, profile, memory_of(profile)).thriftiest(steps[-1])[-1]  # one micro-batch after another
     schedule = policies.build(least.policy, model, steps[-1], memory_of(profile), **dict(least.knobs))
     small = hardware.override(profile, [f"gpu.memory={peak_bytes(schedule, profile)[Tier.DEVICE]}bytes"])
     with judges(Case(model, small, memory_of(small)), 1) as judge:
@@ -744,12 +744,59 @@ def test_a_plan_may_begin_with_a_schedule_that_no_search_would_find() -> None:
         ({"model": shallow(3)}, "cannot begin with a schedule of qwen2.5-7b: the plan is for qwen2.5-7b"),
         ({"workload": step(4)}, "cannot begin with a schedule of another step: 1 x 4 sequences of 512 tokens"),
         ({"waits": ()}, "36 problems in streamed"),
+        ({"knobs": {"nvme": "all"}}, "knobs that its policy refuses: .*nvme"),
+        ({"knobs": {"nvme": 1, "parts": 0}}, "knobs that its policy refuses: .*parts"),
     ],
 )
 def test_a_plan_does_not_begin_with_what_is_another_thing(change: dict[str, Any], told: str) -> None:
     schedule = policies.build("streamed", shallow(2), step(2), memory_of(hardware.load("h200")))
     with pytest.raises((InputError, ScheduleError), match=told):
         plan(shallow(2), hardware.load("h200"), seq_len=512, micro_batch_size=2, first=[replace(schedule, **change)])
+
+
+def test_where_gradients_are_clipped_blocks_may_be_updated_in_parts() -> None:
+    """Parts of gradients leave, and are updated, one beside another, though all wait for the norm."""
+    slow = ["links.h2d.bandwidth=5GB/s", "links.d2h.bandwidth=5GB/s", "gpu.memory=11.9GB", "host.memory=9.2GB"]
+    profile = replace(hardware.override(hardware.load("b200"), slow), nvme=None)
+    model = replace(presets.load("llama-3.1-8b"), num_hidden_layers=3, vocab_size=32000)
+    asked: dict[str, Any] = {"micro_batch_size": 2, "accumulation": 2, "precision": "bf16_fp32", "grad_clip": 1.0}
+    found = plan(model, profile, seq_len=2048, **asked)
+    assert isinstance(found.schedule.knobs["parts"], int) and found.schedule.knobs["parts"] > 1
+    knobs: dict[str, Knob] = {**found.schedule.knobs, "parts": 1, "slabs": 4}
+    whole = policies.build("streamed", model, found.schedule.workload, memory_of(profile), **knobs)
+    assert found.prediction.period_ns < 0.95 * predict(whole, profile).period_ns
+
+
+def test_fewer_buffers_make_room_for_a_layer_where_placements_are_few() -> None:
+    model = replace(
+        presets.load("llama-3.2-1b"), vocab_size=256, hidden_size=256, intermediate_size=8192, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    changes = ["gpu.memory=211188687bytes", "host.memory=815742822bytes", "links.h2d.bandwidth=20GB/s"]
+    changes += ["links.d2h.bandwidth=5GB/s", "links.duplex=60GB/s", "host.memory_bandwidth=60GB/s"]
+    profile = hardware.override(hardware.load("gh200"), changes)
+    found = plan(model, profile, seq_len=16, micro_batch_size=2, precision="fp32", grad_clip=1.0)
+    workload = step(2, seq=16, precision="fp32", grad_clip=1.0)
+    thrifty = policies.build("streamed", model, workload, memory_of(profile), grad_slots=1, resident=2)
+    period = period_if_it_fits(thrifty, profile)
+    assert period is not None and found.prediction.period_ns <= period
+
+
+def test_what_is_lacking_is_told_of_the_order_that_lacks_least() -> None:
+    """All micro-batches at once have their hidden states on the device together, one after another only one's."""
+    model, workload = shallow(2), step(1, accumulation=16, recompute="pointwise")
+    room = Room(model, hardware.load("h200"), memory_of(hardware.load("h200")))
+    together, singly = (room.peaks(least) for least in room.thriftiest(workload))
+    assert together is not None and singly is not None
+    device = (together[Tier.DEVICE] + singly[Tier.DEVICE]) // 2
+    assert singly[Tier.DEVICE] < device < together[Tier.DEVICE]
+    profile = hardware.override(hardware.load("h200"), [f"gpu.memory={device}bytes"])
+    assert Room(model, profile, memory_of(profile)).might_hold(workload)
+    least = whatif.smallest_memory(model, hardware.load("h200"), workload)
+    assert least.device_bytes is not None and least.device_bytes <= singly[Tier.DEVICE]
+    smaller = hardware.override(profile, [f"gpu.memory={singly[Tier.DEVICE] - 1}bytes", "host.memory=1TB"])
+    lacking = Room(model, smaller, memory_of(smaller)).least(workload)
+    assert lacking[Tier.DEVICE] <= singly[Tier.DEVICE]
 
 
 def test_a_step_of_many_micro_batches_is_planned_by_a_part_of_it() -> None:

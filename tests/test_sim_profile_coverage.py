@@ -35,7 +35,7 @@ def short_of_device(profile: HardwareProfile, workload: Workload) -> MemoryBudge
     """A byte less than the thriftiest schedule takes."""
     own = memory_of(profile)
     room = Room(TINY, profile, own)
-    taken = room.peaks(room.thriftiest(workload))
+    taken = room.peaks(room.thriftiest(workload)[0])
     assert taken is not None
     return replace(own, device_bytes=taken[Tier.DEVICE] - 1)
 

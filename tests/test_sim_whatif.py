@@ -74,6 +74,16 @@ def test_bandwidth_that_is_required_is_enough_and_a_tenth_less_is_not() -> None:
     assert whatif.required_bandwidth(predicted(8, resident=10)) == {"H2D": None, "D2H": None}
 
 
+def test_a_link_is_told_by_where_a_copy_begins_and_ends_not_by_its_stream() -> None:
+    """These copy in both directions on other streams than h2d and d2h, or on one of these against its name."""
+    model, workload = shallow(2), Workload(micro_batch_size=8, seq_len=512)
+    profile = hardware.load("h200")
+    for name in ("zero_offload", "superoffload", "torchao_offload", "fsdp_offload"):
+        built = policies.build(name, model, workload, memory_of(profile))
+        needed = whatif.required_bandwidth(predict(built, profile))
+        assert all(bandwidth is not None and bandwidth > 1e6 for bandwidth in needed.values()), name
+
+
 def test_more_host_memory_bandwidth_makes_a_timed_optimizer_of_the_cpu_faster() -> None:
     """By as much as where it follows from a rate."""
     model, workload = shallow(4), Workload(micro_batch_size=1, seq_len=512)
