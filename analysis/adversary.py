@@ -48,8 +48,13 @@ Progress = Callable[[int, float], None]  # points tried, the largest ratio so fa
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A point at which both policies fit: by what factor the first takes longer, and where."""
+    """A point at which both policies fit: by what factor the first takes longer, and where.
 
+    `first` and `second` are the policies with their knobs, marked where their training is not exact.
+    """
+
+    first: str
+    second: str
     ratio: float
     first_s: float
     second_s: float
@@ -63,12 +68,12 @@ class Loss:
     first_binds: str
     second_binds: str
 
-    def words(self, first: str, second: str) -> str:
+    def words(self) -> str:
         """The point as a sentence."""
         return (
-            f"{first} takes {self.ratio:.2f} times as long as {second} ({self.first_s:.3g} s against "
+            f"{self.first} takes {self.ratio:.2f} times as long as {self.second} ({self.first_s:.3g} s against "
             f"{self.second_s:.3g} s): {self.blocks} blocks of width {self.hidden:,}, {self.accumulation} x "
-            f"{self.micro_batch_size} x {self.seq_len:,} tokens; {self.machine}; {first} is held up by "
+            f"{self.micro_batch_size} x {self.seq_len:,} tokens; {self.machine}; {self.first} is held up by "
             f"{self.first_binds}"
         )
 
@@ -78,9 +83,11 @@ def search(
 ) -> list[Loss]:
     """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
 
+    Both are policies with any knobs: "streamed slots=3".
+
     Raises:
-        InputError: fewer than one point, a policy that is not known or that refuses every point, two that do not do
-            the same, a measured profile, or a machine on which every point takes too long.
+        InputError: fewer than one point, a policy or knob that is not known, a policy that refuses every point, two
+            that do not do the same, a measured profile, or a machine on which every point takes too long.
         ScheduleError: a policy's schedule is not safe.
     """
     if points < 1:
@@ -90,7 +97,7 @@ def search(
             f"{machine.name} is a measured profile, which knows the shapes and the speeds it was measured with and no "
             "others: an adversary needs a datasheet; megatrain hardware lists them"
         )
-    trained = [policies.trains(name) for name in (first, second)]
+    trained = [policies.trains(policies.with_knobs(text)[0]) for text in (first, second)]
     if trained[0] != trained[1]:
         raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")
     chance = random.Random(seed)
@@ -151,9 +158,11 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
         seq_len=int(point["seq_len"]),
         accumulation=int(point["accumulation"]),
     )
-    predictions = []
-    for name in (first, second):
-        schedule = policies.build(name, model, workload, memory_of(profile))
+    predictions, labels = [], []
+    for text in (first, second):
+        name, knobs = policies.with_knobs(text)
+        schedule = policies.build(name, model, workload, memory_of(profile), **knobs)
+        labels.append(" ".join([schedule.label, *(f"{knob}={value}" for knob, value in knobs.items())]))
         if name not in policies.names():
             verify(schedule)  # ours are safe at every shape, and a proof takes as long as a simulation
         predictions.append(predict(schedule, profile))
@@ -161,6 +170,8 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
         return None
     times = [prediction.period_ns / 1e9 for prediction in predictions]
     return Loss(
+        first=labels[0],
+        second=labels[1],
         ratio=times[0] / times[1],
         first_s=times[0],
         second_s=times[1],

@@ -52,7 +52,7 @@ class Recording:
     """One recorded step. `queues` names, per op, the CUDA stream or thread that it ran on.
 
     `step_ns` is from the beginning of the step to that of the next, as the profiler's step marks say; without
-    marks it is the whole recording.
+    marks it is the whole recording, of as many `steps` as an optimizer's were recorded.
     """
 
     schedule: Schedule
@@ -60,6 +60,7 @@ class Recording:
     queues: tuple[str, ...]
     step_ns: int
     step: str
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     """
     body = _document(path)
     spans = _spans(body, path)
-    mark, begin, length = _typical_step([s for s in spans if s.name.startswith(_STEP)], spans, path)
+    mark, begin, length, steps = _typical_step([s for s in spans if s.name.startswith(_STEP)], spans, path)
     launched = [s for s in spans if s.category in _LAUNCHES]
     launches: dict[str | None, _Span] = {s.correlation: s for s in launched if s.correlation is not None}
     contexts, launching = _Contexts(spans), _by_thread(launched)
@@ -117,6 +118,7 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
         queues=tuple(queue for *_, queue in rows),
         step_ns=length,
         step=mark,
+        steps=steps,
     )
 
 
@@ -209,8 +211,10 @@ def _machine(body: Mapping[str, Any], spans: Sequence[_Span]) -> str:
     return plain(str(devices[0].get("name", "a GPU"))) if isinstance(devices[0], dict) else "a GPU"
 
 
-def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) -> tuple[str, int, int]:
-    """(its name, when it began, how long it lasted) of the marked step of median length; else of everything."""
+def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) -> tuple[str, int, int, int]:
+    """(its name, when it began, how long it lasted, 1) of the marked step of median length; else of everything, with
+    the number of steps in it.
+    """
     marks = [s for s in marks if s.category == "user_annotation"]  # its copy on the GPU's side says nothing new
     if not marks:
         work = [s for s in spans if s.category in (*_ON_GPU, *_LAUNCHES, "cpu_op", "user_annotation")]
@@ -223,11 +227,11 @@ def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) ->
                 "together; record with torch.profiler.schedule, which marks each",
                 stacklevel=2,
             )
-        return "the whole recording", begin, max(s.end for s in work) - begin + 1
+        return "the whole recording", begin, max(s.end for s in work) - begin + 1, max(updates, 1)
     ends = [s.start for s in marks[1:]] + [marks[-1].end]
     steps = sorted(zip(marks, ends, strict=True), key=lambda step: step[1] - step[0].start)
     mark, end = steps[(len(steps) - 1) // 2]
-    return mark.name, mark.start, end - mark.start
+    return mark.name, mark.start, end - mark.start, 1
 
 
 class _Contexts:

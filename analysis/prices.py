@@ -70,12 +70,7 @@ class Prices:
         A machine is known by its name or path, by its file's name and by its profile's. A rented one has more memory
         for nothing where the file does not say what it costs. Raises PriceError.
         """
-        price = next((self.machines[name] for name in _names(machine) if name in self.machines), None)
-        if price is None:
-            name = list(_names(machine))[1]
-            raise PriceError(
-                f"no price for machine {machine}; add it under machines: in the price file, as in  {_line(name)}"
-            )
+        price = self.machines[self.stands_under(machine)]
         if not (more := more_host_bytes / 1e9):
             return price
         if price.buy is not None and self.host_memory_per_gb is None:
@@ -85,6 +80,13 @@ class Prices:
             buy=_added(price.buy, more, self.host_memory_per_gb),
             rent_per_hour=_added(price.rent_per_hour, more, self.rent_host_memory_per_gb_hour),
         )
+
+    def stands_under(self, machine: str) -> str:
+        """What the machine's price is called. Raises PriceError where it has none."""
+        if (found := next((name for name in _names(machine) if name in self.machines), None)) is None:
+            line = _line(list(_names(machine))[1])
+            raise PriceError(f"no price for machine {machine}; add it under machines: in the price file, as in  {line}")
+        return found
 
     def energy_per_hour(self, price: MachinePrice) -> float:
         """Of a machine that trains."""

@@ -276,7 +276,13 @@ def _show_what_if(answers: WhatIf) -> None:
         print_words(LESS)
         print()
     critical = [[_in_words(name), f"{share:.2f} %"] for name, share in answers.criticality.items() if share >= 0.005]
-    print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
+    if critical:
+        print_table("what holds the step up", ["ops", "1 % less of it shortens the step by"], critical)
+    else:
+        print_words(
+            "What holds the step up: no class of ops alone, but issuing them, or ops of several classes by turns."
+        )
+        print()
     limits = [
         [f"{link} bandwidth for no stall", "any" if rate is None else scaled(rate, "GB/s")]
         for link, rate in answers.required_bandwidth.items()

@@ -83,7 +83,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         if shared := set(self.calibrated) & set(self.held_out):
-            raise InputError(f"shapes are both profiled and validated: {sorted(shared)}; hold them out of one")
+            raise InputError(
+                f"shapes are both profiled and validated: {', '.join(map(named, sorted(shared)))}; hold them out of one"
+            )
         for shape in self.held_out:
             if between(dict.fromkeys(self.calibrated, 1.0), shape) is None:
                 raise InputError(

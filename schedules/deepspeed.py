@@ -26,7 +26,10 @@ Master = Literal["fp32", "weights"]  # the optimizer's own weights and gradients
 
 
 def with_master(workload: Workload) -> Workload:
-    """The workload with the fp32 master that these systems always keep: bf16 and bf16_split become bf16_fp32."""
+    """The workload with the fp32 master that these systems keep of fp32 moments: bf16 and bf16_split become bf16_fp32.
+
+    Moments of 16 or 8 bits come without one, as DeepSpeed's `bf16_optimizer_states` asks for bf16 master weights.
+    """
     return replace(workload, precision="bf16_fp32") if workload.precision in ("bf16", "bf16_split") else workload
 
 

@@ -50,6 +50,12 @@ ENCODERS = (
 )  # fmt: skip
 ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian")
 
+# What transformers does in training where a config sets it, and we do not.
+NOT_DONE = {
+    "attention_dropout": "attention here drops nothing",
+    "output_router_logits": "the loss here has no term that balances experts",
+    "router_jitter_noise": "routers here are given what the block before returned",
+}
 ORIGINAL = "original_max_position_embeddings"
 # What each kind of rope_scaling must have, and what else of it is a number.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
@@ -86,6 +92,10 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         need("num_key_value_heads")  # transformers has a default here, but a different one in each class
     if "head_dim" not in settings:
         settings["head_dim"] = _divide(need("hidden_size"), heads, name)
+    for key, lacks in NOT_DONE.items():
+        if asked := settings.get(key):
+            of = "" if asked is True else f" of {asked!r}"
+            raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
     theta, scaling = _rope(settings, name)
     return {
         "name": name,

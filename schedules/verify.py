@@ -41,7 +41,8 @@ class ScheduleError(Refused):
         lines = str(first).splitlines()
         if others:
             shown = [v.op if v.op != first.op else v.about for v in others[:_TOLD]]
-            lines.append(f"the same for {', '.join(dict.fromkeys(shown))}" + _rest(len(others) - len(shown), " "))
+            names = ", ".join(filter(None, dict.fromkeys(shown))) or f"{len(shown)} more"
+            lines.append(f"the same for {names}" + _rest(len(others) - len(shown), " "))
         where = excerpt(self.schedule, first.op, first.on) if first.op else ""
         return "\n".join("  " + line for line in [*lines, *where.splitlines()])
 

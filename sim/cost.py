@@ -19,7 +19,7 @@ from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import Workload
 from sim.interpolation import between
-from sim.machine import HardwareProfile, Value
+from sim.machine import HardwareProfile, Nvme, Value
 from sim.profile_coverage import command, covered
 from sim.signature import is_timed, signature, tabulated
 
@@ -109,6 +109,8 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
         Refused: the schedule uses NVMe and the profile has none.
         TooLong: an op would take longer than LONGEST_NS.
     """
+    if any(buffer.tier == Tier.NVME for buffer in schedule.buffers):
+        _drive(profile)  # tells that there is none before it tells of an op that was not measured
     waits = {wait.op for wait in schedule.waits}
     found = []
     for position, op in enumerate(schedule.ops):
@@ -185,12 +187,11 @@ def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str
         rates |= {name: link.bandwidth.value, DUPLEX: profile.links.duplex.value}
         latency_ns, half_size = link.latency.value, link.half_size.value
     if Tier.NVME in (source, target):
-        if profile.nvme is None:
-            raise Refused(f"does not fit: the schedule keeps tensors on NVMe, and {profile.name} has none")
-        latency_ns += profile.nvme.latency.value
+        drive = _drive(profile)
+        latency_ns += drive.latency.value
         # a drive that takes turns has one capacity, of which whoever reads or writes alone has all
-        name, alone = (NVME_READ, profile.nvme.read) if source == Tier.NVME else (NVME_WRITE, profile.nvme.write)
-        rates |= {name: alone.value, NVME_BOTH: alone.value * profile.nvme.both.value}
+        name, alone = (NVME_READ, drive.read) if source == Tier.NVME else (NVME_WRITE, drive.write)
+        rates |= {name: alone.value, NVME_BOTH: alone.value * drive.both.value}
     # without a GPU the device's arena lies in host memory too
     in_dram = {Tier.HOST} if profile.host.copy_threads is None else {Tier.HOST, Tier.DEVICE}
     if passes := (source in in_dram) + (target in in_dram):
@@ -198,6 +199,13 @@ def _way(source: Tier, target: Tier, profile: HardwareProfile) -> tuple[dict[str
     if source == target == Tier.DEVICE:
         rates[HBM] = profile.gpu.memory_bandwidth.value * profile.gpu.memory_efficiency.value / 2
     return rates, latency_ns, half_size
+
+
+def _drive(profile: HardwareProfile) -> Nvme:
+    if profile.nvme is None:
+        measure = "; megatrain profile --nvme FOLDER measures one" if profile.mode == "measured" else ""
+        raise Refused(f"does not fit: the schedule keeps tensors on NVMe, and {profile.name} has none{measure}")
+    return profile.nvme
 
 
 # ---- compute

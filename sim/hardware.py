@@ -177,8 +177,13 @@ def load(name_or_path: str | Path) -> HardwareProfile:
         document = json.loads(text, object_pairs_hook=_plain_object)
     except HardwareError:
         raise
+    except FileNotFoundError as error:
+        raise HardwareError(f"cannot read {path}: there is no such file") from error
     except OSError as error:
-        raise HardwareError(f"{path}: {error.strerror}") from error
+        raise HardwareError(f"cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise HardwareError(f"{path.name} is not JSON at {where}, {error.msg} (is the file cut off?)") from error
     except (ValueError, RecursionError) as error:
         raise HardwareError(f"{path.name}: {error}") from error
     if isinstance(document, dict):

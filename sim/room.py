@@ -15,6 +15,7 @@ from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Candidate
 from sim.machine import HardwareProfile
 from sim.prediction import peak_bytes
+from sim.units import scaled
 
 ONE_BLOCK: dict[str, Knob] = {"slots": 1, "grad_slots": 1}  # on the device at a time
 THRIFT: tuple[dict[str, Knob], ...] = (  # with host buffers; of slots those have one each whose weights are on a drive
@@ -248,18 +249,18 @@ class Room:
         told = [f"no schedule of {model.name} fits {self._profile.name}"]
         if state > have:
             told.append(
-                f"weights, gradients and optimizer state take {state / 1e9:,.1f} GB, all its memory together is "
-                f"{have / 1e9:,.1f} GB"
+                f"weights, gradients and optimizer state take {scaled(state, 'GB')}, all its memory together is "
+                f"{scaled(have, 'GB')}"
             )
         least = self.least(workload)
         over = {tier: peak - self.limits[tier] for tier, peak in least.items() if peak > self.limits[tier]}
         if state <= have and not over and closest is not None:
             lacking, where = closest
-            told.append(f"the closest one tried lacks {_gigabytes(where, lacking)}")
-        takes = [_gigabytes(tier, peak) for tier, peak in least.items() if peak]
+            told.append(f"the closest one tried lacks {_amount(where, lacking)}")
+        takes = [_amount(tier, peak) for tier, peak in least.items() if peak]
         told.append(f"the thriftiest one takes {_listed(takes)}")
         if over:
-            told[-1] += f", and lacks {_listed([_gigabytes(tier, nbytes) for tier, nbytes in over.items()])}"
+            told[-1] += f", and lacks {_listed([_amount(tier, nbytes) for tier, nbytes in over.items()])}"
         return "; ".join(told)
 
     def might_hold(self, workload: Workload) -> bool:
@@ -276,8 +277,8 @@ class Room:
         return policies.build_without_waits(candidate.policy, self._model, candidate.workload, self._budget, **knobs)
 
 
-def _gigabytes(tier: Tier, nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB of {'NVMe' if tier == Tier.NVME else f'{tier} memory'}"
+def _amount(tier: Tier, nbytes: int) -> str:
+    return f"{scaled(nbytes, 'GB')} of {'NVMe' if tier == Tier.NVME else f'{tier} memory'}"
 
 
 def _listed(words: list[str]) -> str:

@@ -32,8 +32,14 @@ def test_it_finds_that_serial_offload_loses_on_slow_links_and_short_steps() -> N
     losses = found("zero3_offload", "streamed")
     assert losses[0].ratio > 2.5
     assert [loss.ratio for loss in losses] == sorted((loss.ratio for loss in losses), reverse=True)
-    told = losses[0].words("zero3_offload", "streamed")
+    told = losses[0].words()
     assert "zero3_offload takes" in told and "links.h2d.bandwidth" in told and "held up by" in told
+
+
+def test_policies_may_have_knobs_and_are_named_with_them_and_with_what_is_not_exact() -> None:
+    loss = found("roundpipe", "streamed slots=3", points=8)[0]
+    assert (loss.first, loss.second) == ("roundpipe (stale by 1)", "streamed slots=3")
+    assert loss.words().startswith("roundpipe (stale by 1) takes ")
 
 
 def test_a_policy_does_not_lose_to_itself() -> None:

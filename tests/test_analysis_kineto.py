@@ -242,7 +242,7 @@ def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
     events += launched(99, 1450, "kernel", "late_kernel", 1463, 1, 7)  # of the step before
     events.append(event("gpu_user_annotation", "ProfilerStep#0", 1000, 500, 7))
     found = kineto.read(write(tmp_path / "steps.json", events), TINY, STEP)
-    assert found.step == "ProfilerStep#2" and found.step_ns == 230_000
+    assert found.step == "ProfilerStep#2" and found.step_ns == 230_000 and found.steps == 1
     assert len(found.trace) == 8 and found.trace.end_ns[1] - found.trace.start_ns[1] == 23_000
 
 
@@ -258,7 +258,7 @@ def test_of_several_steps_without_marks_it_is_told_that_they_are_taken_as_one(tm
     events = [e for i in range(3) for e in gpu_step(1000.0 * i, i) if not e["name"].startswith("ProfilerStep#")]
     with pytest.warns(UserWarning, match=r"has 3 steps of an optimizer and no marks of steps: .* of all of them"):
         found = kineto.read(write(tmp_path / "three.json", events, deviceProperties=[]), TINY, STEP)
-    assert found.step == "the whole recording" and found.trace.machine == "a GPU"
+    assert found.step == "the whole recording" and found.steps == 3 and found.trace.machine == "a GPU"
 
 
 def test_kernels_that_overlap_are_not_counted_twice(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from megatrain.cli.bars import goes_on, progress_bar, stages
 from megatrain.cli.options import command_line
 from megatrain.this_machine import Here
 from schedules import codec, policies, presets
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
+from schedules.hf_config import write_config
 from schedules.schedule import RECORDED, Schedule
 from schedules.verify import ScheduleError
 from schedules.workload import MemoryBudget, Workload
@@ -425,6 +427,27 @@ def test_a_run_of_a_policy_fills_the_memory_of_this_machine(device_bytes: int, m
     assert (trained["digest"] == more) == (device_bytes == 1 << 30)
 
 
+def test_a_drive_that_is_not_there_is_told_before_an_op_that_was_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    profile = replace(timed(presets.load("tiny"), [Workload(micro_batch_size=4, seq_len=64)]), nvme=None)
+    hardware.save(profile, file)
+    _, error = called("simulate", "tiny", "-p", "zero_infinity", "-b", "4", "-s", "64", "-H", str(file))
+    assert isinstance(error, Refused) and "has none; megatrain profile --nvme FOLDER measures one" in str(error)
+
+
+def test_where_two_policies_fit_nowhere_the_answer_is_no() -> None:
+    _, error = called("adversary", "streamed", "resident", "--set", "gpu.memory=1MB", "--points", "2")
+    assert isinstance(error, Refused) and "nothing can be said" in str(error)
+
+
+def test_a_price_that_a_profiles_own_name_has_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(hardware.to_json(hardware.load("rtx4090"))))
+    options = ["--hardware", str(file), "--prices", "docs/prices.yaml", "-t", "64", "-s", "64", "-p", "streamed"]
+    result = CliRunner().invoke(cli.app, ["sweep", "tiny", *options, "--workers", "1", "--out", str(tmp_path)])
+    assert f"note: {file} has the price of rtx4090, which its profile is called" in result.stderr
+
+
 def test_a_run_whose_profile_lacks_its_ops_does_not_train_first(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     hardware.save(timed(presets.load("tiny"), [Workload(micro_batch_size=4, seq_len=64)]), file)
@@ -443,6 +466,29 @@ def test_stages_are_shown_only_where_they_take_long(
             time.sleep(0.3)
             begin("proving")
         assert ("building" in capsys.readouterr().err) is shown
+
+
+def test_stages_are_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for patience, shown in ((60.0, ""), (0.1, "building ...\nproving ...\n")):
+        monkeypatch.setattr(sys.modules[stages.__module__], "PATIENCE_S", patience)
+        with stages() as begin:
+            begin("building")
+            time.sleep(0.3)
+            begin("proving")
+        assert capsys.readouterr().err == shown
+
+
+@pytest.mark.parametrize("command", [("compare",), ("sweep", "--prices", "docs/prices.yaml", "--out", "unused")])
+def test_models_that_could_not_be_told_apart_are_refused(command: tuple[str, ...], tmp_path: Path) -> None:
+    files = [tmp_path / name / "m.json" for name in "ab"]
+    for heads, file in enumerate(files, start=1):
+        file.parent.mkdir()
+        config = write_config(replace(presets.load("tiny"), num_key_value_heads=heads).to_dict())
+        file.write_text(json.dumps(config))
+    out, error = called(command[0], *map(str, files), *command[1:])
+    assert isinstance(error, InputError) and "two models are called m, " in str(error) and not out
 
 
 def test_a_bar_on_a_narrow_terminal_cuts_nothing_off(

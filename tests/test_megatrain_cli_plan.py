@@ -164,6 +164,21 @@ def test_an_interrupted_what_if_is_no_answer_and_the_plan_is_kept(
     assert codec.read(file).policy == "streamed"
 
 
+def test_an_interrupted_search_keeps_its_best_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*model: Any, **step: Any) -> Any:
+        return replace(plan(*model, **step), finished=False)
+
+    file = tmp_path / "plan.json"
+    monkeypatch.setattr("sim.plan.plan", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatrain", "plan", "tiny", *STEP, "--out", str(file)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 130 and codec.read(file).policy
+    assert "interrupted; this is the best of " in capsys.readouterr().err
+
+
 def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:
     told = megatrain("plan", "tiny", *STEP, "--json")
     assert json.loads(told.stdout)["left_out"] == [] and json.loads(told.stdout)["measure_with"] is None

@@ -429,6 +429,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads evenly"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout of 0.1 is not supported"),
+        ({"output_router_logits": True}, "output_router_logits is not supported"),
+        ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
         ({"vocab_size": 10**3000}, "vocab_size must be a number of 64 bits, not one of 3001 digits"),
     ],
 )

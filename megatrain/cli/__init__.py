@@ -139,7 +139,8 @@ def _code() -> str | int | None:
     except OverflowError as error:  # of numbers of hundreds of digits, which an option or a file may hold
         return _told(f"a number is too large: {error}", 2)
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        where = error.filename or "cannot write, perhaps to where the output goes"
+        what = f"{where}: {error.strerror}" if error.strerror else str(error)
         return _told(what, 2)
     return 0
 

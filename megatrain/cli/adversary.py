@@ -9,12 +9,14 @@ import typer
 
 from megatrain.cli.bars import progress_bar
 from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, require_outputs
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 
 
 def adversary(
-    first: Annotated[str, typer.Argument(help="The policy that should lose.", show_default=False)],
-    second: Annotated[str, typer.Argument(help="The policy that should win.", show_default=False)],
+    first: Annotated[
+        str, typer.Argument(help='The policy that should lose, with any knobs: "streamed slots=3".', show_default=False)
+    ],
+    second: Annotated[str, typer.Argument(help="The policy that should win, likewise.", show_default=False)],
     hardware: Hardware = "h200",
     change: Set = None,
     points: Annotated[int, typer.Option(min=1, help="Points to try.")] = 300,
@@ -41,7 +43,7 @@ def adversary(
             machine,
             points=points,
             seed=seed,
-            progress=lambda done, worst: bar.update(task, completed=done, note=f"worst so far {worst:.2f}x"),
+            progress=lambda done, worst: bar.update(task, completed=done, note=_worst(worst)),
         )
     table = adversaries.frame(found)
     try:  # first to the file, see `plan`
@@ -50,12 +52,18 @@ def adversary(
     finally:
         if as_json:
             print_json(tables.records(table.head(top)))
-        elif not found:
-            print(f"at none of {points} points do both fit: nothing can be said")
-        else:
+        elif found:
             for loss in found[:top]:
-                print_words(loss.words(first, second))
+                print_words(loss.words())
                 print()
             wins = sum(loss.ratio < 1 for loss in found)
-            shapes = f"{len(found)} shapes at which both fit; at {wins} of them {first} is faster wherever it was tried"
-            print_words(f"predicted, on machines around {machine.name}: {shapes}")
+            better = f"at {wins} of them {found[0].first} is faster wherever it was tried"
+            print_words(
+                f"predicted, on machines around {machine.name}: {len(found)} shapes at which both fit; {better}"
+            )
+    if not found:
+        raise Refused(f"at none of {points} points do both fit: nothing can be said")
+
+
+def _worst(ratio: float) -> str:
+    return f"worst so far {ratio:.2f}x" if ratio else "both fit nowhere yet"

@@ -43,17 +43,33 @@ def progress_bar(*, left: bool = True) -> Iterator[Progress]:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
-    """To be told each stage of some work as it begins; a terminal shows them meanwhile, where it takes long."""
+    """To be told each stage of some work as it begins, which is shown where it takes long: on a terminal until it is
+    over, elsewhere as lines.
+    """
     from rich.progress import Progress
 
-    progress = Progress(*_columns(left=False), console=_stderr(), transient=True)
+    console = _stderr()
+    progress = Progress(*_columns(left=False), console=console, transient=True)
+    told: list[str] = []  # lines, once it takes long
+
+    def tell(name: str) -> None:
+        told.append(name)
+        print(f"{name} ...", file=sys.stderr)
 
     def begin(name: str) -> None:
         for task in progress.tasks:
             progress.update(task.id, total=1.0, completed=1.0)
         progress.add_task(name, total=None, note="")
+        if told:
+            tell(name)
 
-    late = threading.Timer(PATIENCE_S, progress.start)
+    def show() -> None:
+        if console.is_terminal:
+            progress.start()
+        elif progress.tasks:
+            tell(progress.tasks[-1].description)
+
+    late = threading.Timer(PATIENCE_S, show)
     late.start()
     try:
         yield begin

@@ -58,7 +58,7 @@ def compare(
     from analysis import compare as comparison
     from analysis import figure, plots, tables
     from megatrain.terminal import print_words
-    from schedules import policies, presets
+    from schedules import policies
 
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
@@ -68,7 +68,7 @@ def compare(
     for name in chosen:
         policies.with_knobs(name)  # tells which is not there before any is simulated
     chosen = list(dict.fromkeys(chosen))
-    specs = list(dict.fromkeys(presets.load(model) for model in models_of(models, models_too)))
+    specs = models_of(models, models_too)
     for spec in specs:
         note_length(spec, seq)
     found = []

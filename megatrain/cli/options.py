@@ -206,15 +206,26 @@ def _exactly(path: Path, folder: Path) -> Iterator[None]:
 
 
 def listed(names: Sequence[str]) -> list[str]:
-    """Names that may come several in a word: "a,b"."""
-    return [name.strip() for word in names for name in word.split(",") if name.strip()]
+    """Names that may come several in a word: "a,b". Raises InputError where words are given and hold none."""
+    found = [name.strip() for word in names for name in word.split(",") if name.strip()]
+    if names and not found:
+        raise InputError(f"no name in {' '.join(map(repr, names))}: leave the option out, or name something")
+    return found
 
 
-def models_of(models: list[str] | None, too: list[str] | None) -> list[str]:
-    """The models of both spellings. Raises InputError where there are none."""
-    if found := listed([*(models or []), *(too or [])]):
-        return found
-    raise InputError("name at least one model; megatrain models lists them")
+def models_of(models: list[str] | None, too: list[str] | None) -> list[ModelSpec]:
+    """The models of both spellings, each once. Raises InputError where there are none, or two of one name."""
+    from schedules import presets
+
+    asked = listed([*(models or []), *(too or [])])
+    if not asked:
+        raise InputError("name at least one model; megatrain models lists them")
+    found: dict[str, ModelSpec] = {}
+    for text in asked:
+        spec = presets.load(text)
+        if found.setdefault(spec.name, spec) != spec:
+            raise InputError(f"two models are called {spec.name}, and could not be told apart: rename a file")
+    return list(found.values())
 
 
 def command_line() -> str:

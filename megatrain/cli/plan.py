@@ -145,6 +145,8 @@ def plan(
             print(f"written to {out}; run it with: megatrain run {out}" if out else "not written: give --out FILE")
     if failed := not_kept or not_proven:
         raise failed
-    if left_out:
-        print(f"megatrain: interrupted; left out: {', '.join(left_out)}", file=sys.stderr)
+    if left_out or not found.finished:
+        searched = [] if found.finished else [f"this is the best of {len(found.tried)} candidates"]
+        told = "; ".join(["interrupted", *searched, *([f"left out: {', '.join(left_out)}"] if left_out else [])])
+        print(f"megatrain: {told}", file=sys.stderr)
         raise typer.Exit(130)

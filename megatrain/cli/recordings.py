@@ -43,8 +43,9 @@ def import_trace(
     finally:
         title = f"{recording.step} on {recording.trace.machine}"
         tables.show(queues, tables.QUEUES, title=title, note=tables.QUEUES_NOTE)
-        tokens = workload.tokens_per_step / (recording.step_ns / 1e9)
-        print(f"step of {seconds(recording.step_ns / 1e9)}: {rate(tokens)} tokens/s")
+        tokens = workload.tokens_per_step * recording.steps / (recording.step_ns / 1e9)
+        what = "step" if recording.steps == 1 else f"{recording.steps} steps"
+        print(f"{what} of {seconds(recording.step_ns / 1e9)}: {rate(tokens)} tokens/s")
     print(f"written to {out}: queues.csv, schedule.json, trace.json")
 
 

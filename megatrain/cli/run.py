@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ def run(
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up to --lr.")] = 0,
     decay_until: Annotated[
-        int | None, typer.Option(help="Cosine decay; the learning rate reaches zero at this step.")
+        int | None, typer.Option(help="Cosine decay to zero: the learning rate after so many steps.")
     ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW weight decay, for matrices only.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of initial weights and data order.")] = 0,
@@ -122,6 +123,8 @@ def run(
     length = usual_length(target, 256) if seq is None else seq
     workload = workload_of(batch, accumulation, length, precision, clip, recompute)
     schedule = schedule_of(target, policy, knob, workload, budget, context)
+    if expect is not None and not re.fullmatch(r"[0-9a-f]{8,64}", expect):
+        raise InputError(f"--expect takes the first 8 or more of a fingerprint's hexadecimal digits, not {expect!r}")
     if expect is not None and not (found := schedule.fingerprint).startswith(expect):
         raise Refused(
             f"the schedule's fingerprint is {found[:8]}, not {expect}: its ops, model, workload or staleness are not "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -69,7 +70,6 @@ def sweep(
     from analysis import prices as price_files
     from analysis import sweep as sweeps
     from schedules import policies as known
-    from schedules import presets
 
     require_outputs(folders=[out])
     paid = price_files.read(prices)
@@ -77,7 +77,7 @@ def sweep(
     for name in chosen:
         if name != sweeps.PLAN:
             known.with_knobs(name)
-    specs = [presets.load(model) for model in models_of(models, models_too)]
+    specs = models_of(models, models_too)
     for spec in specs:
         note_length(spec, seq)
     points = sweeps.points(
@@ -92,6 +92,9 @@ def sweep(
     for point in points:  # tells what is missing before anything is computed
         memory = point.profile.host.memory.value
         paid.of(point.machine, more_host_bytes=costs.more_host_bytes(point.machine, memory))
+    for machine in dict.fromkeys(point.machine for point in points):
+        if (name := paid.stands_under(machine)) not in (machine, Path(machine).name.removesuffix(".json")):
+            print(f"note: {machine} has the price of {name}, which its profile is called", file=sys.stderr)
     with goes_on(), progress_bar() as bar:
         task = bar.add_task("sweeping", total=len(points), note="")
         rows = sweeps.run(
