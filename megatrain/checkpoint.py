@@ -60,6 +60,7 @@ class Checkpoint:
     workload: Workload
     step: int
     frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
+    began: Path | None = None  # the folder of the weights that the training began with
     skipped: Sequence[Path] = field(default=(), compare=False)  # newer ones, of saves that were interrupted
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,14 @@ class Checkpoint:
         return weights, state
 
 
-def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mapping[str, int] | None = None) -> Path:
+def save(
+    folder: Path,
+    schedule: Schedule,
+    step: int,
+    kept: Kept,
+    frozen: Mapping[str, int] | None = None,
+    began: Path | None = None,
+) -> Path:
     """Write the state after `step` steps beside the newest checkpoint in `folder`; the new one's own folder.
 
     Older ones are removed first, but for the newest from which a step has been trained. Raises NotSaved, and Diverged
@@ -99,7 +107,8 @@ def save(folder: Path, schedule: Schedule, step: int, kept: Kept, frozen: Mappin
             if not all_finite(weights):
                 raise Diverged(f"the weights of layer {schedule.model.layer_name(i)} are not finite after step {step}")
             save_file({"weights": weights, "state": state}, _file(target, schedule.model, i))
-        about = {**_of(schedule), "step": step, "frozen": dict(frozen or {})}
+        where = None if began is None else str(began.resolve())
+        about = {**_of(schedule), "step": step, "frozen": dict(frozen or {}), "began": where}
         partial = target / f"{LAST}.partial"
         partial.write_text(json.dumps(about, indent=1) + "\n")
         os.sync()  # what comes after a loss of power must not be a name without its contents
@@ -193,15 +202,18 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
                 )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
-    step, frozen = found.get("step"), found.get("frozen") or {}
+    step, frozen, began = found.get("step"), found.get("frozen") or {}, found.get("began")
     if not (type(step) is int and step >= 0 and isinstance(frozen, dict)):
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: its step is {step!r}, what is frozen {frozen!r}")
+    if not isinstance(began, str | None):
+        raise CheckpointError(f"{complete[-1] / LAST} is damaged: it began with {began!r}")
     return Checkpoint(
         folder=complete[-1],
         model=schedule.model,
         workload=schedule.workload,
         step=step,
         frozen=frozen,
+        began=None if began is None else Path(began),
         skipped=[path for path in incomplete if path > complete[-1]],
     )
 

@@ -144,10 +144,20 @@ class CpuBackend:
         if stream not in self._queues:
             self._queues[stream] = SimpleQueue()
             # a daemon, so that an interpreter that ends without close() does not wait for it
-            thread = threading.Thread(target=self._serve, args=(stream,), name=f"stream {stream}", daemon=True)
+            thread = threading.Thread(target=self._live, args=(stream,), name=f"stream {stream}", daemon=True)
             thread.start()  # a container may allow no more of them
             self._running.append(thread)
         return self._queues[stream]
+
+    def _live(self, stream: Stream) -> None:
+        """A stream's thread. One that cannot even begin still lets go of whoever waits for its tasks."""
+        try:
+            self._serve(stream)
+        except BaseException as error:
+            while (item := self._queues[stream].get()) is not None:
+                task, _, event = item
+                self._fail(task, error)
+                event.finish()
 
     def _serve(self, stream: Stream) -> None:
         use_threads(self._threads.get(stream, 1))

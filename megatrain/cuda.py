@@ -233,7 +233,8 @@ class CudaBackend(CpuBackend):
     def _serve(self, stream: Stream) -> None:
         if stream not in DEVICE_STREAMS:
             if stream == Stream.CPU:
-                os.sched_setaffinity(0, self._cpus)  # of this thread, and of those that it begins
+                with contextlib.suppress(OSError):  # a container may have been given other cores meanwhile
+                    os.sched_setaffinity(0, self._cpus)  # of this thread, and of those that it begins
             super()._serve(stream)
             return
         use_threads(1)

@@ -15,33 +15,40 @@ from megatrain.this_machine import MAKING
 from schedules.errors import InputError, Refused
 from schedules.op import Tier
 from schedules.verify import Verified
+from sim.prediction import estimated_workspace
 from sim.units import scaled
 
 
-def require_memory(verified: Verified, device: torch.device, *, begins: bool = True, saves: bool = False) -> None:
-    """Raises Refused unless there is room for the buffers: on the CPU, for both tiers' in the RAM.
+def require_memory(
+    verified: Verified, device: torch.device, *, begins: bool = True, saves: bool = False, exports: bool = False
+) -> None:
+    """Raises Refused unless there is room for the buffers: on the CPU, for both tiers' in the RAM; on a GPU, with the
+    largest workspace of an op, as it is estimated.
 
     And in the RAM for what a layer takes beside them between steps: to be made, where the training `begins` with
-    weights that no checkpoint has, and to be gathered, where it `saves` or exports.
+    weights that no checkpoint has, and to be gathered, where it `saves` or `exports`.
     """
     needed, label = verified.allocated_bytes(), f"{verified.schedule.label} for {verified.schedule.model.name}"
     on_gpu = device.type == "cuda"
     beside = {
         "begin": filling_bytes(verified, MAKING) if begins else 0,
         "save": keeping_bytes(verified, on_gpu) if saves else 0,
+        "export": keeping_bytes(verified, on_gpu, state=False) if exports else 0,
     }
     then = max(beside, key=lambda doing: beside[doing])
     more_ram = beside[then] if on_gpu else max(0, beside[then] - bytes_within_steps(verified.schedule))
-    places: list[tuple[tuple[Tier, ...], int, int, str]] = []
+    places: list[tuple[tuple[Tier, ...], int, str, int, str]] = []
     if on_gpu:
-        places.append(((Tier.DEVICE,), 0, torch.cuda.mem_get_info(device)[0], "of the GPU's memory are free"))
+        free = torch.cuda.mem_get_info(device)[0]
+        workspace = estimated_workspace(verified.schedule)
+        places.append(((Tier.DEVICE,), workspace, "within an op", free, "of the GPU's memory are free"))
     in_ram = (Tier.HOST,) if on_gpu else (Tier.DEVICE, Tier.HOST)
-    places.append((in_ram, more_ram, available_memory(), "of memory are available on this machine"))
-    for tiers, more, room, of in places:
+    places.append((in_ram, more_ram, f"to {then}", available_memory(), "of memory are available on this machine"))
+    for tiers, more, when, room, of in places:
         total = sum(needed[tier] for tier in tiers) + more
         if total > room:
             parts = [f"{tier} {scaled(needed[tier], 'GB')}" for tier in tiers if needed[tier]]
-            parts += [f"{scaled(more, 'GB')} more to {then}"] if more else []
+            parts += [f"{scaled(more, 'GB')} more {when}"] if more else []
             raise Refused(
                 f"{label} needs {scaled(total, 'GB')} ({', '.join(parts)}), and {scaled(room, 'GB')} {of}; simulate it "
                 "instead, or shrink it"

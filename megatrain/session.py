@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
-from megatrain.checkpoint import Diverged
+from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
 from megatrain.data import ByteText, DataError, TokenSource, from_file, read_bytes, standard_library
 from megatrain.folder_lock import alone_in
@@ -110,7 +112,7 @@ def train(
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training; or another training
             is saving to the same folder.
         Diverged: a loss, or what was to be saved, is not finite.
-        NotSaved, NotExported: there is no room, or no longer.
+        NotSaved, NotExported: there is no room, or at the end no longer.
         OpFailed: an op failed.
         InputError: what is asked for does not go together, or is not on this machine.
         Refused, TemplateError: this schedule or model cannot be run here.
@@ -127,7 +129,8 @@ def train(
             verified,
             machine.device,
             begins=files.resume is None or adapted,
-            saves=files.save is not None or files.export is not None,
+            saves=files.save is not None,
+            exports=files.export is not None,
         )
         require_drive(verified, nvme)
         schedule = verified.schedule
@@ -144,6 +147,7 @@ def train(
             data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
         resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
+        began = _began(files, resumed)
         _require_room_for(files, schedule, resumed, steps)
         if files.save is not None:
             opened.enter_context(alone_in(files.save))
@@ -162,6 +166,7 @@ def train(
                 resume=resumed,
                 debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
                 record=True,
+                began=began,
                 nvme=nvme,
                 pointwise=way.pointwise,
                 prepare=way.prepare,
@@ -169,7 +174,35 @@ def train(
             )
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
-        return _train_and_save(trainer, schedule, steps, files, on_loss, on_files, stop)
+        return _train_and_save(trainer, schedule, steps, files, began, on_loss, on_files, stop)
+
+
+def _began(files: Files, resumed: checkpoint.Checkpoint | None) -> Path | None:
+    """The folder of the weights that the training began with; warns where an export will lack what lies there."""
+    if files.weights is not None or resumed is None or resumed.began is None:
+        return files.weights
+    if files.export is not None and not resumed.began.is_dir():
+        warnings.warn(
+            f"{resumed.began}, which the training began with, is gone: the export has no tokenizer", stacklevel=2
+        )
+    return resumed.began
+
+
+@contextmanager
+def _seldom_collecting_garbage() -> Iterator[Callable[[], None]]:
+    """To be told when all that lives on is there: what there is then is not looked through again.
+
+    A full collection of it would hold every thread up for some tenths of a second, once in twenty steps or a hundred.
+    """
+
+    def settled() -> None:
+        gc.collect()
+        gc.freeze()
+
+    try:
+        yield settled
+    finally:
+        gc.unfreeze()
 
 
 def _train_and_save(
@@ -177,15 +210,22 @@ def _train_and_save(
     schedule: Schedule,
     steps: int,
     files: Files,
+    began: Path | None,
     on_loss: Callable[[int, float], None],
     on_files: Callable[[FileEvent, Path], None],
     stop: Callable[[], bool],
 ) -> Trained:
-    """Train so many steps, and save and export on the way. Raises what `train` does of these."""
+    """Train so many steps, and save and export on the way. Raises what `train` does of these.
+
+    A checkpoint on the way that cannot be written is told, and the training goes on: its state is sound.
+    """
     losses: list[float] = []
     saved: list[int] = []  # the steps after which this run has saved
+    first = trainer.step
 
     def told(step: int, loss: float) -> None:
+        if step == first:
+            settled()
         on_loss(step, loss)
         if math.isfinite(loss):
             return
@@ -195,15 +235,21 @@ def _train_and_save(
         raise Diverged(f"the loss of step {step + 1} is {loss}")
 
     try:
-        while len(losses) < steps and not stop():
-            left = steps - len(losses)
-            more = trainer.run(min(left, files.every or left), on_loss=told, stop=stop)
-            losses += more
-            if files.save is not None and more:
-                on_files("saved", trainer.save(files.save))
-                saved.append(trainer.step)
+        with _seldom_collecting_garbage() as settled:
+            while len(losses) < steps and not stop():
+                left = steps - len(losses)
+                more = trainer.run(min(left, files.every or left), on_loss=told, stop=stop)
+                losses += more
+                if files.save is not None and more:
+                    try:
+                        on_files("saved", trainer.save(files.save))
+                        saved.append(trainer.step)
+                    except NotSaved as error:
+                        if len(losses) >= steps or stop():
+                            raise
+                        warnings.warn(f"{error}; the training goes on", stacklevel=2)
         if files.export is not None and not stop():
-            hf.write(files.export, schedule.model, schedule.workload, lambda i: trainer.kept(i)[0], files.weights)
+            hf.write(files.export, schedule.model, schedule.workload, trainer.weights, began)
             on_files("exported", files.export)
     except Diverged as error:
         kept = checkpoint.told(files.save)

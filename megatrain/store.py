@@ -250,7 +250,7 @@ class Store:
         Not to be written to, and good until the next step: what lies in memory of the host, whole, is not copied.
         """
         workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
-        weights = self._on_cpu(homes(verified, trained.cls(workload), i)[0])
+        weights = self.weights(verified, i)
         found = [(of, self._on_cpu(home)) for of, (home, *_) in states(verified, i)]
         if len(found) == 1:
             return weights, found[0][1]
@@ -259,6 +259,10 @@ class Store:
             for in_whole, in_part in adam.matched(state, part, params, of, workload.precision):
                 in_whole.copy_(in_part)
         return weights, state
+
+    def weights(self, verified: Verified, i: int) -> Tensor:
+        """Of `kept` what is trained, alone."""
+        return self._on_cpu(homes(verified, trained.cls(self._schedule.workload), i)[0])
 
     def _on_cpu(self, home: Access) -> Tensor:
         """What a home holds: its own memory if that is the host's, or else new."""
@@ -316,18 +320,19 @@ def filling_bytes(verified: Verified, making: int) -> int:
     return max(made + begun)
 
 
-def keeping_bytes(verified: Verified, on_gpu: bool) -> int:
-    """Of the host's memory, the most that `Store.kept` takes beside the buffers for a layer."""
+def keeping_bytes(verified: Verified, on_gpu: bool, *, state: bool = True) -> int:
+    """Of the host's memory, the most that `Store.kept` takes beside the buffers for a layer; without its `state`, that
+    `Store.weights` takes.
+    """
     model, workload = verified.schedule.model, verified.schedule.workload
     tiers = [Tier.HOST] if on_gpu else [Tier.HOST, Tier.DEVICE]
-    return max(
-        (
-            _bytes_elsewhere(verified, i, tiers)
-            + (workload.bytes.state_bytes(trained.params(model, workload, i)) if len(states(verified, i)) > 1 else 0)
-            for i in trained.layers(model, workload)
-        ),
-        default=0,
-    )
+
+    def gathered(i: int) -> int:
+        whole = state and len(states(verified, i)) > 1
+        return workload.bytes.state_bytes(trained.params(model, workload, i)) if whole else 0
+
+    layers = trained.layers(model, workload)
+    return max((_bytes_elsewhere(verified, i, tiers, state=state) + gathered(i) for i in layers), default=0)
 
 
 def bytes_within_steps(schedule: Schedule) -> int:
@@ -337,10 +342,12 @@ def bytes_within_steps(schedule: Schedule) -> int:
     return sum(b.nbytes for b in schedule.buffers if b.tier == Tier.DEVICE and b.name in held - copied)
 
 
-def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier]) -> int:
-    """Bytes of what is trained of layer i and of its optimizer state, as far as they are not on these tiers."""
+def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier], *, state: bool = True) -> int:
+    """Bytes of what is trained of layer i and of its optimizer `state`, as far as they are not on these tiers."""
     schedule = verified.schedule
-    found = [homes(verified, trained.cls(schedule.workload), i), *(of for _, of in states(verified, i))]
+    found = [homes(verified, trained.cls(schedule.workload), i)]
+    if state:
+        found += [of for _, of in states(verified, i)]
     return sum(
         tensor_bytes(home.tensor, schedule.model, schedule.workload)
         for home, *_ in found

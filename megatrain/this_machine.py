@@ -101,11 +101,10 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
     try:
         on_gpu, free = backend.device.type == "cuda", available_memory()
         half = total_memory() // 2
-        total = torch.cuda.get_device_properties(backend.device).total_memory if on_gpu else 0
         return Here(
             device=backend.machine,
             on_gpu=on_gpu,
-            device_bytes=usable_bytes(total) if on_gpu else half,
+            device_bytes=usable_bytes(_free_on(backend.device)) if on_gpu else half,
             host_bytes=free if on_gpu else half,
             free_bytes=free,
             drive=nvme.resolve() if nvme is not None else None,
@@ -114,6 +113,12 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
         )
     finally:
         backend.close()
+
+
+def _free_on(gpu: torch.device) -> int:
+    """Bytes of a GPU's memory that others do not hold; what this process has of it is no one else's."""
+    total = torch.cuda.get_device_properties(gpu).total_memory
+    return min(total, torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu))
 
 
 def _threads(backend: Backend[Any], stream: Stream) -> int:

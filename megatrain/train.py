@@ -71,6 +71,7 @@ class Trainer(Generic[E]):
             left out.
         on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped, or of its parts.
         record: keep every op's times, for `trace`.
+        began: the folder that `initial` is from, which a checkpoint tells whoever goes on from it.
         nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
         pointwise: how layers compute what multiplies no matrices.
         prepare: what to make of the ops' works before the first step, such as `megatrain.graphs.replayed`.
@@ -97,6 +98,7 @@ class Trainer(Generic[E]):
         on_gradient: OnGradient | None = None,
         debug: Debug = Debug(poison=False),
         record: bool = False,
+        began: Path | None = None,
         nvme: Path | None = None,
         pointwise: Pointwise = PLAIN,
         prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = as_they_are,
@@ -106,7 +108,7 @@ class Trainer(Generic[E]):
         model, workload = schedule.model, schedule.workload
         if data.vocab_size > model.vocab_size:
             raise ValueError(f"the data has {data.vocab_size} different tokens, {model.name} {model.vocab_size}")
-        self._verified, self._backend, self._data = verified, backend, data
+        self._verified, self._backend, self._data, self._began = verified, backend, data, began
         layers = templates(
             model,
             seq_len=workload.seq_len,
@@ -233,7 +235,7 @@ class Trainer(Generic[E]):
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved, Diverged."""
-        return checkpoint.save(folder, self._verified.schedule, self.step, self.kept, self._frozen)
+        return checkpoint.save(folder, self._verified.schedule, self.step, self.kept, self._frozen, self._began)
 
     def kept(self, i: int) -> tuple[Tensor, Tensor]:
         """What is trained of layer i in the type it is computed with, flat, and its optimizer state as bytes.
@@ -241,6 +243,10 @@ class Trainer(Generic[E]):
         Not to be written to, and good until the next step.
         """
         return self._store.kept(self._verified, i)
+
+    def weights(self, i: int) -> Tensor:
+        """Of `kept` what is trained, alone."""
+        return self._store.weights(self._verified, i)
 
     def parameters(self, i: int) -> Tensor:
         """What is trained of layer i, parameters or adapters, as it is now, at its most exact: new fp32, flat."""

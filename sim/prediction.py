@@ -285,8 +285,19 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
         measured = tabulated(table, key, schedule.workload, largest_of_lines)
         if measured is not None:
             return math.ceil(measured)
+    return _estimated(op, schedule)
+
+
+def _estimated(op: Op, schedule: Schedule) -> int:
+    if op.layer is None:
+        return 0
     output = tensors.makes_output(access.tensor for access in op.writes)
     return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload, output=output)
+
+
+def estimated_workspace(schedule: Schedule) -> int:
+    """Bytes of the largest workspace of any compute op, on whatever machine."""
+    return max((_estimated(op, schedule) for op in schedule.ops if op.kind == Kind.COMPUTE), default=0)
 
 
 def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:

@@ -347,6 +347,17 @@ def test_a_failure_is_told_whenever_it_comes() -> None:
         backend.host_wait(backend.submit(Task(sync("op", Stream.CPU), 0, 0, lambda step: None), ()))
 
 
+def test_a_thread_that_cannot_begin_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(count: int) -> None:
+        raise OSError("no such cores")
+
+    monkeypatch.setattr("megatrain.cpu.use_threads", failing)
+    backend = CpuBackend()
+    with closing(backend), pytest.raises(OpFailed, match="no such cores"):
+        first = backend.submit(Task(sync("a", Stream.CPU), 0, 0, lambda step: None), ())
+        backend.host_wait(backend.submit(Task(sync("b", Stream.H2D), 0, 1, lambda step: None), (first,)))
+
+
 def test_where_no_more_threads_are_allowed_that_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with a limit; to close the backend is no second error, which would hide the first."""
 

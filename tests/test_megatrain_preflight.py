@@ -24,6 +24,7 @@ from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
+from sim.prediction import estimated_workspace
 
 BUDGET = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
 CPU = torch.device("cpu")
@@ -37,12 +38,14 @@ def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(mon
     more = to_begin - bytes_within_steps(step.schedule)  # activations have no memory before the first step
     assert 0 < more < to_begin
     on_host += to_begin
+    on_gpu = on_device + estimated_workspace(step.schedule)
+    assert on_gpu > on_device
     for device, gpu, ram, lacking in (
         ("cpu", 0, on_device + on_host - to_begin + more, ""),
         ("cpu", 0, on_device + on_host - to_begin + more - 1, "of memory are available on this machine"),
-        ("cuda", on_device, on_host, ""),
-        ("cuda", on_device - 1, on_host, r"\(device .*\), and .* of the GPU's memory are free"),
-        ("cuda", on_device, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
+        ("cuda", on_gpu, on_host, ""),
+        ("cuda", on_gpu - 1, on_host, r"\(device .* more within an op\), and .* of the GPU's memory are free"),
+        ("cuda", on_gpu, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
     ):
         monkeypatch.setattr(preflight, "available_memory", lambda ram=ram: ram)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu, 10**12))
@@ -104,8 +107,22 @@ def test_room_to_begin_and_to_save_is_asked_for_where_it_is_needed(
     for files in (Files(), Files(save=tmp_path), Files(export=tmp_path), Files(resume=tmp_path)):
         with pytest.raises(Refused, match="no room"):
             train(step, steps=1, hyper=lambda step: None, files=files)  # type: ignore[arg-type, return-value]
-    told = [(options["begins"], options["saves"]) for options in asked]
-    assert told == [(True, False), (True, True), (True, True), (False, False)]
+    told = [(options["begins"], options["saves"], options["exports"]) for options in asked]
+    assert told == [(True, False, False), (True, True, False), (True, False, True), (False, False, False)]
+
+
+def test_to_export_asks_for_room_for_weights_and_not_for_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose weights and state are both on a drive."""
+    workload = Workload(micro_batch_size=1, seq_len=16, precision="bf16_split")
+    knobs = {"params_on_nvme": True}
+    step = verify(policies.build("zero_infinity", presets.load("tiny"), workload, BUDGET, **knobs))
+    weights, both = (keeping_bytes(step, True, state=state) for state in (False, True))
+    assert 0 < 4 * weights < both
+    monkeypatch.setattr(preflight, "available_memory", lambda: step.allocated_bytes()["host"] + weights)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
+    preflight.require_memory(step, torch.device("cuda"), begins=False, exports=True)
+    with pytest.raises(Refused, match="more to save"):
+        preflight.require_memory(step, torch.device("cuda"), begins=False, saves=True)
 
 
 def test_room_is_asked_for_together_where_folders_share_a_drive(

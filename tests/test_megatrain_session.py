@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import initial, preflight, session
+from megatrain import checkpoint, initial, preflight, session
 from megatrain.adam import Adam
-from megatrain.checkpoint import CheckpointError
+from megatrain.checkpoint import CheckpointError, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import DataError, RandomTokens
 from megatrain.train import Trainer
@@ -56,6 +58,58 @@ def test_a_model_of_fewer_tokens_than_bytes_needs_data_of_its_own(tmp_path: Path
     np.save(tmp_path / "tokens.npy", np.arange(100))
     found = session.train(step, steps=1, hyper=Adam(lr=1e-3), files=session.Files(tokens=tmp_path / "tokens.npy"))
     assert len(found.losses) == 1
+
+
+def test_a_checkpoint_on_the_way_that_has_no_room_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later one is written, of the same training; only the last may not be missing."""
+    real, calls = checkpoint.save_file, list[Path]()
+
+    def second_is_full(tensors: dict[str, Tensor], path: Path) -> None:
+        calls.append(path)
+        if path.parent.name in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", second_is_full)
+    told: list[tuple[str, str]] = []
+    full = {"step-00000002"}
+    with pytest.warns(
+        UserWarning, match=r"step 2 could not be written .*No space left on device; the training goes on"
+    ):
+        session.train(
+            verified(), steps=3, hyper=Adam(lr=1e-3), files=session.Files(save=tmp_path / "run", every=1),
+            on_files=lambda event, folder: told.append((event, folder.name)),
+        )  # fmt: skip
+    assert told == [("saved", "step-00000001"), ("saved", "step-00000003")]
+    full = {"step-00000002"}
+    with pytest.raises(NotSaved, match="step 2 could not"):
+        session.train(verified(), steps=2, hyper=Adam(lr=1e-3), files=session.Files(save=tmp_path / "two", every=1))
+
+
+def test_what_lives_on_is_not_looked_through_for_garbage_and_is_let_go_in_the_end() -> None:
+    before, seen = gc.get_freeze_count(), list[int]()
+    session.train(
+        verified(), steps=2, hyper=Adam(lr=1e-3), on_loss=lambda step, loss: seen.append(gc.get_freeze_count())
+    )
+    assert min(seen) > before + 10_000 and gc.get_freeze_count() <= before
+
+
+def test_who_goes_on_exports_with_the_tokenizer_that_the_training_began_with(tmp_path: Path) -> None:
+    base, step = tmp_path / "base", verified()
+    session.train(step, steps=1, hyper=Adam(lr=1e-3), files=session.Files(export=base))
+    (base / "tokenizer.json").write_text("{}")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    hyper, run = Adam(lr=1e-3), tmp_path / "run"
+    session.train(step, steps=1, hyper=hyper, files=session.Files(weights=base, save=run))
+    session.train(step, steps=1, hyper=hyper, files=session.Files(resume=run, save=run, export=tmp_path / "hf"))
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 7
+    base.rename(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="which the training began with, is gone: the export has no tokenizer"):
+        session.train(step, steps=1, hyper=hyper, files=session.Files(resume=run, export=tmp_path / "again"))
 
 
 def test_one_training_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:

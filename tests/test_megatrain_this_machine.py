@@ -29,9 +29,12 @@ def test_of_a_gpu_something_is_left_for_what_no_schedule_counts() -> None:
     assert usable_bytes(24 * GIB) == 22 * GIB and usable_bytes(100 * GIB) == 97 * GIB and usable_bytes(GIB) == 0
 
 
-def test_a_gpu_is_found_with_its_memory_and_the_optimizers_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("free", "own", "usable"), [(79, 2, 80), (60, 0, 60), (60, 5, 65)])
+def test_a_gpu_is_found_with_the_memory_that_others_leave_and_the_optimizers_threads(
+    free: int, own: int, usable: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(this_machine, "available_memory", lambda: 100 * GIB)
     threads = torch.get_num_threads()
@@ -39,7 +42,7 @@ def test_a_gpu_is_found_with_its_memory_and_the_optimizers_threads(
         found = machine_here(lambda: Gpu(machine="H100", threads={Stream.CPU: 3}), tmp_path)
     finally:
         torch.set_num_threads(threads)
-    assert (found.device, found.on_gpu, found.device_bytes) == ("H100", True, usable_bytes(80 * GIB))
+    assert (found.device, found.on_gpu, found.device_bytes) == ("H100", True, usable_bytes(usable * GIB))
     assert found.host_bytes == found.free_bytes == 100 * GIB and found.optimizer_threads == 3
     assert found.drive == tmp_path.resolve() and found.budget.nvme_bytes == found.drive_bytes > 0
 
