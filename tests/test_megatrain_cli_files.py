@@ -24,7 +24,9 @@ from analysis.text_gantt import SPANS
 from megatrain import cli, this_machine
 from megatrain.cli.bars import goes_on, progress_bar, stages
 from megatrain.cli.options import command_line
+from megatrain.cli.run import _notes
 from megatrain.this_machine import Here
+from megatrain.way import Way
 from schedules import codec, policies, presets
 from schedules.errors import InputError, Refused
 from schedules.hf_config import write_config
@@ -515,3 +517,25 @@ def test_streams_that_are_closed_are_no_reason_to_fail(closed: str, tmp_path: Pa
     command = f"{sys.executable} -m megatrain build tiny --seq 512 --out {out} {closed}"  # with a note on stderr
     assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120).returncode == 0
     assert codec.read(out).model.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        (("--precision", "bf16", "--lr", "1e-5"), True),
+        (("--precision", "bf16_split", "--lr", "1e-5"), False),
+        (("--precision", "bf16", "--lr", "1e-3"), False),
+        (("--precision", "bf16", "--lr", "1e-5", "--policy", "lora_streamed"), False),
+    ],
+)
+def test_weights_that_lose_small_updates_are_noted(options: tuple[str, ...], noted: bool) -> None:
+    result = CliRunner().invoke(cli.app, ["run", "tiny", "-b", "1", "-s", "16", "--steps", "1", *options])
+    assert result.exit_code == 0 and ("note: bf16 rounds each new weight" in result.stderr) is noted
+
+
+@pytest.mark.parametrize(("way", "noted"), [((True, True), False), ((True, False), True), ((False, False), True)])
+def test_short_micro_batches_are_noted_to_wait_for_launches_on_a_gpu(way: tuple[bool, bool], noted: bool) -> None:
+    of = Way(fused=way[0], graphs=way[1])
+    for workload, on_gpu in ((WORKLOAD, True), (WORKLOAD, False), (replace(WORKLOAD, seq_len=8193), True)):
+        found = [note for note in _notes(workload, 1e-3, of, on_gpu=on_gpu) if "wait for launches" in note]
+        assert bool(found) is (noted and on_gpu and workload.seq_len == 16)

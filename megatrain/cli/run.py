@@ -39,9 +39,13 @@ from schedules.errors import InputError, Refused
 if TYPE_CHECKING:
     from megatrain.adam import Adam
     from megatrain.session import FileEvent, Trained
+    from megatrain.way import Way
     from schedules.schedule import Schedule
+    from schedules.workload import Workload
     from sim.prediction import Prediction
 
+SMALL_LR = 5e-5  # about what Adam changes a weight by: to a weight above 0.025 that is less than bf16 keeps
+SHORT = 8192  # tokens of a micro-batch, up to which a GPU waits for launches (docs/gpu.md)
 HAPPENED = {"resumed": "resumed from", "skipped": "skipped, since its save was interrupted:"}  # where the word is short
 
 
@@ -134,6 +138,8 @@ def run(
     # a profile may lack this schedule's ops, which is better told before the training than after it
     predicted = {} if profile is None else _predicted(predict(schedule, profile, budget))
 
+    import torch
+
     from megatrain import checkpoint
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
@@ -142,6 +148,8 @@ def run(
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
+    for note in _notes(schedule.workload, lr, way, on_gpu=backend != "cpu" and torch.cuda.is_available()):
+        print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
     trained = False
     with ExitStack() as hearing:
@@ -186,6 +194,20 @@ def run(
             raise
         if interrupt.asked:
             raise interrupted()
+
+
+def _notes(workload: Workload, lr: float, way: Way, *, on_gpu: bool) -> Iterator[str]:
+    """What a user may not expect of these options."""
+    if workload.task == "train" and workload.lora_rank is None and workload.bytes.rounds and lr < SMALL_LR:
+        yield (
+            f"{workload.precision} rounds each new weight to bf16 and loses updates of less than some 0.2 % of it, at "
+            f"a learning rate of {lr:g} most of them; --precision bf16_split keeps all"
+        )
+    if on_gpu and workload.tokens_per_microbatch <= SHORT and not (way.fused and way.graphs):
+        yield (
+            f"micro-batches of {workload.tokens_per_microbatch:,} tokens may wait for launches: --fused --graphs make "
+            "fewer of them"
+        )
 
 
 @contextmanager
