@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,6 @@ from megatrain.this_machine import machine_name, today
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
-from sim.plan import plan
 from sim.prediction import memory_of, predict
 
 MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=3, vocab_size=8192)
@@ -31,9 +30,15 @@ def test_a_row_has_the_plan_and_the_best_that_every_policy_does() -> None:
     assert row.gap == pytest.approx(row.step_s / row.bound_s - 1.0)
 
 
-def test_a_named_policy_has_what_suits_it() -> None:
+def rates_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> Callable[..., dict[str, float]]:
+    """`named_rates` of some policies alone: all of them take long."""
+    monkeypatch.setattr(policies, "comparable", lambda: names)
+    return plans.named_rates
+
+
+def test_a_named_policy_has_what_suits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """More micro-batches where fewer do not fit, and what is pointwise computed again where that is faster."""
-    _, named = plans.row(MODEL, SMALL, **STEP)
+    named = rates_of(monkeypatch, "streamed")(MODEL, SMALL, Workload(micro_batch_size=4, seq_len=512))
     budget, found = memory_of(SMALL), []
     for (size, count), mode in [(split, mode) for split in ((4, 1), (2, 2)) for mode in ("none", "pointwise")]:
         workload = Workload(micro_batch_size=size, accumulation=count, seq_len=512, recompute=mode)
@@ -46,28 +51,35 @@ def test_a_named_policy_has_what_suits_it() -> None:
 def test_zero_infinity_has_the_knobs_that_suit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12)  # several sub-groups, which can overlap
     profile = hardware.override(hardware.load("rtx4090"), ["nvme.write=7GB/s", "nvme.both=2fraction"])
-    monkeypatch.setattr(plans, "plan", functools.partial(plan, effort=0))  # what stands beside the plan is asked
-    _, named = plans.row(model, profile, **STEP)
     whole = Workload(micro_batch_size=4, seq_len=512)
+    named = rates_of(monkeypatch, "zero_infinity", "roundpipe")(model, profile, whole)
     rates: dict[bool, list[float]] = {True: [], False: []}  # with parameters on the drive, or not
     for knobs in plans.tried_with("zero_infinity", model):
         for mode in ("none", "pointwise"):
             found = plans.fitting_rates("zero_infinity", model, profile, whole, mode, knobs)
             rates["params_on_nvme" in knobs].extend(found or [])
     assert named["zero_infinity"] == max(rates[True]) > max(rates[False])
-    assert plans.fitting_rates("roundpipe", model, profile, whole, "none", {}) is None  # stale
+    assert "roundpipe" not in named  # stale
 
 
-def test_a_named_policy_keeps_its_activations_where_that_is_faster() -> None:
+def test_streamed_has_no_more_on_a_drive_than_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, whole = hardware.override(SMALL, ["host.memory=8GB"]), Workload(micro_batch_size=4, seq_len=512)
+    named = rates_of(monkeypatch, "streamed")(MODEL, short, whole)
+    tried = [plans.fitting_rates("streamed", MODEL, short, whole, "none", {"nvme": n}) or [0.0] for n in range(4)]
+    least = next(n for n in range(4) if max(tried[n]))
+    assert least and named["streamed"] >= max(tried[least]) == max(map(max, tried))
+
+
+def test_a_named_policy_keeps_its_activations_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, whole = hardware.load("h200"), Workload(micro_batch_size=8, seq_len=2048)
     as_it_comes = plans.fitting_rates("zero3_offload", MODEL, machine, whole, "none", OUR_STATE)
     assert as_it_comes
-    assert plans.named_rates(MODEL, machine, whole)["zero3_offload"] > 1.05 * max(as_it_comes)
+    assert rates_of(monkeypatch, "zero3_offload")(MODEL, machine, whole)["zero3_offload"] > 1.05 * max(as_it_comes)
 
 
-def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short() -> None:
+def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     short, whole = hardware.override(SMALL, ["host.memory=8GB"]), Workload(micro_batch_size=4, seq_len=512)
-    _, named = plans.row(MODEL, short, **STEP)
+    named = rates_of(monkeypatch, "greedysnake", "lohan")(MODEL, short, whole)
     for name in ("greedysnake", "lohan"):
         assert named[name] > 0 and not plans.fitting_rates(name, MODEL, short, whole, "none", {})
 
