@@ -107,7 +107,11 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
 
 
 def plain(case: Case) -> Row:
-    """Everything on the GPU in bf16, moments too: precision bf16_16bit."""
+    """Everything on the GPU in bf16, moments too: precision bf16_16bit.
+
+    The knob `compiled` is "blocks", each block by itself as torchtitan has it, or "graphs", the whole model with CUDA
+    graphs (mode reduce-overhead), for steps that wait for launches.
+    """
     spec = presets.load(case.model)
     gpu_machine.clear()
     build = builder(spec)
@@ -115,12 +119,19 @@ def plain(case: Case) -> Row:
         model = build()
     if case.knobs.get("checkpointing"):
         model.gradient_checkpointing_enable()
+    if case.knobs.get("compiled") == "blocks":
+        for block in model.model.layers:
+            block.compile()
+    elif case.knobs.get("compiled") == "graphs":
+        model.compile(mode="reduce-overhead")
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
         for _ in range(case.accumulation):
             batch = tokens(case, spec.vocab_size)
+            if case.knobs.get("compiled") == "graphs":
+                torch.compiler.cudagraph_mark_step_begin()
             (model(input_ids=batch, labels=batch).loss / case.accumulation).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -28,6 +28,7 @@ SPUN = ("streamed",)  # policies that are run with spinning kernels as well
 SPUN_UP_TO = 8192  # tokens of a step: above it issuing hides behind the kernels
 # What a row takes beside its steps: imports, a plan, compiling; pinning host memory; DeepSpeed's start.
 STARTUP_S, PLANNING_S, PINNED_GB_S, ENGINE_S = 12.0, 8.0, 4.0, 60.0
+COMPILING_S = {None: 0.0, "blocks": 20.0, "graphs": 90.0}  # of plain PyTorch's model
 ALONE = 1.5  # a step whose ops run one by one, in steps; two of those, or three
 
 
@@ -54,6 +55,7 @@ NEXT = (
     "qwen2.5-14b planned 4x4x4096 bf16",
     "qwen2.5-7b planned 4x4x4096 bf16",
     f"qwen2.5-7b {ZERO3} 4x4x4096 bf16",
+    f"llama-3.2-1b {TORCH} compiled=blocks 1x8x1024 bf16_16bit",
     "llama-3.2-1b resident 4x4x4096 bf16_16bit",
     f"llama-3.2-1b {TORCH} 4x4x4096 bf16_16bit",
     "llama-3.2-3b planned 4x4x4096 bf16",
@@ -96,6 +98,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
         steps += 2.0  # by phases
     elif case.policy == TORCH:
         like = dataclasses.replace(case, policy="resident", knobs={})
+        startup += COMPILING_S[case.knobs.get("compiled")]
     else:
         steps += alone_steps(case) * ALONE + (steps if spun(case) else 0.0)
         startup += LOADED_S * ALONE + (PLANNING_S if case.policy == PLANNED else 0.0)
@@ -157,10 +160,14 @@ def _of_model(model: str) -> Iterator[Case]:
 
 
 def _rivals(models: tuple[str, ...]) -> Iterator[Case]:
-    """DeepSpeed with our state, plain PyTorch with and without checkpointing, DeepSpeed once with its usual state."""
+    """DeepSpeed with our state, plain PyTorch as it comes, with checkpointing and compiled, DeepSpeed once with its
+    usual state.
+    """
     yield from (_case(model, ZERO3, batch) for model in models for batch in BATCHES)
     for model in models:
         for batch in BATCHES:
             yield _case(model, TORCH, batch, precision="bf16_16bit")
             yield _case(model, TORCH, batch, precision="bf16_16bit", knobs={"checkpointing": True})
+            yield _case(model, TORCH, batch, precision="bf16_16bit", knobs={"compiled": "blocks"})
+        yield _case(model, TORCH, BATCHES[0], precision="bf16_16bit", knobs={"compiled": "graphs"})
     yield from (_case(model, ZERO3, BATCHES[-1], precision="bf16_fp32") for model in models)

@@ -19,8 +19,13 @@ RIVALS = {  # in a column's words -> (policy, knobs) of a step of the same token
     "ZeRO-3": (gpu_rows.ZERO3, {}),
     "MegaTrain's code": ("megatrain_released", {}),
     "plain PyTorch": (gpu_rows.TORCH, {}),
+    "compiled PyTorch": (gpu_rows.TORCH, {"compiled": "blocks"}),
 }
-SAME_STATE = {"ZeRO-3": "bf16", "plain PyTorch": "bf16_16bit"}  # the only precision in which that keeps what ours does
+SAME_STATE = {
+    "ZeRO-3": "bf16",
+    "plain PyTorch": "bf16_16bit",
+    "compiled PyTorch": "bf16_16bit",
+}  # the only precision in which that keeps what ours does
 TRIED = " (tried)"  # which kernels, and whether graphs, is decided by rows of their own
 WITHIN = (0.04, 0.10)
 

@@ -134,6 +134,7 @@ def install(gpu: Any) -> None:
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
     this_machine.DEVICE_RESERVE, this_machine.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler
+    torch.nn.Module.compile = _always(None)  # type: ignore[method-assign]
     for module in (gpu_steps, gpu_rivals, gpu_rows):
         module.LASTS_S = 0.0  # type: ignore[attr-defined]
     gpu_steps.LOADED_S = 0.0

@@ -590,6 +590,35 @@ def test_zero3_is_measured_undisturbed_and_then_by_phases(
     assert rivals.zero3(case, needed)["step_s"] and len(engines) == 1  # the next batch has the same engine
 
 
+@pytest.mark.parametrize(
+    ("compiled", "calls"),
+    [(None, []), ("blocks", ["block", "block"]), ("graphs", ["model, mode=reduce-overhead"])],
+)
+def test_plain_torch_is_compiled_block_by_block_or_as_a_whole(
+    rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch, compiled: str | None, calls: list[str]
+) -> None:
+    asked: list[str] = []
+
+    class Compiled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [SimpleNamespace(compile=lambda: asked.append("block")) for _ in range(2)]
+            self.__dict__["model"] = SimpleNamespace(layers=blocks)
+
+        def compile(self, **options: object) -> None:
+            asked.append(f"model, mode={options['mode']}")
+
+    monkeypatch.setattr(rivals, "builder", lambda spec: Compiled)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: torch.optim.SGD(parameters, lr=0.0))
+    monkeypatch.setattr(rivals, "steps", lambda case, step: {"case": case.key})
+    case = module("gpu_case").Case(
+        model="tiny", policy="plain torch", seq_len=16, micro_batch_size=2,
+        knobs={} if compiled is None else {"compiled": compiled},
+    )  # fmt: skip
+    rivals.plain(case)
+    assert asked == calls
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_plain_torch_steps_by_the_mean_of_its_micro_batches(
     rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
