@@ -11,7 +11,7 @@ from schedules.workload import Workload
 from sim.candidate import OURS, Candidate
 from sim.findings import Findings
 from sim.knob_space import knob_space
-from sim.room import FEWEST_ON_THE_DRIVE, ONE_BLOCK, Room, orders
+from sim.room import FEWEST_ON_THE_DRIVE, ONE_BLOCK, orders, ways_to_part
 
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 
@@ -25,35 +25,41 @@ def placements(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
 def try_all(found: Findings, workload: Workload, *, begun: Candidate, one_block: bool) -> None:
     """Try all placements of one split of a step, none of which counts as effort.
 
-    Once something fits, micro-batches one after another only at the ends of each knob. So too with fewer buffers where
-    that leaves room for more, but with all numbers of resident layers. `one_block` as for `Room.begin`.
+    Once something fits, micro-batches one after another with all numbers of resident layers, but only at the ends of
+    each other knob; and with the weights of all blocks held, which then need no buffers to come by. So too with fewer
+    buffers where that leaves room for more. `one_block` as for `Room.begin`.
     """
     every, effort = placements(found.model, workload, begun=begun), found.effort
-    start = Candidate(policy=OURS, workload=workload)
+    start, blocks = Candidate(policy=OURS, workload=workload), found.model.num_hidden_layers
     begin = found.room.begin(start, one_block=one_block)
     for order in orders(workload):
         for usual in dict.fromkeys((start, begin)):
             some = every if order == "layers" or found.at is None else _ends(every, found.at)
-            found.evaluate(*_each(usual.with_knobs({"order": order}), some))
-    for thrifty in _thriftier(found.room, start, begin):
-        some = {**_ends(every, found.at or start), "resident": every["resident"]}
-        found.evaluate(*_each(thrifty, some))
+            found.evaluate(*_each(usual, order, blocks, some))
+    for thrifty in _thriftier(found, start, begin):
+        for order in orders(workload):
+            found.evaluate(*_each(thrifty, order, blocks, _ends(every, found.at or start)))
     found.effort = effort
 
 
-def _each(begin: Candidate, values: Mapping[str, Iterable[Knob]]) -> list[Candidate]:
-    ways = itertools.product(*values.values())
-    return [begin.with_knobs(dict(zip(values, way, strict=True))) for way in ways]
+def _each(begin: Candidate, order: str, blocks: int, values: Mapping[str, Iterable[Knob]]) -> list[Candidate]:
+    begins = [begin.with_knobs({"order": order})]
+    if order != "layers":
+        begins.append(begins[0].with_knobs({"hold": blocks}))
+    ways = itertools.product(begins, itertools.product(*values.values()))
+    return [begin.with_knobs(dict(zip(values, way, strict=True))) for begin, way in ways]
 
 
 def _ends(every: Mapping[str, list[Knob]], best: Candidate) -> dict[str, list[Knob]]:
-    """Of each knob the first value, the last, and that of the best candidate."""
-    return {name: list(dict.fromkeys((values[0], best.value(name), values[-1]))) for name, values in every.items()}
+    """Of each knob but `resident` the first value, the last, and that of the best candidate."""
+    ends = {name: list(dict.fromkeys((values[0], best.value(name), values[-1]))) for name, values in every.items()}
+    return {**ends, "resident": every["resident"]}
 
 
-def _thriftier(room: Room, start: Candidate, begin: Candidate) -> list[Candidate]:
-    """With fewer buffers, where these leave room for more layers on the device, or more off the drive."""
-    most = room.most_residents(start)
-    few = (start.with_knobs({"grad_slots": 1}), start.with_knobs(ONE_BLOCK))
-    found = [thrifty for thrifty in few if room.most_residents(thrifty) > most]
-    return [*found, begin.with_knobs(FEWEST_ON_THE_DRIVE)] if begin.value("nvme") else found
+def _thriftier(found: Findings, start: Candidate, begin: Candidate) -> list[Candidate]:
+    """With fewer or smaller buffers, where these leave room for more layers on the device, or more off the drive."""
+    most, parts = found.room.most_residents(start), ways_to_part(found.model, start.workload)[-1]
+    fewer: tuple[dict[str, Knob], ...] = ({}, {"grad_slots": 1}, ONE_BLOCK)
+    ways = (start.with_knobs({**few, "parts": n}) for few in fewer for n in sorted({1, parts}))
+    thriftier = [thrifty for thrifty in ways if found.room.most_residents(thrifty) > most]
+    return [*thriftier, begin.with_knobs(FEWEST_ON_THE_DRIVE)] if begin.value("nvme") else thriftier

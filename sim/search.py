@@ -318,6 +318,8 @@ class Search:
         least, most = self.least, max(self.least, self.most)
         # smaller micro-batches leave room for more: all but the head
         residents = [most, blocks + 1]
+        if blocks <= SHALLOW:  # where it takes no time to know, what these have room for
+            residents.append(self.found.room.most_residents(start))
         if whole:
             residents = [least + round((most - least) * part / (GRID - 1)) for part in range(GRID)]
         away = {"offload": blocks // 2 if whole else blocks // 4, "slack": SLACK}

@@ -782,6 +782,21 @@ def test_fewer_buffers_make_room_for_a_layer_where_placements_are_few() -> None:
     assert period is not None and found.prediction.period_ns <= period
 
 
+def test_where_micro_batches_run_one_by_one_few_placements_hold_weights_too() -> None:
+    """That needs no buffers for weights on their way: room for the embedding on the device."""
+    model = replace(presets.load("llama-3.1-8b"), num_hidden_layers=1, vocab_size=32000, num_key_value_heads=4)
+    model = replace(model, hidden_size=2048, intermediate_size=14336, num_attention_heads=16)
+    changes = ["gpu.memory=1.73GB", "host.memory=3.7GB", "links.h2d.bandwidth=20GB/s", "links.d2h.bandwidth=50GB/s"]
+    profile = replace(hardware.override(hardware.load("gb300"), [*changes, "links.duplex=60GB/s"]), nvme=None)
+    asked: dict[str, Any] = {"micro_batch_size": 1, "accumulation": 2, "precision": "bf16_16bit"}
+    found = plan(model, profile, seq_len=4096, **asked)
+    workload = step(1, seq=4096, accumulation=2, precision="bf16_16bit", recompute="pointwise")
+    knobs: dict[str, Knob] = {"resident": 1, "hold": 1, "order": "microbatches"}
+    held = policies.build("streamed", model, workload, memory_of(profile), **knobs)
+    period = period_if_it_fits(held, profile)
+    assert period is not None and found.prediction.period_ns <= period
+
+
 def test_what_is_lacking_is_told_of_the_order_that_lacks_least() -> None:
     """All micro-batches at once have their hidden states on the device together, one after another only one's."""
     model, workload = shallow(2), step(8, accumulation=8, recompute="pointwise")
