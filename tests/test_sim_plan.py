@@ -785,7 +785,7 @@ def test_fewer_buffers_make_room_for_a_layer_where_placements_are_few() -> None:
 def test_where_micro_batches_run_one_by_one_few_placements_hold_weights_too() -> None:
     """That needs no buffers for weights on their way: room for the embedding on the device."""
     model = replace(presets.load("llama-3.1-8b"), num_hidden_layers=1, vocab_size=32000, num_key_value_heads=4)
-    model = replace(model, hidden_size=2048, intermediate_size=14336, num_attention_heads=16)
+    model = replace(model, hidden_size=2048, intermediate_size=14336, num_attention_heads=16, tie_word_embeddings=True)
     changes = ["gpu.memory=1.73GB", "host.memory=3.7GB", "links.h2d.bandwidth=20GB/s", "links.d2h.bandwidth=50GB/s"]
     profile = replace(hardware.override(hardware.load("gb300"), [*changes, "links.duplex=60GB/s"]), nvme=None)
     asked: dict[str, Any] = {"micro_batch_size": 1, "accumulation": 2, "precision": "bf16_16bit"}
