@@ -2,10 +2,9 @@
 
 A candidate is a policy with knobs and a split of the step into micro-batches. It is built, dropped if it does not
 fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
-best period known, and else simulated. Where there are few placements all are tried, which is exact (of the second
-order of micro-batches, once something fits, only the ends); elsewhere a coarse grid is, and what the bound over all
-placements suggests. The best point is improved one knob at a time, in the end several together, until no step helps,
-or the effort is spent.
+best period known, and else simulated. Where there are few placements all are tried (`sim.few_placements`); elsewhere
+a coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time, in the
+end several together, until no step helps, or the effort is spent.
 """
 
 from __future__ import annotations

@@ -437,6 +437,12 @@ def test_a_drive_that_is_not_there_is_told_before_an_op_that_was_not_measured(tm
     assert isinstance(error, Refused) and "has none; megatrain profile --nvme FOLDER measures one" in str(error)
 
 
+def test_a_full_disk_behind_the_output_is_told() -> None:
+    command = f"{sys.executable} -m megatrain models > /dev/full"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot write what is printed: No space left on device" in done.stderr
+
+
 def test_where_two_policies_fit_nowhere_the_answer_is_no() -> None:
     _, error = called("adversary", "streamed", "resident", "--set", "gpu.memory=1MB", "--points", "2")
     assert isinstance(error, Refused) and "nothing can be said" in str(error)

@@ -5,6 +5,7 @@ A file holds a command, or a few that belong together; they are listed here in t
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import os
@@ -33,6 +34,8 @@ from megatrain.cli import (
 )
 from megatrain.cli.asides import Asides
 from schedules.errors import InputError, Refused
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file that an error does not name: our own are named
 
 app = typer.Typer(
     name="megatrain",
@@ -139,8 +142,8 @@ def _code() -> str | int | None:
     except OverflowError as error:  # of numbers of hundreds of digits, which an option or a file may hold
         return _told(f"a number is too large: {error}", 2)
     except OSError as error:
-        where = error.filename or "cannot write, perhaps to where the output goes"
-        what = f"{where}: {error.strerror}" if error.strerror else str(error)
+        where = error.filename or ("cannot write what is printed" if error.errno in FULL else "")
+        what = f"{where}: {error.strerror}" if where and error.strerror else str(error)
         return _told(what, 2)
     return 0
 
