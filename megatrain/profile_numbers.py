@@ -117,7 +117,7 @@ def profile_of(
 
 
 def _gpu(shares: Shares, whole: Mapping[str, Mapping[str, Any]], dram: float, at: Here, value: Tell) -> Gpu:
-    reserve = f"what others left free, less {this_machine.DEVICE_RESERVE >> 30} GiB, or {this_machine.FRAGMENTS:.0%} if more"
+    reserve = f"what others left, less {this_machine.DEVICE_RESERVE >> 30} GiB, or {this_machine.FRAGMENTS:.0%} if more"
     reserve += ", for CUDA, libraries and fragments"
     memory, copy = (reserve, "a copy on the device") if at.on_gpu else ("half of the RAM", "the host's")
     bandwidth = _median(whole, "products", "copy") if at.on_gpu else dram
