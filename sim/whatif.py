@@ -42,10 +42,7 @@ RATES = (
     ("host memory bandwidth", ("host.memory_bandwidth", HOST_ADAM)),
     ("NVMe, read and write", ("nvme.read", "nvme.write")),
 )
-LINKS = (
-    ("H2D", (Tier.HOST, Tier.DEVICE), "links.h2d.bandwidth"),
-    ("D2H", (Tier.DEVICE, Tier.HOST), "links.d2h.bandwidth"),
-)
+LINKS = (("H2D", "links.h2d.bandwidth"), ("D2H", "links.d2h.bandwidth"))
 NO_STALL = 1.01  # a step no longer than this, against one with the fastest link, is not held up
 HUGE = 1 << 50
 
@@ -138,15 +135,16 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
     needed: dict[str, float | None] = {}
     fastest = prediction.profile.host.memory_bandwidth.value
     schedule = prediction.schedule
-    moved = Counter[tuple[Tier, Tier]]()  # bytes
+    moved = Counter[str]()  # bytes by link: whatever comes to the device or leaves it, a drive's too
     for op in schedule.ops:
         if op.phase == Phase.COPY:
             source, to = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
-            moved[source, to] += op.nbytes
-    for name, way, path in LINKS:
+            if (source == Tier.DEVICE) != (to == Tier.DEVICE):
+                moved["H2D" if to == Tier.DEVICE else "D2H"] += op.nbytes
+    for name, path in LINKS:
         have = lookup(prediction.profile, path)
         assert have is not None, "every machine has links"
-        if not moved[way]:
+        if not moved[name]:
             needed[name] = None
             continue
 
@@ -157,10 +155,8 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
             return _again(prediction, changed)
 
         target = NO_STALL * period(fastest)
-        low, high = (
-            min(moved[way] / target * 1e9, fastest),
-            fastest,
-        )  # with less, copies alone take longer than the step
+        # with less, copies alone take longer than the step
+        low, high = min(moved[name] / target * 1e9, fastest), fastest
         if period(low) <= target:
             high = low
         while high / low > 1.01:
