@@ -373,6 +373,8 @@ def _adam(a: Actions, op: Op) -> Work:
             precision=precision,
             grad_scale=factor,
             decay=decay,
+            layer=i,
+            start=of.start,
         )
 
     return run

@@ -1,16 +1,17 @@
 """AdamW on a layer's slabs, on whichever device they lie; one pass over them, in chunks that fit a cache.
 
 The state slab is flat bytes, for n parameters: m fp32 [n], v fp32 [n], and then by precision
-  bf16        nothing: the bf16 weight is updated in place and loses what it cannot represent
+  bf16        nothing: the bf16 weight is updated in place
   bf16_split  int16 [n], the lower half of an fp32 master whose rounding is the bf16 weight
   bf16_fp32   fp32 [n], the master
   fp32        nothing: the weight is the master
 or in place of all this
-  bf16_16bit  m bf16 [n], v bf16 [n], rounded to nearest, a tie to even, after each step: a moment that would change
-              by less than its rounding stands still, as v does where beta2 is above 0.996
+  bf16_16bit  m bf16 [n], v bf16 [n]
   bf16_8bit   m and v as codes, uint8 [n] each, and the largest magnitudes of their blocks, fp32 [blocks] each
               (`megatrain.moments8`)
-which are fp32 while they are updated, chunk by chunk; the weight is bf16.
+which are fp32 while they are updated, chunk by chunk; the weight is bf16. Where there is no master, bf16 weights, and
+moments in bf16, are rounded stochastically (`megatrain.stochastic_rounding`): to nearest, a weight or moment that
+changes by less than half its last bit would stand still, as v would where beta2 is above 0.996.
 These are the bytes of `schedules.workload.PRECISIONS`. The arithmetic is torch's fused AdamW kernel, in fp32; on
 the CPU our own kernel does the same, bit by bit, in one pass where torch needs several, if it can be compiled.
 
@@ -33,6 +34,7 @@ from megatrain import moments8
 from megatrain.float_types import float_type
 from megatrain.native import adam as native
 from megatrain.native.build import NotBuilt
+from megatrain.stochastic_rounding import Draws, round_to
 from schedules.model import is_matrix
 from schedules.workload import PRECISIONS, STATE_BLOCK
 
@@ -175,12 +177,15 @@ def step(
     precision: str,
     grad_scale: Tensor | None = None,
     decay: Sequence[tuple[int, int]] | None = None,
+    layer: int = 0,
+    start: int = 0,
 ) -> None:
     """Update `weights` (bf16 or fp32 [n]) and `state` (uint8) in place from `grad` (any floating type [n]).
 
     `step_number` counts from 1. `grad_scale`, fp32 [] on the same device, multiplies the gradient, which is
-    left as it is. `decay` are the sorted ranges that weight decay applies to, all when None. All on one
-    device; nothing waits for it. Raises ValueError when sizes or types do not agree with `precision`.
+    left as it is. `decay` are the sorted ranges that weight decay applies to, all when None. What has no master is
+    rounded as `layer`, `step_number` and its place in the layer's slab say, of which these weights begin at `start`.
+    All on one device; nothing waits for it. Raises ValueError when sizes or types do not agree with `precision`.
     """
     n = weights.numel()
     expected = float_type(PRECISIONS[precision].weight)
@@ -193,16 +198,33 @@ def step(
         raise ValueError("slabs must be contiguous: the fused kernel would read the wrong elements")
     if step_number < 1:
         raise ValueError(f"steps count from 1, not {step_number}")
+    draws = Draws.of(layer, step_number).after(start)
     if precision == QUANTISED:
-        _step_quantised(weights, grad, state, hyper, step_number, grad_scale, decay)
-        return
+        _step_quantised(weights, grad, state, hyper, step_number, grad_scale, decay, draws)
+    else:
+        _step_whole(weights, grad, state, hyper, step_number, precision, grad_scale, decay, draws)
+
+
+def _step_whole(
+    weights: Tensor,
+    grad: Tensor,
+    state: Tensor,
+    hyper: Adam,
+    step_number: int,
+    precision: str,
+    grad_scale: Tensor | None,
+    decay: Sequence[tuple[int, int]] | None,
+    draws: Draws,
+) -> None:
+    """`step` with moments of one number each."""
+    n = weights.numel()
     parts = split_state(state, n, precision)
     kept = parts.low if parts.master is None else parts.master
     if on_gpu := kernels_on(weights.device):
         on_gpu.update(
             weights, grad, parts.m, parts.v, kept, precision=precision, grad_scale=grad_scale,
             coefficients=_coefficients(hyper, step_number, hyper.weight_decay),
-            decay=[(0, n)] if decay is None else decay,
+            decay=[(0, n)] if decay is None else decay, draws=draws,
         )  # fmt: skip
         return
     size = min(n, CHUNK[weights.device.type])
@@ -218,11 +240,13 @@ def step(
                 done = kernel.update(
                     weights[part], grad[part], parts.m[part], parts.v[part], None if kept is None else kept[part],
                     precision=precision, coefficients=_coefficients(hyper, step_number, weight_decay),
-                    grad_scale=1.0 if grad_scale is None else float(grad_scale),
+                    grad_scale=1.0 if grad_scale is None else float(grad_scale), draws=draws.after(start),
                 )  # fmt: skip
             for at in range(start + done, stop, size):
                 part = slice(at, min(at + size, stop))
-                _step_in_torch(weights, grad, parts, part, scratch, count, hyper, weight_decay, grad_scale)
+                _step_in_torch(
+                    weights, grad, parts, part, scratch, count, hyper, weight_decay, grad_scale, draws.after(at)
+                )
 
 
 def _step_quantised(
@@ -233,6 +257,7 @@ def _step_quantised(
     step_number: int,
     grad_scale: Tensor | None,
     decay: Sequence[tuple[int, int]] | None,
+    draws: Draws,
 ) -> None:
     """`step` with moments of 8 bits, which are fp32 for as long as a chunk of whole blocks is worked on."""
     n = weights.numel()
@@ -248,7 +273,7 @@ def _step_quantised(
     if on_gpu := kernels_on(weights.device):
         on_gpu.update8(
             weights, grad, *zip(stored, largest, strict=True), coefficients=coefficients, grad_scale=grad_scale,
-            decay=[(0, n)] if decay is None else decay,
+            decay=[(0, n)] if decay is None else decay, draws=draws,
         )  # fmt: skip
         done = n
     elif kernel is not None:
@@ -257,7 +282,7 @@ def _step_quantised(
             [(codes, scales, moments8.native_map(signed, weights.device))
              for codes, scales, signed in zip(stored, largest, (True, False), strict=True)],
             torch.tensor([(0, n)] if decay is None else decay, dtype=torch.int64).view(-1, 2),
-            coefficients=coefficients, grad_scale=1.0 if grad_scale is None else float(grad_scale),
+            coefficients=coefficients, grad_scale=1.0 if grad_scale is None else float(grad_scale), draws=draws,
         )  # fmt: skip
     size = min(n, CHUNK[weights.device.type])
     wide = torch.empty(8 * size if done < n else 0, dtype=torch.uint8, device=weights.device)
@@ -268,10 +293,10 @@ def _step_quantised(
         parts = split_state(both, stop - start, "bf16")
         for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
             moments8.dequantise(codes[part], scales[of_blocks], values, signed=signed)
-        step(
-            weights[part], grad[part], both, hyper, step_number, precision="bf16", grad_scale=grad_scale,
-            decay=None if decay is None else within(decay, slice(start, stop)),
-        )  # fmt: skip
+        part_decay = None if decay is None else within(decay, part)
+        _step_whole(
+            weights[part], grad[part], both, hyper, step_number, "bf16", grad_scale, part_decay, draws.after(start)
+        )
         for values, codes, scales, signed in zip((parts.m, parts.v), stored, largest, (True, False), strict=True):
             moments8.quantise(values, codes[part], scales[of_blocks], signed=signed)
     state[2 * n :].copy_(largest.view(-1).view(torch.uint8))
@@ -308,6 +333,7 @@ def _step_in_torch(
     hyper: Adam,
     weight_decay: float,
     grad_scale: Tensor | None,
+    draws: Draws,
 ) -> None:
     """`step` on one part of the slabs, no longer than `scratch`: fp32 copies, torch's kernel, and back."""
     length = part.stop - part.start
@@ -334,11 +360,12 @@ def _step_in_torch(
     if m.dtype != torch.float32:
         m, v = (row[:length].copy_(values) for row, values in zip(scratch[2:], moments, strict=True))
     _fused(p, g, m, v, count, hyper, weight_decay)
-    if p is not w:
+    if low is not None or parts.master is not None:
         _store(p, w, low, None)
-    if m is not moments[0]:
-        moments[0].copy_(m)
-        moments[1].copy_(v)
+    elif p is not w:
+        stored = [(w, p), *((kept, wide) for kept, wide in zip(moments, (m, v), strict=True) if kept is not wide)]
+        for (target, values), drawn in zip(stored, draws.bits(length, w.device), strict=False):
+            round_to(target, values, drawn)
 
 
 def _fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: Tensor, hyper: Adam, weight_decay: float) -> None:

@@ -17,8 +17,7 @@ class Precision:
 
     Weights and gradients are what streams to and from the device. The state is what the optimizer alone
     reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy; or two bf16 moments (4 B); or
-    two of 8 bits, with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer. Where `rounds`, a new
-    weight is rounded to nearest and nothing keeps the rest: an update of less than half the weight's last bit is lost.
+    two of 8 bits, with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Precision:
     state: int
     activation: int
     state_per_block: int = 0
-    rounds: bool = False
 
     @property
     def per_param(self) -> float:
@@ -45,15 +43,15 @@ PRECISIONS: dict[str, Precision] = {
     p.name: p
     for p in (
         # no master copy: bf16 weights are updated in place
-        Precision(name="bf16", weight=2, grad=2, state=8, activation=2, rounds=True),
+        Precision(name="bf16", weight=2, grad=2, state=8, activation=2),
         # the bf16 weight is the upper half of an fp32 master, the state holds the lower 16 bits
         Precision(name="bf16_split", weight=2, grad=2, state=10, activation=2),
         # a whole fp32 master beside the bf16 weight
         Precision(name="bf16_fp32", weight=2, grad=2, state=12, activation=2),
         # moments in the parameters' type, as torch's optimizers have them
-        Precision(name="bf16_16bit", weight=2, grad=2, state=4, activation=2, rounds=True),
+        Precision(name="bf16_16bit", weight=2, grad=2, state=4, activation=2),
         # moments of 8 bits, and the largest of each in a block, fp32 (arXiv:2110.02861)
-        Precision(name="bf16_8bit", weight=2, grad=2, state=2, activation=2, state_per_block=8, rounds=True),
+        Precision(name="bf16_8bit", weight=2, grad=2, state=2, activation=2, state_per_block=8),
         Precision(name="fp32", weight=4, grad=4, state=8, activation=4),
     )
 }

@@ -72,7 +72,7 @@ def test_every_element_agrees_with_fp64(n, precision, as_on_gpu):
         parts = split_state(state, n, precision)
         after = master_weights(weights, state, precision).double()
         torch.testing.assert_close(after, w, rtol=rounded(precision), atol=1e-6)
-        moments = 2**-8 if precision == "bf16_16bit" else 1e-6
+        moments = 2**-7 if precision == "bf16_16bit" else 1e-6
         torch.testing.assert_close(parts.m.double(), m, rtol=moments, atol=1e-7)
         torch.testing.assert_close(parts.v.double(), v, rtol=moments, atol=1e-9)
         w, m, v = after, parts.m.double(), parts.v.double()  # what was rounded away is lost
@@ -95,7 +95,7 @@ def test_the_cpus_numbers(precision, betas, scale, interpreted, monkeypatch):
         for number in (1, 2, 3):
             grad = torch.randn(n, generator=generator)
             step(
-                weights, grad, state, hyper, number, precision=precision, decay=decay,
+                weights, grad, state, hyper, number, precision=precision, decay=decay, layer=2, start=300,
                 grad_scale=None if scale is None else torch.tensor(scale),
             )  # fmt: skip
         found.append((master_weights(weights, state, precision), weights.float(), state))
@@ -151,10 +151,11 @@ def test_moments_of_eight_bits_shrink_and_stay_zero_as_on_the_cpu(interpreted, m
 
 
 def test_a_tie_goes_to_even(as_on_gpu):
-    grad = 1 + torch.arange(256) * 2.0**-8  # every other one lies between two numbers of bf16
-    weights, state = torch.ones(256, dtype=torch.bfloat16), torch.zeros(4 * 256, dtype=torch.uint8)
-    step(weights, grad, state, Adam(lr=0.0, betas=(0.0, 0.0)), 1, precision="bf16_16bit")
-    assert torch.equal(split_state(state, 256, "bf16_16bit").m, grad.to(torch.bfloat16))
+    master = 1 + torch.arange(256) * 2.0**-8  # every other one lies between two numbers of bf16
+    weights, state = torch.ones(256, dtype=torch.bfloat16), torch.zeros(12 * 256, dtype=torch.uint8)
+    split_state(state, 256, "bf16_fp32").master.copy_(master)
+    step(weights, torch.ones(256), state, Adam(lr=0.0), 1, precision="bf16_fp32")
+    assert torch.equal(weights, master.to(torch.bfloat16))
 
 
 def test_where_triton_cannot_compile_torch_does_it(interpreted, monkeypatch):

@@ -20,6 +20,7 @@ from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.native import adam as native
 from megatrain.native import build
+from megatrain.stochastic_rounding import Draws
 from schedules.workload import PRECISIONS
 
 WHOLE = [
@@ -143,10 +144,11 @@ def test_kernel_does_the_work() -> None:
     assert kernel is not None
     of = native.Coefficients.of(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step_number=1)
     moments = parts.m, parts.v
-    assert kernel.update(weights, grad, *moments, None, precision="bf16", coefficients=of, grad_scale=1.0) == 992
+    options = {"precision": "bf16", "coefficients": of, "grad_scale": 1.0, "draws": Draws.of(0, 1)}
+    assert kernel.update(weights, grad, *moments, None, **options) == 992
     assert parts.m[:992].all() and not parts.m[992:].any()
     wrong = grad.double()  # of a type that it does not know
-    assert kernel.update(weights, wrong, *moments, None, precision="bf16", coefficients=of, grad_scale=1.0) == 0
+    assert kernel.update(weights, wrong, *moments, None, **options) == 0
 
 
 # ---- building

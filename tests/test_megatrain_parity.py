@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from reference import Reference
 from torch import Tensor
 
-from megatrain import initial
+from megatrain import adam, initial
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, inputs_and_targets, read_bytes, standard_library
@@ -285,6 +285,19 @@ def test_with_one_micro_batch_all_schedules_yield_the_same_bits(name: str, preci
     else:
         plain = WRITERS["on_device"](FOUR_BLOCKS, schedule.workload)
     assert_same_bits(run(schedule, 3), run(plain, 3))
+
+
+@pytest.mark.parametrize("name", ["on_device", "streamed, parts=4, slabs=1"])
+def test_what_has_no_master_is_rounded_as_layer_step_and_place_say(name: str) -> None:
+    """The gradients that were applied, applied again beside the run."""
+    found = run(schedule_of(name, FOUR_BLOCKS, tiny_workload(precision="bf16")), 2)
+    initial_of = initial.random_parameters(FOUR_BLOCKS, 0)
+    for i in FOUR_BLOCKS.layers:
+        weights, n = initial_of(i).to(torch.bfloat16), FOUR_BLOCKS.params(i)
+        state, decay = torch.zeros(8 * n, dtype=torch.uint8), adam.decayed(FOUR_BLOCKS.parameter_shapes(i))
+        for step, gradients in enumerate(found.gradients):
+            adam.step(weights, gradients[i], state, HYPER, step + 1, precision="bf16", decay=decay, layer=i)
+        assert torch.equal(weights.float(), found.parameters[i]), i
 
 
 def behind(model: ModelSpec, workload: Workload, fresh: frozenset[int]) -> Schedule:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from schedules.workload import Workload
     from sim.prediction import Prediction
 
-SMALL_LR = 5e-5  # about what Adam changes a weight by: to a weight above 0.025 that is less than bf16 keeps
 SHORT = 8192  # tokens of a micro-batch, up to which a GPU waits for launches (docs/gpu.md)
 HAPPENED = {"resumed": "resumed from", "skipped": "skipped, since its save was interrupted:"}  # where the word is short
 
@@ -148,7 +147,7 @@ def run(
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
-    for note in _notes(schedule.workload, lr, way, on_gpu=backend != "cpu" and torch.cuda.is_available()):
+    for note in _notes(schedule.workload, way, on_gpu=backend != "cpu" and torch.cuda.is_available()):
         print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
     trained = False
@@ -196,13 +195,8 @@ def run(
             raise interrupted()
 
 
-def _notes(workload: Workload, lr: float, way: Way, *, on_gpu: bool) -> Iterator[str]:
+def _notes(workload: Workload, way: Way, *, on_gpu: bool) -> Iterator[str]:
     """What a user may not expect of these options."""
-    if workload.task == "train" and workload.lora_rank is None and workload.bytes.rounds and lr < SMALL_LR:
-        yield (
-            f"{workload.precision} rounds each new weight to bf16 and loses updates of less than some 0.2 % of it, at "
-            f"a learning rate of {lr:g} most of them; --precision bf16_split keeps all"
-        )
     if on_gpu and workload.tokens_per_microbatch <= SHORT and not (way.fused and way.graphs):
         yield (
             f"micro-batches of {workload.tokens_per_microbatch:,} tokens may wait for launches: --fused --graphs make "

@@ -55,8 +55,21 @@ inline uint16_t narrow(float x) {
     return uint16_t(x != x ? NAN_BITS >> 16 : rounded);
 }
 
-inline void put(uint16_t& to, float x) { to = narrow(x); }
-inline void put(float& to, float x) { to = x; }
+// up or down, by the lower 16 bits of `drawn`: megatrain/stochastic_rounding.py
+inline uint16_t narrow(float x, uint32_t drawn) {
+    const uint32_t bits = x != x ? NAN_BITS : to_bits(x);
+    return uint16_t((bits + (drawn & 0xFFFFu)) >> 16);
+}
+
+inline uint32_t draw(uint32_t place, uint32_t key) {
+    uint32_t x = place;
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15) ^ key) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+inline void put(uint16_t& to, float x, uint32_t drawn) { to = narrow(x, drawn); }
+inline void put(float& to, float x, uint32_t) { to = x; }
 
 // ---- where the fp32 value of a parameter comes from and goes to, by precision
 
@@ -64,14 +77,14 @@ struct Rounded {  // bf16: the weight is all there is
     using Weight = uint16_t;
     using Kept = uint8_t;  // nothing
     static float load(Weight w, Kept) { return wide(w); }
-    static void store(Weight& w, Kept&, float p) { w = narrow(p); }
+    static void store(Weight& w, Kept&, float p, uint32_t drawn) { w = narrow(p, drawn); }
 };
 
 struct Split {  // bf16_split: the lower half of the master beside the weight
     using Weight = uint16_t;
     using Kept = int16_t;
     static float load(Weight w, Kept low) { return from_bits((uint32_t(w) << 16) + uint32_t(int32_t(low))); }
-    static void store(Weight& w, Kept& low, float p) {
+    static void store(Weight& w, Kept& low, float p, uint32_t) {
         const uint32_t bits = p != p ? NAN_BITS : to_bits(p);
         low = Kept(bits);
         w = Weight((bits + 0x8000u) >> 16);
@@ -82,7 +95,7 @@ struct Master {  // bf16_fp32: a whole master
     using Weight = uint16_t;
     using Kept = float;
     static float load(Weight, Kept master) { return master; }
-    static void store(Weight& w, Kept& master, float p) {
+    static void store(Weight& w, Kept& master, float p, uint32_t) {
         master = p;
         w = narrow(p);
     }
@@ -92,7 +105,7 @@ struct Plain {  // fp32: the weight is the master
     using Weight = float;
     using Kept = uint8_t;  // nothing
     static float load(Weight w, Kept) { return w; }
-    static void store(Weight& w, Kept&, float p) { w = p; }
+    static void store(Weight& w, Kept&, float p, uint32_t) { w = p; }
 };
 
 // A step's numbers, as native/adam.py's Coefficients has them.
@@ -100,6 +113,13 @@ struct Step {
     float kept, lerp, beta2, square, correction, eps, size;
     float scale;         // of the gradient
     uint32_t from_mean;  // all ones where the interpolation starts at the mean, zero: at the gradient
+    uint32_t start, key;  // of what is drawn; start that of the first element
+
+    Step from(int64_t element) const {
+        Step later = *this;
+        later.start += uint32_t(element);
+        return later;
+    }
 };
 
 // What a precision does not keep is read and written here, one element that nobody looks at.
@@ -118,11 +138,12 @@ __attribute__((noinline)) void block(
         const float base = from_bits((to_bits(old) & s.from_mean) | (to_bits(grad) & ~s.from_mean));
         const float mean = std::fma(s.lerp, grad - old, base);
         const float var = std::fma(s.square * grad, grad, wide(v[i]) * s.beta2);
-        put(m[i], mean);
-        put(v[i], var);
+        const uint32_t drawn = draw(s.start + uint32_t(i), s.key);  // optimised away where nothing is drawn
+        put(m[i], mean, drawn >> 16);
+        put(v[i], var, (drawn * 0x9E3779B1u) >> 16);
         const float denominator = std::sqrt(var) / s.correction + s.eps;
         const float p = P::load(w[i], kept[place<P>(i)]) * s.kept + s.size * mean / denominator;
-        P::store(w[i], kept[place<P>(i)], p);
+        P::store(w[i], kept[place<P>(i)], p, drawn);
     }
 }
 
@@ -214,7 +235,8 @@ void run(void* weights, void* kept, const void* grad, void* mean, void* var, Ste
     auto *m = static_cast<M*>(mean), *v = static_cast<M*>(var);
     pool().run(n, threads, [=](int64_t begin, int64_t end) {
         typename P::Kept nothing{};
-        block<P, G, M>(w + begin, k ? k + begin : &nothing, g + begin, m + begin, v + begin, s, end - begin);
+        block<P, G, M>(
+            w + begin, k ? k + begin : &nothing, g + begin, m + begin, v + begin, s.from(begin), end - begin);
     });
 }
 
@@ -284,8 +306,8 @@ void run8(
                 const int64_t to = std::min(stop, edge);
                 uint8_t nothing = 0;
                 block<Rounded, G, float>(
-                    w + from, &nothing, g + from, m + (from - at), v + (from - at), inside ? decaying : plain,
-                    to - from);
+                    w + from, &nothing, g + from, m + (from - at), v + (from - at),
+                    (inside ? decaying : plain).from(from), to - from);
                 from = to;
             }
             mean.largest[group] = write_moments(m, mean.map, mean.codes + at);

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.native import build
+from megatrain.stochastic_rounding import Draws
 from schedules.workload import STATE_BLOCK
 
 VECTOR = 16  # a multiple of torch's vector length on every processor: 16 or 8 floats
@@ -87,12 +88,13 @@ class _Step(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_float) for name in (*SCALARS, "scale")),
-        ("from_mean", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("from_mean", "start", "key")),
     ]
 
     @classmethod
-    def of(cls, c: Coefficients, scale: float) -> _Step:
-        return cls(*(getattr(c, name) for name in SCALARS), scale, 0xFFFFFFFF if c.from_mean else 0)
+    def of(cls, c: Coefficients, scale: float, draws: Draws) -> _Step:
+        from_mean = 0xFFFFFFFF if c.from_mean else 0
+        return cls(*(getattr(c, name) for name in SCALARS), scale, from_mean, draws.start, draws.key)
 
 
 class Kernel:
@@ -121,6 +123,7 @@ class Kernel:
         precision: str,
         coefficients: Coefficients,
         grad_scale: float,
+        draws: Draws,
     ) -> int:
         """Update the leading elements in place, on torch's number of threads; how many: all but a vector's rest.
 
@@ -135,7 +138,7 @@ class Kernel:
                 _CODES[precision], _GRADS[grad.dtype], count, torch.get_num_threads(),
                 weights.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(),
                 None if kept is None else kept.data_ptr(),
-                _Step.of(coefficients, grad_scale),
+                _Step.of(coefficients, grad_scale, draws),
             )  # fmt: skip
         return count
 
@@ -148,6 +151,7 @@ class Kernel:
         *,
         coefficients: Coefficients,
         grad_scale: float,
+        draws: Draws,
     ) -> int:
         """As `update`, where moments have eight bits; how many were updated: all whole blocks.
 
@@ -165,7 +169,7 @@ class Kernel:
             ]
             self._function8(
                 _GRADS[grad.dtype], count, torch.get_num_threads(), weights.data_ptr(), grad.data_ptr(), *stored,
-                decay.data_ptr(), len(decay), _Step.of(coefficients, grad_scale),
+                decay.data_ptr(), len(decay), _Step.of(coefficients, grad_scale, draws),
             )  # fmt: skip
         return count
 

@@ -19,10 +19,13 @@ from triton.runtime.errors import TritonError
 from megatrain import moments8
 from megatrain.native.adam import SCALARS, Coefficients
 from megatrain.native.build import NotBuilt
+from megatrain.stochastic_rounding import FACTORS, SPREAD, Draws
 from schedules.workload import STATE_BLOCK
 
 BLOCK = 1024  # elements of one program
 NAN_BITS = tl.constexpr(0x7FC00000)  # one pattern for every NaN: carries could turn another into a number
+FACTOR, OTHER_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
+THIRD = tl.constexpr(SPREAD)
 
 
 @triton.jit
@@ -35,14 +38,27 @@ def _wide(x):
 
 
 @triton.jit
-def _narrow(x, DTYPE: tl.constexpr):
-    """From fp32 to the nearest, a tie to even; by its bits, since Triton's interpreter cuts them off."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300, a compiler reads this
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where(x != x, NAN_BITS, bits + 0x7FFF + ((bits >> 16) & 1))
-        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x
+def _narrow(x):
+    """From fp32 to the nearest of bf16, a tie to even; by its bits, since Triton's interpreter cuts them off."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, NAN_BITS, bits + 0x7FFF + ((bits >> 16) & 1))
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _drawn(i, start, key):
+    """Random bits for elements i, uint32; megatrain/stochastic_rounding.py."""
+    x = (i + start).to(tl.uint32)
+    x = (x ^ (x >> 16)) * FACTOR
+    x = (x ^ (x >> 15) ^ key.to(tl.uint32)) * OTHER_FACTOR
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _rounded(x, drawn):
+    """From fp32 to bf16, up or down by the lower 16 bits of `drawn`."""
+    bits = tl.where(x != x, NAN_BITS, x.to(tl.int32, bitcast=True))
+    return ((bits + (drawn & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -64,9 +80,9 @@ def _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN: tl.constexpr):
     return mean, var, p * tl.where(decayed, kept, 1.0) + tl.div_rn(size * mean, denominator)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "key"])
 def _adamw(
-    w_at, g_at, m_at, v_at, kept_at, scale_at, ranges_at, ranges, n,
+    w_at, g_at, m_at, v_at, kept_at, scale_at, ranges_at, ranges, n, start, key,
     kept, lerp, beta2, square, correction, eps, size,
     PRECISION: tl.constexpr, FROM_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -86,16 +102,24 @@ def _adamw(
     scale = tl.load(scale_at) if SCALED else 1.0
     s = (kept, lerp, beta2, square, correction, eps, size, scale)
     m, v, p = _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN)
-    tl.store(m_at + i, _narrow(m, m_at.dtype.element_ty), there)
-    tl.store(v_at + i, _narrow(v, v_at.dtype.element_ty), there)
+    if m_at.dtype.element_ty == tl.bfloat16:
+        drawn = _drawn(i, start, key)
+        tl.store(m_at + i, _rounded(m, drawn >> 16), there)
+        tl.store(v_at + i, _rounded(v, (drawn * THIRD) >> 16), there)
+    else:
+        tl.store(m_at + i, m, there)
+        tl.store(v_at + i, v, there)
     if PRECISION == "bf16_split":
         bits = tl.where(p != p, NAN_BITS, p.to(tl.int32, bitcast=True))
         tl.store(kept_at + i, bits.to(tl.int16), there)
         tl.store(w_at + i, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), there)
+    elif PRECISION == "bf16_fp32":
+        tl.store(kept_at + i, p, there)
+        tl.store(w_at + i, _narrow(p), there)
+    elif PRECISION == "fp32":
+        tl.store(w_at + i, p, there)
     else:
-        if PRECISION == "bf16_fp32":
-            tl.store(kept_at + i, p, there)
-        tl.store(w_at + i, _narrow(p, w_at.dtype.element_ty), there)
+        tl.store(w_at + i, _rounded(p, _drawn(i, start, key)), there)
 
 
 @triton.jit
@@ -109,10 +133,10 @@ def _coded(x, limits_at):
     return code.to(tl.uint8), largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "key"])
 def _adamw8(
     w_at, g_at, m_at, v_at, m_largest_at, v_largest_at, m_values_at, v_values_at, m_limits_at, v_limits_at,
-    scale_at, ranges_at, ranges, n,
+    scale_at, ranges_at, ranges, n, start, key,
     kept, lerp, beta2, square, correction, eps, size,
     FROM_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +150,7 @@ def _adamw8(
     scale = tl.load(scale_at) if SCALED else 1.0
     s = (kept, lerp, beta2, square, correction, eps, size, scale)
     m, v, p = _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN)
-    tl.store(w_at + i, _narrow(p, w_at.dtype.element_ty), there)
+    tl.store(w_at + i, _rounded(p, _drawn(i, start, key)), there)
     # what is beyond the slab has no say in the largest
     m_codes, m_largest = _coded(tl.where(there, m, 0.0), m_limits_at)
     v_codes, v_largest = _coded(tl.where(there, v, 0.0), v_limits_at)
@@ -147,15 +171,18 @@ def update(
     coefficients: Coefficients,
     grad_scale: Tensor | None,
     decay: Sequence[tuple[int, int]],
+    draws: Draws,
 ) -> None:
     """Update all in place on the current stream; nothing waits.
 
     All contiguous, on one device, [n]; types as in `megatrain.adam`, `kept` the low halves or the master.
-    `grad_scale`, fp32 [], multiplies the gradient; `decay` are the ranges that weight decay applies to.
+    `grad_scale`, fp32 [], multiplies the gradient; `decay` are the ranges that weight decay applies to; `draws` round
+    what has no master.
     """
     n = weights.numel()
     _adamw[(triton.cdiv(n, BLOCK),)](
-        weights, grad, m, v, kept, grad_scale, *_ranges(tuple(decay), weights.device), n, *_scalars(coefficients),
+        weights, grad, m, v, kept, grad_scale, *_ranges(tuple(decay), weights.device), n, draws.start, draws.key,
+        *_scalars(coefficients),
         PRECISION=precision, FROM_MEAN=coefficients.from_mean, SCALED=grad_scale is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
@@ -169,12 +196,14 @@ def update8(
     coefficients: Coefficients,
     grad_scale: Tensor | None,
     decay: Sequence[tuple[int, int]],
+    draws: Draws,
 ) -> None:
     """As `update`, where moments have eight bits: codes, uint8 [n], and largest magnitudes, fp32 [blocks]."""
     maps = [moments8.native_map(signed, weights.device) for signed in (True, False)]
     _adamw8[(moments8.blocks(weights.numel()),)](
         weights, grad, m[0], v[0], m[1], v[1], *(map_.values for map_ in maps), *(map_.limits for map_ in maps),
-        grad_scale, *_ranges(tuple(decay), weights.device), weights.numel(), *_scalars(coefficients),
+        grad_scale, *_ranges(tuple(decay), weights.device), weights.numel(), draws.start, draws.key,
+        *_scalars(coefficients),
         FROM_MEAN=coefficients.from_mean, SCALED=grad_scale is not None, BLOCK=STATE_BLOCK, num_warps=2,
     )  # fmt: skip
 
@@ -184,7 +213,10 @@ def try_out(device: torch.device) -> None:
     weights, grad, m, v = (torch.zeros(1, device=device) for _ in range(4))
     step = Coefficients.of(lr=0.0, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0, step_number=1)
     try:
-        update(weights, grad, m, v, None, precision="fp32", coefficients=step, grad_scale=None, decay=[])
+        update(
+            weights, grad, m, v, None, precision="fp32", coefficients=step, grad_scale=None, decay=[],
+            draws=Draws.of(0, 1),
+        )  # fmt: skip
     except (TritonError, OSError, RuntimeError, SubprocessError) as error:
         raise NotBuilt(f"Triton cannot compile: {error}") from None
 

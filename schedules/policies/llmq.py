@@ -15,7 +15,7 @@ with recompute-swiglu, and recompute-ffn with recompute-norm. The host waits for
 
 Where states live, in bytes per parameter at bf16: on the device weights 2, gradients 2, moments 4; each on the host
 instead where it is offloaded, but for the gradients of embedding and head. Moments and weights are bf16, rounded
-stochastically: precision bf16_16bit, which has torch's rounding here.
+stochastically: precision bf16_16bit.
 
 Exact in its training. Approximated: kernels that work on host memory directly (moments and weights of embedding and
 head, sums of gradients, the norm of those) are shown as copies on the compute stream, whose result goes down beside
