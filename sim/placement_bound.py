@@ -63,6 +63,7 @@ FORWARD, BACKWARD = "forward ", "backward "  # before a resource: what is busy i
 MIDDLE = "between the turns"  # GPU time in which the CPU updates nothing
 SOLVED_TO = 1e-7  # relative: what the solver may be off by, as its tolerances are; so much is taken off the bound
 AS_SHORT = 1e-9  # relative: placements of periods that differ by no more are equally good
+INFEASIBLE = 2  # a status of scipy.optimize.linprog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,7 @@ def placement_bound(
     Raises:
         MissingCost: the profile is a measured one and lacks a time that every schedule needs.
         NoPlacement: the model does not fit all tiers together.
+        ArithmeticError: the solver found neither a bound nor that there is none.
     """
     budget = budget or memory_of(profile)
     costs = LayerAreas(model, workload, profile)
@@ -188,8 +190,10 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
         )
 
     solved = solve([0.0] * columns + [1.0, 0.0, 0.0], None)
-    if not solved.success:
+    if solved.status == INFEASIBLE:
         raise NoPlacement(f"{model.name} does not fit {profile.name}")
+    if not solved.success:  # which is no word on what fits
+        raise ArithmeticError(f"the bound of {model.name} on {profile.name} could not be solved: {solved.message}")
     period = float(solved.x[columns])
     # of all placements with that period, the one that does least: what it is busy with is what it must do
     work = [sum(ns for name, ns in areas.items() if name != MIDDLE) / scale for areas in lp.areas]

@@ -296,6 +296,13 @@ def test_what_fits_no_tier_has_no_placement() -> None:
         placement_bound(model, step(1), tiny)
 
 
+def test_a_solver_that_fails_is_not_taken_for_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = scipy.optimize.OptimizeResult(success=False, status=4, message="Numerical difficulties encountered.")
+    monkeypatch.setattr(scipy.optimize, "linprog", lambda *args, **options: failed)
+    with pytest.raises(ArithmeticError, match="could not be solved: Numerical"):
+        placement_bound(shallow(4), step(1), machine("h200", device_gb=100, host_gb=100))
+
+
 # ---- the plan
 
 
