@@ -157,11 +157,11 @@ def against_brute_force(instances: int, out: Path) -> None:
         work = pool.map(brute_force, range(instances), chunksize=4)
         gaps = [gap for gap in track(work, "planning small instances", total=instances) if gap is not None]
     worse = [gap for gap in gaps if gap > 0]
+    slower = f"{len(worse)}, at most by {max(worse):.2%}" if worse else "none"
     told = (
         f"{len(gaps)} of {instances} small instances (one to four blocks, memory drawn at random) have room for "
-        f"something. The plan is slower than the best of all placements in {len(worse)}, at most by "
-        f"{max(worse, default=0.0):.2%}, and faster, by what a placement does not say, in "
-        f"{sum(gap < 0 for gap in gaps)}."
+        f"something. The plan is slower than the best of all placements in {slower}, and faster, by what a placement "
+        f"does not say, in {sum(gap < 0 for gap in gaps)}."
     )
     command = f"`python benchmarks/plans.py --brute-force {instances}`"
     write_text(out / "brute_force.md", f"# Plans against brute force\n\n{told} Predicted, by {command}, {today()}.\n")
