@@ -363,9 +363,11 @@ def _step_in_torch(
     if low is not None or parts.master is not None:
         _store(p, w, low, None)
     elif p is not w:
-        stored = [(w, p), *((kept, wide) for kept, wide in zip(moments, (m, v), strict=True) if kept is not wide)]
-        for (target, values), drawn in zip(stored, draws.bits(length, w.device), strict=False):
-            round_to(target, values, drawn)
+        for_weights, for_moments = draws.bits(length, w.device)
+        round_to(w, p, for_weights)
+        if m is not moments[0]:
+            round_to(moments[0], m, for_moments)
+            round_to(moments[1], v, for_moments)
 
 
 def _fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: Tensor, hyper: Adam, weight_decay: float) -> None:

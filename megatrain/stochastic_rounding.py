@@ -7,21 +7,19 @@ else: all schedules, numbers of threads and parts of a slab draw the same, and s
 `native/adam.cpp` and `native/adam_gpu.py` draw the same again.
 
 The hash is Wellons's "lowbias32" (nullprogram.com, 2018), of 32 bits, with a second key within. Its lower half is for
-the weight, its upper half for the first moment, and the upper half of a multiple for the second.
+the weight, its upper half for both moments.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 FACTORS = (0x7FEB352D, 0x846CA68B)  # of the hash
-SPREAD = 0x9E3779B1  # 2**32 over the golden ratio, a prime: the third draw from one hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +42,13 @@ class Draws:
         """Of a part of the slab that begins so many elements later."""
         return Draws(start=_signed(self.start + elements), key=self.key)
 
-    def bits(self, n: int, device: torch.device) -> Iterator[Tensor]:
-        """For weights, first and second moments: int32 [n], of which the lower 16 bits are drawn, the others zero."""
+    def bits(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For weights, and for moments: int32 [n], of which the lower 16 bits are drawn and the others zero."""
         x = torch.arange(n, dtype=torch.int32, device=device).add_(self.start)
         _fold(x, 16).mul_(_signed(FACTORS[0]))
         _fold(x, 15).bitwise_xor_(self.key).mul_(_signed(FACTORS[1]))
         _fold(x, 16)
-        yield x & 0xFFFF
-        yield _upper(x, 16)
-        yield _upper(x.mul(_signed(SPREAD)), 16)
+        return x & 0xFFFF, _upper(x, 16)
 
 
 def round_to(target: Tensor, values: Tensor, bits: Tensor) -> None:

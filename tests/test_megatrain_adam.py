@@ -92,9 +92,10 @@ def test_without_a_master_the_bits_are_those_of_torch_adamw_in_fp32_and_then_rou
         parameter.grad = grad.float()
         theirs.step()
         step(weights, grad, state, HYPER, number, precision=precision, layer=5, start=300)
-        bits_drawn = Draws.of(5, number).after(300).bits(n, weights.device)
+        for_weights, for_moments = Draws.of(5, number).after(300).bits(n, weights.device)
+        drawn_for = (for_weights, for_moments, for_moments)
         for found, right, drawn in zip(
-            (weights, parts.m, parts.v), (parameter.detach(), *moments.values()), bits_drawn, strict=True
+            (weights, parts.m, parts.v), (parameter.detach(), *moments.values()), drawn_for, strict=True
         ):
             expected = right if found.dtype == torch.float32 else torch.empty_like(found)
             if expected is not right:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain import adam
@@ -92,6 +94,23 @@ def test_kernel_has_the_bits_of_torch_with_other_settings(
     found = train(slabs(*random(1000), precision), precision, hyper, **options)
     in_torch(monkeypatch)
     assert same(found, train(slabs(*random(1000), precision), precision, hyper, **options))
+
+
+@needs_kernel
+@given(beta2=st.floats(0, 0.999999), number=st.integers(1, 10**6), seed=st.integers(0, 10**6))
+def test_kernel_has_the_bits_of_torch_at_any_step(beta2: float, number: int, seed: int) -> None:
+    """It multiplies where torch divides by the step's correction."""
+    torch.manual_seed(seed)
+    grad, values = torch.randn(4096) * 10.0 ** torch.randint(-19, 19, (4096,)), torch.randn(4096)
+    hyper = Adam(lr=1e-2, betas=(0.9, beta2))
+    found = []
+    for of in (native.kernel(), None):
+        weights, state, _ = slabs(values, [], "fp32")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(native, "kernel", lambda of=of: of)
+            adam.step(weights, grad, state, hyper, number, precision="fp32")
+        found.append((weights, state))
+    assert same(*found)
 
 
 @needs_kernel

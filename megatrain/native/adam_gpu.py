@@ -19,13 +19,12 @@ from triton.runtime.errors import TritonError
 from megatrain import moments8
 from megatrain.native.adam import SCALARS, Coefficients
 from megatrain.native.build import NotBuilt
-from megatrain.stochastic_rounding import FACTORS, SPREAD, Draws
+from megatrain.stochastic_rounding import FACTORS, Draws
 from schedules.workload import STATE_BLOCK
 
 BLOCK = 1024  # elements of one program
 NAN_BITS = tl.constexpr(0x7FC00000)  # one pattern for every NaN: carries could turn another into a number
 FACTOR, OTHER_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
-THIRD = tl.constexpr(SPREAD)
 
 
 @triton.jit
@@ -105,7 +104,7 @@ def _adamw(
     if m_at.dtype.element_ty == tl.bfloat16:
         drawn = _drawn(i, start, key)
         tl.store(m_at + i, _rounded(m, drawn >> 16), there)
-        tl.store(v_at + i, _rounded(v, (drawn * THIRD) >> 16), there)
+        tl.store(v_at + i, _rounded(v, drawn >> 16), there)
     else:
         tl.store(m_at + i, m, there)
         tl.store(v_at + i, v, there)
