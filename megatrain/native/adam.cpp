@@ -28,9 +28,9 @@ namespace {
 // learnt to prefetch, so small ones cost up to a fifth; smaller only where each thread would not get SHARES of them.
 constexpr int64_t BLOCK = 1 << 18, SMALLEST_BLOCK = 1 << 15, SHARES = 8;
 
-// Processors do not fetch all of so many arrays ahead by themselves, those of 16 bits least: while elements of a TILE
-// are updated, those that come so much later are asked for.
-constexpr int64_t TILE = 128, AHEAD = 512, CACHE_LINE = 64;
+// Processors do not fetch all of so many arrays ahead by themselves, those of 16 bits least: while a tile is updated,
+// what comes so many elements later is asked for. Its size, in bytes of a moment, was found by trying.
+constexpr int64_t TILE = 512, AHEAD = 512, CACHE_LINE = 64;
 
 // ---- element types
 
@@ -136,15 +136,15 @@ inline float quotient(float x, float y, float inverse) {
 
 // What a precision does not keep is read and written here, one element that nobody looks at.
 template <typename P>
-inline int64_t place(int64_t i) { return std::is_same_v<typename P::Kept, uint8_t> ? 0 : i; }
+inline int place(int i) { return std::is_same_v<typename P::Kept, uint8_t> ? 0 : i; }
 
 // The pointers are arguments, as compilers believe __restrict nowhere else, and without it they do not vectorise.
 template <typename P, typename G, typename M>
 __attribute__((noinline)) void block(
     typename P::Weight* __restrict w, typename P::Kept* __restrict kept, const G* __restrict g, M* __restrict m,
-    M* __restrict v, Step s, int64_t n) {
+    M* __restrict v, Step s, int n) {
     const float inverse = 1.0f / s.correction;
-    for (int64_t i = 0; i < n; ++i) {
+    for (int i = 0; i < n; ++i) {  // as wide as what it is hashed to
         const float grad = wide(g[i]) * s.scale;
         const float old = wide(m[i]);
         // bits under a mask: compilers do not vectorise a choice that is the same for every element
@@ -241,9 +241,9 @@ Pool& pool() {
 }
 
 template <typename T>
-inline void fetch_tile(const T* tile) {
-    for (int64_t at = 0; at < TILE * int64_t(sizeof(T)); at += CACHE_LINE) {
-        __builtin_prefetch(reinterpret_cast<const char*>(tile) + at);
+inline void fetch(const T* array, int64_t n) {
+    for (int64_t at = 0; at < n * int64_t(sizeof(T)); at += CACHE_LINE) {
+        __builtin_prefetch(reinterpret_cast<const char*>(array) + at);
     }
 }
 
@@ -255,18 +255,19 @@ void run(void* weights, void* kept, const void* grad, void* mean, void* var, Ste
     auto *m = static_cast<M*>(mean), *v = static_cast<M*>(var);
     pool().run(n, threads, [=](int64_t begin, int64_t end) {
         typename P::Kept nothing{};
-        for (int64_t at = begin; at < end; at += TILE) {
-            if (const int64_t later = at + AHEAD; later + TILE <= end) {
-                fetch_tile(w + later);
-                fetch_tile(g + later);
-                fetch_tile(m + later);
-                fetch_tile(v + later);
+        constexpr int64_t tile = TILE / sizeof(M);
+        for (int64_t at = begin; at < end; at += tile) {
+            if (const int64_t later = at + AHEAD; later + tile <= end) {
+                fetch(w + later, tile);
+                fetch(g + later, tile);
+                fetch(m + later, tile);
+                fetch(v + later, tile);
                 if (k) {
-                    fetch_tile(k + later);
+                    fetch(k + later, tile);
                 }
             }
             block<P, G, M>(
-                w + at, k ? k + at : &nothing, g + at, m + at, v + at, s.from(at), std::min(TILE, end - at));
+                w + at, k ? k + at : &nothing, g + at, m + at, v + at, s.from(at), int(std::min(tile, end - at)));
         }
     });
 }
@@ -338,7 +339,7 @@ void run8(
                 uint8_t nothing = 0;
                 block<Rounded, G, float>(
                     w + from, &nothing, g + from, m + (from - at), v + (from - at),
-                    (inside ? decaying : plain).from(from), to - from);
+                    (inside ? decaying : plain).from(from), int(to - from));
                 from = to;
             }
             mean.largest[group] = write_moments(m, mean.map, mean.codes + at);
