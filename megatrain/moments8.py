@@ -51,15 +51,27 @@ def native_map(signed: bool, device: torch.device) -> Map:
     cpu = torch.device("cpu")
     table, edges = codes(signed, cpu), limits(signed, cpu)
     pad = 256 - len(table)
-    # of floats with the same upper half the least is the one with the lower half zero; of negative ones, all ones
-    halves = torch.arange(1 << 16, dtype=torch.int64)
-    bits = torch.where(halves < 1 << 15, halves << 16, (halves << 16) + 0xFFFF - (1 << 32))
-    least = bits.to(torch.int32).view(torch.float32).nan_to_num(nan=torch.inf)
+    halves = torch.arange(1 << 16)
+    found = torch.bucketize(_in_order(halves << 16).nan_to_num(nan=torch.inf), edges)
+    nearest = torch.cat([_order(edges), torch.tensor([0xFFFFFFFF])])[found]  # the limit of each, if it begins so too
+    steps = (found << 16) + torch.where(nearest >> 16 == halves, nearest & 0xFFFF, 0xFFFF)
     return Map(
         values=torch.nn.functional.pad(table, (0, pad)).to(device),
         limits=torch.nn.functional.pad(edges, (0, pad + 1), value=torch.inf).to(device),
-        below=torch.bucketize(least, edges).to(device, torch.int32),
+        steps=steps.to(device, torch.int32),
     )
+
+
+def _order(values: Tensor) -> Tensor:
+    """fp32 as int64, of their bits, in the order of the numbers; as in `native/adam.cpp`."""
+    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return bits ^ torch.where(bits < 1 << 31, 1 << 31, 0xFFFFFFFF)
+
+
+def _in_order(order: Tensor) -> Tensor:
+    """The inverse."""
+    bits = order ^ torch.where(order < 1 << 31, 0xFFFFFFFF, 1 << 31)
+    return torch.where(bits < 1 << 31, bits, bits - (1 << 32)).to(torch.int32).view(torch.float32)
 
 
 def blocks(n: int) -> int:

@@ -152,17 +152,17 @@ def test_our_kernel_ends_with_the_bits_of_torch(
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_no_float_lies_more_than_one_limit_from_where_its_upper_half_says(signed: bool) -> None:
-    """What our kernel relies on: it takes one step at most."""
+def test_our_kernel_finds_the_code_of_every_float(signed: bool) -> None:
+    """By its upper half and one comparison; all of them between -1 and 1, and those around each limit."""
     found, edges = moments8.native_map(signed, CPU), moments8.limits(signed, CPU)
-    halves = torch.arange(1 << 16, dtype=torch.int64)
-    for lower in (0, 0x7FFF, 0xFFFF):
-        bits = (halves << 16) + lower
-        shares = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-        inside = shares.abs() <= 1
-        right = torch.bucketize(shares, edges)
-        beyond = right - found.below.to(torch.int64)
-        assert ((beyond >= 0) & (beyond <= 1))[inside].all()
+    ones = torch.ones(1).view(torch.int32)
+    shares = torch.arange(0, ones.item() + 1, 61, dtype=torch.int32).view(torch.float32)
+    shares = torch.cat([shares, edges, edges.nextafter(torch.ones(1)), edges.nextafter(-torch.ones(1))])
+    shares = torch.cat([shares, -shares])
+    bits = shares.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    key = torch.where(shares.signbit(), 0xFFFFFFFF - bits, bits + (1 << 31))
+    step = found.steps.to(torch.int64)[key >> 16]
+    assert torch.equal((step >> 16) + ((key & 0xFFFF) > (step & 0xFFFF)), torch.bucketize(shares, edges))
 
 
 def losses(policy: str, precision: str, steps: int = 40, **knobs: Any) -> list[float]:

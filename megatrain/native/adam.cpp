@@ -17,6 +17,9 @@
 #include <type_traits>
 
 #include <pthread.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add in hardware the bits would not be torch's, and std::fma would be slow"
@@ -276,41 +279,82 @@ void run(void* weights, void* kept, const void* grad, void* mean, void* var, Ste
 
 constexpr int64_t MOMENTS = 256;  // that share a largest magnitude
 
-// How one of the two moments is stored: what codes stand for, ascending; the limits between them, with infinity at
-// the end; and by the upper half of a float's bits, how many limits lie below all floats that begin so.
+// How one of the two moments is stored: what codes stand for, ascending, and native/adam.py's Map.steps.
 struct Map {
     const float* values;
-    const float* limits;
-    const int32_t* below;
+    const uint32_t* steps;
 };
 
-inline void read_moments(const uint8_t* __restrict codes, float largest, Map map, float* __restrict x) {
+// Moments [MOMENTS] that codes stand for.
+void look_up(const uint8_t* codes, float largest, Map map, float* x);
+
+// Codes of moments [MOMENTS], as shares of the largest.
+void encode(const float* x, float largest, Map map, uint8_t* codes);
+
+#ifdef __AVX512F__  // compilers gather an element at a time, which takes nearly half as long again
+
+void look_up(const uint8_t* codes, float largest, Map map, float* x) {
+    for (int64_t i = 0; i < MOMENTS; i += 16) {
+        const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+        const __m512 value = _mm512_i32gather_ps(code, map.values, sizeof(float));
+        _mm512_storeu_ps(x + i, _mm512_mul_ps(value, _mm512_set1_ps(largest)));
+    }
+}
+
+void encode(const float* x, float largest, Map map, uint8_t* codes) {
+    const __m512i one = _mm512_set1_epi32(1), lower = _mm512_set1_epi32(0xFFFF), top = _mm512_set1_epi32(INT32_MIN);
+    for (int64_t i = 0; i < MOMENTS; i += 16) {
+        const __m512i bits = _mm512_castps_si512(_mm512_div_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(largest)));
+        const __m512i key = _mm512_xor_si512(bits, _mm512_or_si512(_mm512_srai_epi32(bits, 31), top));
+        const __m512i step = _mm512_i32gather_epi32(_mm512_srli_epi32(key, 16), map.steps, sizeof(uint32_t));
+        const __mmask16 beyond =
+            _mm512_cmpgt_epu32_mask(_mm512_and_si512(key, lower), _mm512_and_si512(step, lower));
+        const __m512i code = _mm512_srli_epi32(step, 16);
+        const __m512i found = _mm512_mask_add_epi32(code, beyond, code, one);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(found));
+    }
+}
+
+#else
+
+void look_up(const uint8_t* codes, float largest, Map map, float* x) {
     for (int64_t i = 0; i < MOMENTS; ++i) {
         x[i] = map.values[codes[i]] * largest;
     }
 }
 
-inline float write_moments(const float* __restrict x, Map map, uint8_t* __restrict codes) {
-    // magnitudes are ordered as their bits are, and compilers find the largest integer in vectors, if there is no choice
+void encode(const float* x, float largest, Map map, uint8_t* codes) {
+    for (int64_t i = 0; i < MOMENTS; ++i) {
+        const uint32_t bits = to_bits(x[i] / largest);
+        const uint32_t key = bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);  // in the order of the floats
+        const uint32_t step = map.steps[key >> 16];
+        codes[i] = uint8_t((step >> 16) + ((key & 0xFFFFu) > (step & 0xFFFFu)));
+    }
+}
+
+#endif
+
+inline float largest_of(const float* x) {
+    // magnitudes are in the order of their bits; compilers find the largest integer in vectors, if there is no choice
     uint32_t bits = 0;
     for (int64_t i = 0; i < MOMENTS; ++i) {
         const uint32_t magnitude = to_bits(x[i]) & 0x7FFFFFFFu;
         bits = std::max(bits, magnitude & -uint32_t(magnitude <= INFINITY_BITS));  // a NaN is not the largest
     }
-    const float largest = from_bits(bits), divisor = bits ? largest : 1.0f;
-    for (int64_t i = 0; i < MOMENTS; ++i) {
-        const float share = x[i] / divisor;
-        const int32_t code = map.below[to_bits(share) >> 16];
-        // floats that begin alike differ by less than a hundredth: at most one limit lies between them
-        codes[i] = uint8_t(code + (map.limits[code] < share));
-    }
-    return largest;
+    return from_bits(bits);
 }
 
 struct Moments {
     uint8_t* codes;
     float* largest;
     Map map;
+
+    void read(int64_t at, float* x) const { look_up(codes + at, largest[at / MOMENTS], map, x); }
+
+    void write(int64_t at, const float* x) const {
+        const float found = largest[at / MOMENTS] = largest_of(x);
+        encode(x, found > 0.0f ? found : 1.0f, map, codes + at);
+    }
 };
 
 // Weight decay applies to sorted ranges, pairs of first and last but one, of parameters.
@@ -326,9 +370,9 @@ void run8(
         float m[MOMENTS], v[MOMENTS];
         int64_t next = 0;
         for (int64_t at = begin; at < end; at += MOMENTS) {
-            const int64_t group = at / MOMENTS, stop = at + MOMENTS;
-            read_moments(mean.codes + at, mean.largest[group], mean.map, m);
-            read_moments(var.codes + at, var.largest[group], var.map, v);
+            const int64_t stop = at + MOMENTS;
+            mean.read(at, m);
+            var.read(at, v);
             for (int64_t from = at; from < stop;) {
                 while (next < count && ranges[2 * next + 1] <= from) {
                     ++next;
@@ -342,8 +386,8 @@ void run8(
                     (inside ? decaying : plain).from(from), int(to - from));
                 from = to;
             }
-            mean.largest[group] = write_moments(m, mean.map, mean.codes + at);
-            var.largest[group] = write_moments(v, var.map, var.codes + at);
+            mean.write(at, m);
+            var.write(at, v);
         }
     });
 }
@@ -375,11 +419,10 @@ extern "C" void megatrain_adam(
 // [n / 256]; each moment with its map, see Map. `ranges` are the `count` ranges that weight decay applies to.
 extern "C" void megatrain_adam8(
     int wide_grad, int64_t n, int threads, void* weights, const void* grad, uint8_t* m_codes, float* m_largest,
-    const float* m_values, const float* m_limits, const int32_t* m_below, uint8_t* v_codes, float* v_largest,
-    const float* v_values, const float* v_limits, const int32_t* v_below, const int64_t* ranges, int64_t count,
-    Step s) {
-    const Moments mean{m_codes, m_largest, {m_values, m_limits, m_below}};
-    const Moments var{v_codes, v_largest, {v_values, v_limits, v_below}};
+    const float* m_values, const uint32_t* m_steps, uint8_t* v_codes, float* v_largest, const float* v_values,
+    const uint32_t* v_steps, const int64_t* ranges, int64_t count, Step s) {
+    const Moments mean{m_codes, m_largest, {m_values, m_steps}};
+    const Moments var{v_codes, v_largest, {v_values, v_steps}};
     const auto go = wide_grad ? run8<float> : run8<uint16_t>;
     go(weights, grad, mean, var, s, ranges, count, n, threads);
 }

@@ -36,13 +36,15 @@ class Map:
     """How moments of eight bits are stored.
 
     `values`, fp32 [256]: what codes stand for, ascending. `limits`, fp32 [256]: the largest number that a code is
-    still stored for, infinity at the end. `below`, int32 [65536]: by the upper half of a float's bits, the code of
-    the least float that begins so; others that do have that code or the next.
+    still stored for, infinity at the end. `steps`, int32 [65536], the same by the upper half of a float's bits, in the
+    order of floats: the code of the least float that begins so in its upper half, and in its lower half that of the
+    largest float that still has this code, of those that begin so. Others have the next: floats that begin alike differ
+    by less than a hundredth, so that at most one limit lies between them.
     """
 
     values: Tensor
     limits: Tensor
-    below: Tensor
+    steps: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class Kernel:
         ]  # fmt: skip
         self._function8.restype = None
         self._function8.argtypes = [
-            number, ctypes.c_int64, number, *[pointer] * 13, ctypes.c_int64, _Step,
+            number, ctypes.c_int64, number, *[pointer] * 11, ctypes.c_int64, _Step,
         ]  # fmt: skip
 
     def update(
@@ -165,7 +167,7 @@ class Kernel:
             stored = [
                 tensor.data_ptr()
                 for codes, largest, map_ in moments
-                for tensor in (codes, largest, map_.values, map_.limits, map_.below)
+                for tensor in (codes, largest, map_.values, map_.steps)
             ]
             self._function8(
                 _GRADS[grad.dtype], count, torch.get_num_threads(), weights.data_ptr(), grad.data_ptr(), *stored,
