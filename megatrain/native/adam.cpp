@@ -291,7 +291,7 @@ void look_up(const uint8_t* codes, float largest, Map map, float* x);
 // Codes of moments [MOMENTS], as shares of the largest.
 void encode(const float* x, float largest, Map map, uint8_t* codes);
 
-#ifdef __AVX512F__  // compilers gather an element at a time, which takes nearly half as long again
+#ifdef __AVX512F__  // compilers look up an element at a time, which takes twice as long
 
 void look_up(const uint8_t* codes, float largest, Map map, float* x) {
     for (int64_t i = 0; i < MOMENTS; i += 16) {
