@@ -331,10 +331,9 @@ def _norm(a: Actions, op: Op) -> Work:
     device = grads[0].device  # of all: verified
 
     def run(step: int) -> None:
-        squares = torch.zeros(total.shape, dtype=torch.float64, device=device)
-        for grad in grads:
-            for part in torch.split(grad, NORM_CHUNK[device.type]):
-                squares += torch.linalg.vector_norm(part, dtype=torch.float32).double().square_()  # read once
+        parts = [part for grad in grads for part in torch.split(grad, NORM_CHUNK[device.type])]
+        norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32))  # read once, by few kernels on a GPU
+        squares = norms.double().square_().sum().view(total.shape)
         if add:
             squares += total.to(device, non_blocking=True)
         total.copy_(squares, non_blocking=True)  # in the stream's order, and its readers wait for the op

@@ -57,7 +57,6 @@ def native_map(signed: bool, device: torch.device) -> Map:
     steps = (found << 16) + torch.where(nearest >> 16 == halves, nearest & 0xFFFF, 0xFFFF)
     return Map(
         values=torch.nn.functional.pad(table, (0, pad)).to(device),
-        limits=torch.nn.functional.pad(edges, (0, pad + 1), value=torch.inf).to(device),
         steps=steps.to(device, torch.int32),
     )
 

@@ -86,7 +86,10 @@ class Embed:
             part = slice(start, start + columns)
             terms = rows[:, part].to(wide)[order]
             sums = torch.zeros_like(terms).index_put_((place,), terms, accumulate=True)
-            table[:, part].index_put_((owner,), sums.to(table.dtype), accumulate=True)
+            # of several rows for one token all but one are zeros: their order changes nothing; and index_put_ would
+            # copy the columns there and back
+            table[:, part].index_add_(0, owner, sums.to(table.dtype))
+            del terms, sums  # or they would be held while the next columns' are made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,14 +155,15 @@ class Block:
         batch, seq, _ = x.shape
         if seq > len(self.cos):
             raise TemplateError(f"a sequence of {seq} tokens is longer than the {len(self.cos)} prepared for")
-        projections = linears(params, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), x)
-        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in projections)
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in linears(params, names, x))
         if "self_attn.q_norm.weight" in params:
             q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
             k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
         cos, sin = self.cos[:seq], self.sin[:seq]
         q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
+        del q, k, v  # of which a forward that saves nothing has no more use
         return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
 
 

@@ -188,7 +188,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     is ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
-    gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all.
+    gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all; or a norm that is
+    not compiled, with its input in fp32, and that squared.
 
     The block's templates take no more, compiled or not (tests/on_played_gpu.py), but for a recompute, whose backward
     takes more still, and 2.4 % in an eager forward of experts.
@@ -233,4 +234,4 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         return largest + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
         return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a if output else tokens * (q + kv + h) * a
-    return max(tokens * (h + 3 * q + 3 * kv), tokens * 3 * h + chunk * 3 * f) * a
+    return max(tokens * max(h + 3 * q + 3 * kv, 5 * h), tokens * 3 * h + chunk * 3 * f) * a

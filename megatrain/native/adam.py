@@ -35,15 +35,13 @@ _building = threading.Lock()
 class Map:
     """How moments of eight bits are stored.
 
-    `values`, fp32 [256]: what codes stand for, ascending. `limits`, fp32 [256]: the largest number that a code is
-    still stored for, infinity at the end. `steps`, int32 [65536], the same by the upper half of a float's bits, in the
-    order of floats: the code of the least float that begins so in its upper half, and in its lower half that of the
-    largest float that still has this code, of those that begin so. Others have the next: floats that begin alike differ
-    by less than a hundredth, so that at most one limit lies between them.
+    `values`, fp32 [256]: what codes stand for, ascending. `steps`, int32 [65536]: by the upper half of a float's bits,
+    in the order of floats, the code of the least float that begins so in its upper half, and in its lower half that of
+    the largest float that still has this code, of those that begin so. Others have the next: floats that begin alike
+    differ by less than a hundredth, so that at most one limit between codes lies between them.
     """
 
     values: Tensor
-    limits: Tensor
     steps: Tensor
 
 

@@ -23,6 +23,7 @@ from megatrain.stochastic_rounding import FACTORS, Draws
 from schedules.workload import STATE_BLOCK
 
 BLOCK = 1024  # elements of one program
+TOP_BIT = tl.constexpr(-(1 << 31))
 NAN_BITS = tl.constexpr(0x7FC00000)  # one pattern for every NaN: carries could turn another into a number
 FACTOR, OTHER_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
 
@@ -45,9 +46,9 @@ def _narrow(x):
 
 
 @triton.jit
-def _drawn(i, start, key):
-    """Random bits for elements i, uint32; megatrain/stochastic_rounding.py."""
-    x = (i + start).to(tl.uint32)
+def _drawn(j, start, key):
+    """Random bits for elements j after `start`, uint32; megatrain/stochastic_rounding.py."""
+    x = j.to(tl.uint32) + start.to(tl.uint32)
     x = (x ^ (x >> 16)) * FACTOR
     x = (x ^ (x >> 15) ^ key.to(tl.uint32)) * OTHER_FACTOR
     return x ^ (x >> 16)
@@ -66,17 +67,26 @@ def _larger(a, b):
 
 
 @triton.jit
-def _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN: tl.constexpr):
-    """Moments and parameters i after the step, fp32; `s` as Coefficients, with the gradient's scale."""
+def _within(at, BLOCK: tl.constexpr):
+    """A place in a slab as one in a program's block, 32 bits: what is compared with every element."""
+    return tl.minimum(tl.maximum(at, 0), BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _moved(grad, m, v, p, j, first, ranges_at, ranges, s, FROM_MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Moments and parameters j after the first of a program, fp32, after the step; `s` as Coefficients, with the
+    gradient's scale."""
     kept, lerp, beta2, square, correction, eps, size, scale = s
     grad = grad * scale
     mean = (m if FROM_MEAN else grad) + lerp * (grad - m)
     var = square * grad * grad + v * beta2
-    decayed = i < 0
+    decay = tl.full(j.shape, 1.0, tl.float32)
     for r in range(ranges):
-        decayed = decayed | ((i >= tl.load(ranges_at + 2 * r)) & (i < tl.load(ranges_at + 2 * r + 1)))
+        begin = _within(tl.load(ranges_at + 2 * r) - first, BLOCK)
+        end = _within(tl.load(ranges_at + 2 * r + 1) - first, BLOCK)
+        decay = tl.where((j >= begin) & (j < end), kept, decay)
     denominator = tl.div_rn(tl.sqrt_rn(var), correction) + eps
-    return mean, var, p * tl.where(decayed, kept, 1.0) + tl.div_rn(size * mean, denominator)
+    return mean, var, p * decay + tl.div_rn(size * mean, denominator)
 
 
 @triton.jit(do_not_specialize=["start", "key"])
@@ -85,8 +95,8 @@ def _adamw(
     kept, lerp, beta2, square, correction, eps, size,
     PRECISION: tl.constexpr, FROM_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < n
+    first, j = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    there, i = j < _within(n - first, BLOCK), first + j
     w = tl.load(w_at + i, there, other=0)
     if PRECISION == "bf16_split":
         low = tl.load(kept_at + i, there, other=0).to(tl.int32)
@@ -100,9 +110,9 @@ def _adamw(
     v = _wide(tl.load(v_at + i, there, other=0))
     scale = tl.load(scale_at) if SCALED else 1.0
     s = (kept, lerp, beta2, square, correction, eps, size, scale)
-    m, v, p = _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN)
+    m, v, p = _moved(grad, m, v, p, j, first, ranges_at, ranges, s, FROM_MEAN, BLOCK)
     if m_at.dtype.element_ty == tl.bfloat16:
-        drawn = _drawn(i, start, key)
+        drawn = _drawn(j, first + start, key)
         tl.store(m_at + i, _rounded(m, drawn >> 16), there)
         tl.store(v_at + i, _rounded(v, drawn >> 16), there)
     else:
@@ -118,41 +128,41 @@ def _adamw(
     elif PRECISION == "fp32":
         tl.store(w_at + i, p, there)
     else:
-        tl.store(w_at + i, _rounded(p, _drawn(i, start, key)), there)
+        tl.store(w_at + i, _rounded(p, _drawn(j, first + start, key)), there)
 
 
 @triton.jit
-def _coded(x, limits_at):
+def _coded(x, steps_at):
     """A block of moments as codes, and its largest magnitude; a NaN is not the largest."""
     largest = tl.reduce(tl.where(x != x, 0.0, tl.abs(x)), 0, _larger)
     share = tl.where(x != x, float("inf"), tl.div_rn(x, tl.where(largest > 0, largest, 1.0)))
-    code = tl.full(x.shape, 0, tl.int32)
-    for half in tl.static_range(7, -1, -1):
-        code += (tl.load(limits_at + code + (1 << half) - 1) < share).to(tl.int32) << half
-    return code.to(tl.uint8), largest
+    bits = share.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) | TOP_BIT)  # in the order of the floats, if it had no sign
+    step = tl.load(steps_at + ((key >> 16) & 0xFFFF))
+    return ((step >> 16) + ((key & 0xFFFF) > (step & 0xFFFF)).to(tl.int32)).to(tl.uint8), largest
 
 
 @triton.jit(do_not_specialize=["start", "key"])
 def _adamw8(
-    w_at, g_at, m_at, v_at, m_largest_at, v_largest_at, m_values_at, v_values_at, m_limits_at, v_limits_at,
+    w_at, g_at, m_at, v_at, m_largest_at, v_largest_at, m_values_at, v_values_at, m_steps_at, v_steps_at,
     scale_at, ranges_at, ranges, n, start, key,
     kept, lerp, beta2, square, correction, eps, size,
     FROM_MEAN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    there = i < n
+    first, j = block * BLOCK, tl.arange(0, BLOCK)
+    there, i = j < _within(n - first, BLOCK), first + j
     p = _wide(tl.load(w_at + i, there, other=0))
     grad = _wide(tl.load(g_at + i, there, other=0))
     m = tl.load(m_values_at + tl.load(m_at + i, there, other=0).to(tl.int32)) * tl.load(m_largest_at + block)
     v = tl.load(v_values_at + tl.load(v_at + i, there, other=0).to(tl.int32)) * tl.load(v_largest_at + block)
     scale = tl.load(scale_at) if SCALED else 1.0
     s = (kept, lerp, beta2, square, correction, eps, size, scale)
-    m, v, p = _moved(grad, m, v, p, i, ranges_at, ranges, s, FROM_MEAN)
-    tl.store(w_at + i, _rounded(p, _drawn(i, start, key)), there)
+    m, v, p = _moved(grad, m, v, p, j, first, ranges_at, ranges, s, FROM_MEAN, BLOCK)
+    tl.store(w_at + i, _rounded(p, _drawn(j, first + start, key)), there)
     # what is beyond the slab has no say in the largest
-    m_codes, m_largest = _coded(tl.where(there, m, 0.0), m_limits_at)
-    v_codes, v_largest = _coded(tl.where(there, v, 0.0), v_limits_at)
+    m_codes, m_largest = _coded(tl.where(there, m, 0.0), m_steps_at)
+    v_codes, v_largest = _coded(tl.where(there, v, 0.0), v_steps_at)
     tl.store(m_at + i, m_codes, there)
     tl.store(v_at + i, v_codes, there)
     tl.store(m_largest_at + block, m_largest)
@@ -200,10 +210,10 @@ def update8(
     """As `update`, where moments have eight bits: codes, uint8 [n], and largest magnitudes, fp32 [blocks]."""
     maps = [moments8.native_map(signed, weights.device) for signed in (True, False)]
     _adamw8[(moments8.blocks(weights.numel()),)](
-        weights, grad, m[0], v[0], m[1], v[1], *(map_.values for map_ in maps), *(map_.limits for map_ in maps),
+        weights, grad, m[0], v[0], m[1], v[1], *(map_.values for map_ in maps), *(map_.steps for map_ in maps),
         grad_scale, *_ranges(tuple(decay), weights.device), weights.numel(), draws.start, draws.key,
         *_scalars(coefficients),
-        FROM_MEAN=coefficients.from_mean, SCALED=grad_scale is not None, BLOCK=STATE_BLOCK, num_warps=2,
+        FROM_MEAN=coefficients.from_mean, SCALED=grad_scale is not None, BLOCK=STATE_BLOCK, num_warps=1,
     )  # fmt: skip
 
 
