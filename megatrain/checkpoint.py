@@ -14,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,15 @@ class Checkpoint:
     step: int
     frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
     began: Path | None = None  # the folder of the weights that the training began with
+    settings: Mapping[str, object] = field(default_factory=dict)  # what its last step was trained with, in words
     skipped: Sequence[Path] = field(default=(), compare=False)  # newer ones, of saves that were interrupted
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """See Kept. Raises CheckpointError for a file that is damaged or gone."""
         path = _file(self.folder, self.model, i)
-        try:
+        with _readable(path):
             found = load_file(path)
             weights, state = found["weights"], found["state"]
-        except (OSError, KeyError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
         params, kept = trained.params(self.model, self.workload, i), self.workload.bytes
         due = {"weights": (params, kept.weight), "state": (kept.state_bytes(params), 1)}
         for name, part in (("weights", weights), ("state", state)):
@@ -86,6 +86,7 @@ def save(
     kept: Kept,
     frozen: Mapping[str, int] | None = None,
     began: Path | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> Path:
     """Write the state after `step` steps beside the newest checkpoint in `folder`; the new one's own folder.
 
@@ -100,7 +101,7 @@ def save(
     try:
         for other in _steps(folder):
             if other not in kept_too:  # older, or of a save that was interrupted
-                shutil.rmtree(other)
+                _remove(other)
         target.mkdir(parents=True)
         for i in trained.layers(schedule.model, schedule.workload):
             weights, state = kept(i)
@@ -109,6 +110,7 @@ def save(
             save_file({"weights": weights, "state": state}, _file(target, schedule.model, i))
         where = None if began is None else str(began.resolve())
         about = {**_of(schedule), "step": step, "frozen": dict(frozen or {}), "began": where}
+        about["settings"] = dict(settings or {})
         partial = target / f"{LAST}.partial"
         partial.write_text(json.dumps(about, indent=1) + "\n")
         os.sync()  # what comes after a loss of power must not be a name without its contents
@@ -163,8 +165,15 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
 def drop(folder: Path, step: int) -> Path:
     """Remove the checkpoint of `step`, if there is one: a loss of its weights was not finite. Its folder."""
     target = folder / f"step-{step:08d}"
-    shutil.rmtree(target, ignore_errors=True)
+    with suppress(OSError):
+        _remove(target)
     return target
+
+
+def _remove(path: Path) -> None:
+    """First what makes it a checkpoint: one that is half removed is none. Raises OSError."""
+    (path / LAST).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def told(folder: Path | None) -> str:
@@ -176,7 +185,7 @@ def told(folder: Path | None) -> str:
 def read(folder: Path, schedule: Schedule) -> Checkpoint:
     """The checkpoint that `folder` is, or the newest complete one in it.
 
-    Raises CheckpointError if there is none for this schedule.
+    Raises CheckpointError if there is none for this schedule, or a file of it is gone or cut off.
     """
     complete = [folder] if (folder / LAST).is_file() else _complete(folder)
     incomplete = [path for path in _steps(folder) if not (path / LAST).is_file()]
@@ -207,6 +216,12 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: its step is {step!r}, what is frozen {frozen!r}")
     if not isinstance(began, str | None):
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it began with {began!r}")
+    older = f"; {complete[-2]} is older, and may be whole: resume from it" if complete[1:] else ""
+    for i in trained.layers(schedule.model, schedule.workload):
+        path = _file(complete[-1], schedule.model, i)
+        with _readable(path, older), safetensors.safe_open(path, framework="pt"):
+            pass  # its header, and that it is as long as that says
+    settings = found.get("settings")
     return Checkpoint(
         folder=complete[-1],
         model=schedule.model,
@@ -214,8 +229,25 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         step=step,
         frozen=frozen,
         began=None if began is None else Path(began),
+        settings=settings if isinstance(settings, dict) else {},
         skipped=[path for path in incomplete if path > complete[-1]],
     )
+
+
+@contextmanager
+def _readable(path: Path, more: str = "") -> Iterator[None]:
+    try:
+        yield
+    except (OSError, KeyError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}{more}") from None
+
+
+def other_settings(resumed: Checkpoint, now: Mapping[str, object]) -> str:
+    """What the checkpoint was trained with and this run is not, in words; empty if nothing."""
+    was = {name: resumed.settings.get(name, value) for name, value in now.items()}
+    differing = [name for name, value in now.items() if was[name] != value]
+    before, after = (", ".join(f"{name} {of[name]}" for name in differing) for of in (was, now))
+    return f"{resumed.folder} was trained with {before}; this run goes on with {after}" if differing else ""
 
 
 def require_frozen(resumed: Checkpoint, frozen: Mapping[str, int]) -> None:

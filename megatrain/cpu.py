@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ class CpuEvent:
         self._finished.set()
 
 
+Queue: TypeAlias = SimpleQueue[tuple[Task, Sequence[CpuEvent], CpuEvent] | None]  # of a stream; None ends its thread
+
+
 class CpuBackend:
     """See Backend. Streams get their thread with their first task.
 
@@ -72,7 +76,7 @@ class CpuBackend:
     def __init__(self, *, threads: Mapping[Stream, int] | None = None, machine: str = "cpu") -> None:
         self.machine = machine
         self._threads = dict(threads or {})
-        self._queues: dict[Stream, SimpleQueue[tuple[Task, Sequence[CpuEvent], CpuEvent] | None]] = {}
+        self._queues: dict[Stream, Queue] = {}
         self._running: list[threading.Thread] = []
         self._failing = threading.Lock()
         self._failure: OpFailed | None = None
@@ -124,7 +128,8 @@ class CpuBackend:
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._running:
-            thread.join()
+            with suppress(RuntimeError):  # it could not be started
+                thread.join()
         self._running, self._queues = [], {}
 
     def _check(self) -> None:
@@ -140,28 +145,27 @@ class CpuBackend:
                 self._failure = task.failed(error)
             self._stopped = True
 
-    def _queue(self, stream: Stream) -> SimpleQueue[tuple[Task, Sequence[CpuEvent], CpuEvent] | None]:
+    def _queue(self, stream: Stream) -> Queue:
         if stream not in self._queues:
-            self._queues[stream] = SimpleQueue()
+            queue = self._queues[stream] = SimpleQueue()
             # a daemon, so that an interpreter that ends without close() does not wait for it
-            thread = threading.Thread(target=self._live, args=(stream,), name=f"stream {stream}", daemon=True)
+            thread = threading.Thread(target=self._live, args=(stream, queue), name=f"stream {stream}", daemon=True)
+            self._running.append(thread)  # first: whoever interrupts the start has it joined all the same
             thread.start()  # a container may allow no more of them
-            self._running.append(thread)
         return self._queues[stream]
 
-    def _live(self, stream: Stream) -> None:
+    def _live(self, stream: Stream, queue: Queue) -> None:
         """A stream's thread. One that cannot even begin still lets go of whoever waits for its tasks."""
         try:
-            self._serve(stream)
+            self._serve(stream, queue)
         except BaseException as error:
-            while (item := self._queues[stream].get()) is not None:
+            while (item := queue.get()) is not None:
                 task, _, event = item
                 self._fail(task, error)
                 event.finish()
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, queue: Queue) -> None:
         use_threads(self._threads.get(stream, 1))
-        queue = self._queues[stream]
         while (item := queue.get()) is not None:
             task, waits, event = item
             for before in waits:

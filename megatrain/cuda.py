@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatrain.backend import Backend, Task, Work
 from megatrain.cores import usable_cores
-from megatrain.cpu import CpuBackend, CpuEvent, use_threads
+from megatrain.cpu import CpuBackend, CpuEvent, Queue, use_threads
 from megatrain.pinned import PinError, cpus_beside, pinned
 from megatrain.sanitizer import sanitized
 from schedules.errors import Refused
@@ -230,20 +230,20 @@ class CudaBackend(CpuBackend):
             torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # or 32 MiB of each stream and thread would stay
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, queue: Queue) -> None:
         if stream not in DEVICE_STREAMS:
             if stream == Stream.CPU:
                 with contextlib.suppress(OSError):  # a container may have been given other cores meanwhile
                     os.sched_setaffinity(0, self._cpus)  # of this thread, and of those that it begins
-            super()._serve(stream)
+            super()._serve(stream, queue)
             return
         use_threads(1)
         torch.cuda.set_device(self._index)
         with sanitized():
-            self._hand_over(stream)
+            self._hand_over(queue)
 
-    def _hand_over(self, stream: Stream) -> None:
-        queue, ahead = self._queues[stream], deque[CpuEvent]()
+    def _hand_over(self, queue: Queue) -> None:
+        ahead = deque[CpuEvent]()
         while (item := queue.get()) is not None:
             task, waits, event = item
             assert isinstance(event, DeviceEvent)

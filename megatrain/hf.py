@@ -28,6 +28,7 @@ from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
+HEAD = "lm_head.weight"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (  # what a folder of weights has beside them that training leaves as it is
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -99,6 +100,8 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
                 f"{folder} contains {name}, which {model.name} has no parameter for"
                 + (_quantized(files) or "; remove it if it is not needed")
             )
+    if model.tie_word_embeddings and HEAD in files:
+        _require_tied(folder, files, model)
     for file, names in _by_file(files, wanted).items():
         try:
             with safetensors.safe_open(folder / file, framework="pt") as opened:
@@ -187,7 +190,24 @@ def _require_plain(config: dict[str, Any], folder: Path) -> None:
 
 def _not_needed(name: str, model: ModelSpec) -> bool:
     """Of a tensor that no layer reads, whether the model has it otherwise."""
-    return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == HEAD)
+
+
+def _require_tied(folder: Path, files: Mapping[str, str], model: ModelSpec) -> None:
+    """Raises WeightsError for a head that is another than the embedding: transformers computes with it then."""
+    (table,) = file_shapes(model, model.embed)
+    try:
+        pair = []
+        for name in (table, HEAD):
+            with safetensors.safe_open(folder / files[name], framework="pt") as opened:
+                pair.append(opened.get_tensor(name))
+    except (OSError, KeyError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"{table} and {HEAD} in {folder} cannot be read: {error}") from None
+    if not torch.equal(*pair):
+        raise WeightsError(
+            f"{folder} has a head, {HEAD}, that is not its embedding, and its model ties them: set tie_word_embeddings "
+            "to false in its config.json, or remove the head if it is not needed"
+        )
 
 
 def _quantized(files: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import warnings
@@ -26,6 +27,7 @@ from schedules.errors import InputError
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
+from schedules.workload import Workload
 
 FileEvent = Literal["skipped", "resumed", "saved", "removed", "exported"]
 
@@ -146,15 +148,21 @@ def train(
         else:
             data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
+        there = files.save is not None and files.save.is_dir()
+        if files.save is not None and there:  # before it is looked at: another may be saving to it
+            opened.enter_context(alone_in(files.save))
         resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
         began = _began(files, resumed)
         _require_room_for(files, schedule, resumed, steps)
-        if files.save is not None:
+        if files.save is not None and not there:
             opened.enter_context(alone_in(files.save))
+        settings = functools.partial(_settings, schedule.workload, hyper, seed, files.tokens)
         if resumed is not None:
             for folder in resumed.skipped:
                 on_files("skipped", folder)
             on_files("resumed", resumed.folder)
+            if workload.task == "train" and (told := checkpoint.other_settings(resumed, settings(resumed.step - 1))):
+                warnings.warn(told, stacklevel=2)
         trainer = opened.enter_context(
             Trainer(
                 verified,
@@ -167,6 +175,7 @@ def train(
                 debug=Debug(poison=debug, delay_s=DEBUG_DELAY_S if debug else 0.0, seed=seed),
                 record=True,
                 began=began,
+                settings=settings,
                 nvme=nvme,
                 pointwise=way.pointwise,
                 prepare=way.prepare,
@@ -175,6 +184,21 @@ def train(
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
         return _train_and_save(trainer, schedule, steps, files, began, on_loss, on_files, stop)
+
+
+def _settings(
+    workload: Workload, hyper: Adam | Callable[[int], Adam], seed: int, tokens: Path | None, step: int
+) -> dict[str, object]:
+    """What a step is trained with, and no schedule or weights tell; in words."""
+    adam = hyper if isinstance(hyper, Adam) else hyper(step)
+    return {
+        "seed": seed,
+        "data": "Python's own sources" if tokens is None else str(tokens.resolve()),
+        "steps of": f"{workload.micro_batch_size * workload.accumulation} x {workload.seq_len} tokens",
+        "learning rate": adam.lr,
+        "weight decay": adam.weight_decay,
+        "clipping": workload.grad_clip,
+    }
 
 
 def _began(files: Files, resumed: checkpoint.Checkpoint | None) -> Path | None:

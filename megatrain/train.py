@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,7 @@ class Trainer(Generic[E]):
         on_gradient: called on the optimizer's stream with a copy of each layer's gradient, clipped, or of its parts.
         record: keep every op's times, for `trace`.
         began: the folder that `initial` is from, which a checkpoint tells whoever goes on from it.
+        settings: step -> what it is trained with, in words, which a checkpoint tells as well.
         nvme: a folder on the drive where buffers on NVMe lie while the trainer is open.
         pointwise: how layers compute what multiplies no matrices.
         prepare: what to make of the ops' works before the first step, such as `megatrain.graphs.replayed`.
@@ -99,6 +100,7 @@ class Trainer(Generic[E]):
         debug: Debug = Debug(poison=False),
         record: bool = False,
         began: Path | None = None,
+        settings: Callable[[int], Mapping[str, object]] = lambda step: {},
         nvme: Path | None = None,
         pointwise: Pointwise = PLAIN,
         prepare: Callable[[Schedule, Sequence[Work]], Sequence[Work]] = as_they_are,
@@ -109,6 +111,7 @@ class Trainer(Generic[E]):
         if data.vocab_size > model.vocab_size:
             raise ValueError(f"the data has {data.vocab_size} different tokens, {model.name} {model.vocab_size}")
         self._verified, self._backend, self._data, self._began = verified, backend, data, began
+        self._settings = settings
         layers = templates(
             model,
             seq_len=workload.seq_len,
@@ -235,7 +238,9 @@ class Trainer(Generic[E]):
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint, see `megatrain.checkpoint.save`. Raises NotSaved, Diverged."""
-        return checkpoint.save(folder, self._verified.schedule, self.step, self.kept, self._frozen, self._began)
+        settings = self._settings(self.step - 1)
+        schedule = self._verified.schedule
+        return checkpoint.save(folder, schedule, self.step, self.kept, self._frozen, self._began, settings)
 
     def kept(self, i: int) -> tuple[Tensor, Tensor]:
         """What is trained of layer i in the type it is computed with, flat, and its optimizer state as bytes.

@@ -404,6 +404,35 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             checkpoint.read(folder, of)
 
 
+def test_a_checkpoint_that_is_cut_off_is_told_with_the_one_before(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    file = folder / "step-00000002" / "1.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    told = r"step-00000002/1\.safetensors cannot be read: .*; .*step-00000001 is older, and may be whole: resume"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.read(folder, of)
+    assert checkpoint.read(folder / "step-00000001", of).step == 1
+
+
+def test_a_checkpoint_that_was_half_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+
+    def interrupted(path: Path) -> None:
+        (path / "0.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", interrupted)
+        checkpoint.drop(folder, 2)
+    found = checkpoint.read(folder, of)
+    assert found.step == 1 and [path.name for path in found.skipped] == ["step-00000002"]
+    assert checkpoint.told(folder).endswith("step-00000001 is kept")
+
+
 def test_tensors_of_another_size_or_type_are_told_before_they_are_trained_from(tmp_path: Path) -> None:
     of = schedule()
     train(of, 1, tmp_path, save=True)

@@ -295,6 +295,19 @@ def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").iterdir())
 
 
+def test_who_interrupts_in_a_long_op_is_told_and_then_does_not_wait(tmp_path: Path) -> None:
+    with _endless(tmp_path, "--seq", "60000") as run:  # an op takes seconds
+        while "first step" not in run.stderr.readline():
+            pass
+        time.sleep(2.0)
+        run.send_signal(signal.SIGINT)
+        while "ends after the ops under way" not in run.stderr.readline():
+            pass
+        run.send_signal(signal.SIGINT)
+        _, told = run.communicate(timeout=60)
+    assert run.returncode == 130 and told == "\nmegatrain: ended in the middle of an op\n"
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_signal_while_an_interrupted_process_ends_changes_nothing(interrupted: bool) -> None:
     before = {number: signal.signal(number, signal.SIG_DFL) for number in Interrupt.SIGNALS}

@@ -221,7 +221,6 @@ def test_a_model_that_a_config_would_describe_as_another_is_told(tmp_path: Path)
         ("model.layers.1.self_attn.q_proj.weight_scale_inv", "no parameter for: the weights are quantized; training"),
         ("model.layers.1.self_attn.q_proj.bias", "which tiny has no parameter for; remove it if it is not needed"),
         ("model.layers.1.self_attn.rotary_emb.inv_freq", None),
-        ("lm_head.weight", None),
     ],
 )
 def test_what_the_model_knows_nothing_of_is_named(name: str, told: str | None, tmp_path: Path) -> None:
@@ -235,6 +234,26 @@ def test_what_the_model_knows_nothing_of_is_named(name: str, told: str | None, t
         hf.parameters(tmp_path, model)
         return
     with pytest.raises(WeightsError, match=told):
+        hf.parameters(tmp_path, model)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_model_may_not_have_another_head(same: bool, tmp_path: Path) -> None:
+    """transformers computes with a head that differs, whatever config.json says of ties."""
+    model = MODELS["llama, tied"]
+    hf.write(tmp_path, model, WORKLOAD, parameters(model))
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    table = "model.embed_tokens.weight"
+    head = load_file(tmp_path / index["weight_map"][table])[table].clone()
+    if not same:
+        head[-1, -1] += 1
+    index["weight_map"]["lm_head.weight"] = "more.safetensors"
+    (tmp_path / hf.INDEX).write_text(json.dumps(index))
+    save_file({"lm_head.weight": head}, tmp_path / "more.safetensors")
+    if same:
+        hf.parameters(tmp_path, model)
+        return
+    with pytest.raises(WeightsError, match=r"has a head, lm_head\.weight, that is not its embedding"):
         hf.parameters(tmp_path, model)
 
 

@@ -19,10 +19,12 @@ from megatrain.adam import Adam
 from megatrain.checkpoint import CheckpointError, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import DataError, RandomTokens
+from megatrain.folder_lock import alone_in
 from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec
+from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
 from schedules.workload import MemoryBudget, Workload
@@ -126,6 +128,32 @@ def test_one_training_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
     files = replace(files, resume=tmp_path / "run")
     session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_who_goes_on_with_other_settings_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """With other data, say, which a checkpoint does not choose."""
+    run, step = tmp_path / "run", verified()
+    session.train(step, steps=1, hyper=Adam(lr=1e-3), seed=3, files=session.Files(save=run))
+    session.train(step, steps=1, hyper=Adam(lr=1e-3), seed=3, files=session.Files(resume=run))
+    assert not recwarn.list
+    told = r"-00000001 was trained with seed 3, learning rate 0\.001; this run goes on with seed 0, learning rate 0\.1"
+    with pytest.warns(UserWarning, match=told):
+        session.train(step, steps=1, hyper=Adam(lr=0.1), files=session.Files(resume=run))
+
+
+def test_no_checkpoint_is_looked_at_while_another_training_may_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, read = session.Files(resume=tmp_path / "run", save=tmp_path / "run"), checkpoint.read
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=replace(files, resume=None))
+
+    def looking(folder: Path, schedule: Schedule) -> checkpoint.Checkpoint:
+        with pytest.raises(CheckpointError, match="another training is saving"), alone_in(folder):
+            pass
+        return read(folder, schedule)
+
+    monkeypatch.setattr(checkpoint, "read", looking)
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files)
 
 
 def test_a_drive_without_locks_is_saved_to_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
