@@ -67,6 +67,8 @@ class Loss:
     machine: str  # what is changed of it
     first_binds: str
     second_binds: str
+    first_state: str  # the precision that it keeps; a policy may keep more than it is asked to
+    second_state: str
 
     def words(self) -> str:
         """The point as a sentence."""
@@ -123,6 +125,16 @@ def search(
     return list(best.values())
 
 
+def unlike(found: Sequence[Loss]) -> str:
+    """What is unfair about it, in a sentence: policies that keep another state; empty if nothing is."""
+    pair = next(
+        ((loss.first_state, loss.second_state) for loss in found if loss.first_state != loss.second_state), None
+    )
+    if pair is None:
+        return ""
+    return f"They do not keep the same state: {found[0].first} {pair[0]}, {found[0].second} {pair[1]}."
+
+
 def frame(found: Sequence[Loss]) -> pd.DataFrame:
     """A row per point."""
     import pandas as pd
@@ -158,13 +170,14 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
         seq_len=int(point["seq_len"]),
         accumulation=int(point["accumulation"]),
     )
-    predictions, labels = [], []
+    predictions, labels, states = [], [], []
     for text in (first, second):
         name, knobs = policies.with_knobs(text)
         schedule = policies.build(name, model, workload, memory_of(profile), **knobs)
         labels.append(" ".join([schedule.label, *(f"{knob}={value}" for knob, value in knobs.items())]))
         if name not in policies.names():
             verify(schedule)  # ours are safe at every shape, and a proof takes as long as a simulation
+        states.append(schedule.workload.precision)
         predictions.append(predict(schedule, profile))
     if not all(prediction.fits for prediction in predictions):
         return None
@@ -179,6 +192,8 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
         machine=", ".join(change.replace("=", " ") for change in changes),
         first_binds=predictions[0].binding,
         second_binds=predictions[1].binding,
+        first_state=states[0],
+        second_state=states[1],
         **{name: int(point[name]) for name in SHAPES},
     )
 

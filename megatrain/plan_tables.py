@@ -216,11 +216,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         *([["  with a drive too, not worth its wear", f"{found.spared:+.1%}"]] if found.spared else []),
         ["step", seconds(prediction.period_ns / 1e9)],
         ["MFU, HFU", f"{prediction.mfu:.1%}, {prediction.hfu:.1%}"],
-        ["above the bound of this schedule", f"{prediction.gap:.1%}, {seconds(prediction.bound_ns / 1e9)}"],
-        ["  which is set by", prediction.binding],
-        ["above the bound of any schedule", f"{found.gap:.1%}, {seconds(found.lower_bound_ns / 1e9)}"],
-        ["  which is set by", found.bound.binding],
-        *([f"  {part}", f"{share:+.1%}"] for part, share in found.gap_parts.items() if abs(share) >= TOLD),
+        *_bound_rows(found),
     ]
     print_table("one step", ["", ""], rows + drive_rows(prediction))
     print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
@@ -242,6 +238,23 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         )
     if answers is not None:
         _show_what_if(answers)
+
+
+def _bound_rows(found: Plan) -> list[list[str]]:
+    """How far it is from its own bound, where that is the higher one, and from the bound of any schedule."""
+    prediction, rows = found.prediction, []
+    if prediction.bound_ns > found.lower_bound_ns:
+        rows = [
+            ["above the bound of this schedule", f"{prediction.gap:.1%}, {seconds(prediction.bound_ns / 1e9)}"],
+            ["  which is set by", prediction.binding],
+        ]
+    factors = [(part, share) for part, share in found.gap_parts.items() if abs(share) >= TOLD]
+    return [
+        *rows,
+        ["above the bound of any schedule", f"{found.gap:.1%}, {seconds(found.lower_bound_ns / 1e9)}"],
+        ["  which is set by", found.bound.binding],
+        *([f"  {part}", f"x {1 + share:.3f}"] for part, share in factors),
+    ]
 
 
 def _not_measured(found: Plan) -> list[str]:

@@ -44,10 +44,11 @@ def print_prediction(prediction: Prediction, any_bound_ns: float) -> None:
         ["model FLOP/s", scaled(prediction.model_flops_per_s, "TFLOP/s")],
         ["MFU", f"{prediction.mfu:.1%}"],
         ["HFU", f"{prediction.hfu:.1%}"],
-        ["bound of this schedule", seconds(prediction.bound_ns / 1e9)],
-        ["above the bound", f"{prediction.gap:.1%}"],
-        ["  which is set by", prediction.binding],
     ]
+    if prediction.bound_ns > any_bound_ns:  # or it says less than that of any schedule
+        rows.append(["bound of this schedule", seconds(prediction.bound_ns / 1e9)])
+        rows.append(["above the bound", f"{prediction.gap:.1%}"])
+        rows.append(["  which is set by", prediction.binding])
     if any_bound_ns:
         rows.append(["bound of any schedule, so split", seconds(any_bound_ns / 1e9)])
         rows.append(["above that bound", f"{prediction.period_ns / any_bound_ns - 1:.1%}"])

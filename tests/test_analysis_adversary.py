@@ -42,6 +42,14 @@ def test_policies_may_have_knobs_and_are_named_with_them_and_with_what_is_not_ex
     assert loss.words().startswith("roundpipe (stale by 1) takes ")
 
 
+def test_policies_that_keep_another_state_are_told() -> None:
+    """DeepSpeed's keep an fp32 master, unless told not to: more to load, and to update."""
+    unlike = found("zero3_offload", "streamed", points=8)
+    alike = found("zero3_offload master=weights", "streamed", points=8)
+    told = "They do not keep the same state: zero3_offload bf16_fp32, streamed bf16."
+    assert adversary.unlike(unlike) == told and not adversary.unlike(alike)
+
+
 def test_a_policy_does_not_lose_to_itself() -> None:
     assert all(loss.ratio == 1.0 for loss in found("streamed", "streamed", points=8))
 

@@ -59,7 +59,8 @@ def adversary(
             wins = sum(loss.ratio < 1 for loss in found)
             better = f"at {wins} of them {found[0].first} is faster wherever it was tried"
             print_words(
-                f"predicted, on machines around {machine.name}: {len(found)} shapes at which both fit; {better}"
+                f"predicted, on machines around {machine.name}: {len(found)} shapes at which both fit; {better}. "
+                f"{adversaries.unlike(found)}".rstrip()
             )
     if not found:
         raise Refused(f"at none of {points} points do both fit: nothing can be said")

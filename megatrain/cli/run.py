@@ -118,6 +118,7 @@ def run(
     """Verify a schedule and train with it on this machine."""
     from megatrain.this_machine import backend_of, machine_here
     from schedules.verify import verify
+    from sim.cost import MissingCost
     from sim.prediction import memory_of, predict
 
     require_outputs(files=[trace, log], folders=[save, export])
@@ -134,8 +135,10 @@ def run(
             "those of the one you verified"
         )
     verified = verify(schedule)
-    # a profile may lack this schedule's ops, which is better told before the training than after it
-    predicted = {} if profile is None else _predicted(predict(schedule, profile, budget))
+    try:  # a profile may lack this schedule's ops, which is better told before the training than after it
+        predicted = {} if profile is None else _predicted(predict(schedule, profile, budget))
+    except MissingCost as error:
+        raise InputError(f"{error}; to train without a prediction leave out --hardware") from None
 
     import torch
 
