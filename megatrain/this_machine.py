@@ -46,13 +46,21 @@ def backend_of(name: str | None) -> CpuBackend:
     """The machine to run on: "cpu", "cuda", or the GPU where there is one. Raises InputError for one that is not."""
     if name not in (None, "cpu", "cuda"):
         raise InputError(f"backend {name!r} is unknown; known are cpu, cuda")
-    if name == "cpu" or (name is None and not torch.cuda.is_available()):
+    if name == "cpu" or (name is None and not has_gpu()):
         return CpuBackend(machine=machine_name())
-    if not torch.cuda.is_available():
+    if not has_gpu():
         raise InputError("torch finds no GPU here; run on the CPU, with the backend cpu")
     from megatrain.cuda import CudaBackend
 
     return CudaBackend()
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU. That may begin CUDA, so what CUDA reads of the environment is set before."""
+    from megatrain.cuda import prepare_process
+
+    prepare_process()
+    return torch.cuda.is_available()
 
 
 def usable_bytes(total: int) -> int:

@@ -336,6 +336,16 @@ def test_backend_is_chosen_by_name() -> None:
         backend_of("cuda")
 
 
+def test_what_cuda_reads_is_set_before_torch_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # to have it as it was afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(dict(os.environ)) is not None)
+    assert type(backend_of(None)) is CpuBackend
+    assert seen[0]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_the_optimizer_runs_beside_the_memory_it_works_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = min(os.sched_getaffinity(0))
     monkeypatch.setattr(cuda, "cpus_beside", lambda address: (beside,))

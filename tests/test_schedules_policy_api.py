@@ -31,7 +31,7 @@ def test_the_page_is_a_step_that_is_safe() -> None:
         with pytest.raises(ProgramError) as raised:
             exec(piece, names)
         assert str(raised.value) == told
-    assert verify(names["p"].build(policy="page"))
+    assert verify(names["p"].build(policy="page")) and verify(names["q"].build(policy="page"))
 
 
 @pytest.mark.parametrize("kind", [Program, Ring])

@@ -116,7 +116,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Verify a schedule and train with it on this machine."""
-    from megatrain.this_machine import backend_of, machine_here
+    from megatrain.this_machine import backend_of, has_gpu, machine_here
     from schedules.verify import verify
     from sim.cost import MissingCost
     from sim.prediction import memory_of, predict
@@ -140,8 +140,6 @@ def run(
     except MissingCost as error:
         raise InputError(f"{error}; to train without a prediction leave out --hardware") from None
 
-    import torch
-
     from megatrain import checkpoint
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
@@ -150,7 +148,7 @@ def run(
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
-    for note in _notes(schedule.workload, way, on_gpu=backend != "cpu" and torch.cuda.is_available()):
+    for note in _notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()):
         print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
     trained = False
