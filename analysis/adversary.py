@@ -213,8 +213,15 @@ def _model(hidden: int, blocks: int) -> ModelSpec:
     )
 
 
+def _duplex(machine: HardwareProfile, h2d: float, d2h: float) -> float:
+    """What directions of these bandwidths have together; no less than either."""
+    links = machine.links
+    share = links.duplex.value / (links.h2d.bandwidth.value + links.d2h.bandwidth.value)
+    return max((h2d + d2h) * share, h2d, d2h)
+
+
 def _changes(machine: HardwareProfile, point: Point) -> list[str]:
-    """The machine's numbers times their factors, to three digits, the duplex as the sum.
+    """The machine's numbers times their factors, to three digits; the duplex as large a share of both directions.
 
     What cannot exceed the host's memory bandwidth, such as a drive's rates, is no more than that.
     """
@@ -229,8 +236,7 @@ def _changes(machine: HardwareProfile, point: Point) -> list[str]:
             own = lookup(machine, path)
             if values.get(path, 0.0 if own is None else own.value) > memory:
                 values[path] = memory
-    both = values["links.h2d.bandwidth"] + values["links.d2h.bandwidth"]
-    values["links.duplex"] = both
+    values["links.duplex"] = _duplex(machine, values["links.h2d.bandwidth"], values["links.d2h.bandwidth"])
     return [f"{path}={_told(value, NUMBERS[path].unit)}" for path, value in values.items()]
 
 

@@ -147,6 +147,8 @@ def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
         BASELINE: [OUR_STATE],
         "gemini": [{}, {"placement": "auto"}],
         "greedysnake": [{"alpha": alpha, "ssd": ssd} for alpha in ALPHAS for ssd in (False, True)],
+        # less is offloaded where micro-batches are smaller
+        "llmq": [{}, {"offload": "moment"}, {"offload": "nothing"}],
         "lohan": [{"swap": swap, **there} for swap in (0, blocks // 4, blocks // 2) for there in LOHAN],
         "megatrain": [{}, {"checkpoint": 1}],
         "megatrain_released": [{}, {"checkpoint": 1}],

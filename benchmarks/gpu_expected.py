@@ -46,7 +46,7 @@ def expected(case: Case, profile: HardwareProfile) -> dict[str, Any]:
     if not prediction.fits:
         raise Refused("does not fit beside what ops need for a while")
     return {
-        "step": f"{prediction.period_ns / 1e9:.3f}",
+        "step": f"{prediction.period_ns / 1e9:.5g}",
         "rate": f"{schedule.workload.tokens_per_step / prediction.period_ns * 1e9:,.0f}",
         "above": f"{prediction.period_ns / prediction.bound_ns - 1:+.1%}",
         "gpu": f"{prediction.peak_bytes[Tier.DEVICE] / 1e9:.1f}",

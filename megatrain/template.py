@@ -65,7 +65,7 @@ class Embed:
         return F.embedding(tokens, table)
 
     def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
-        """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, also on a GPU.
+        """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, on a GPU and by one thread.
 
         Summed in at least fp32: of a token's thousands of terms in bf16 the later ones would be lost. Each different
         token has a row for its sum, and rows that are left over are added, as zeros, to one token each, since a GPU

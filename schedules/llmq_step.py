@@ -11,23 +11,24 @@ from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
 from schedules.sweep import Window, sweep, visits
-from schedules.tensor import parts
+from schedules.tensor import Part, parts
 from schedules.workload import Workload
 
 END_PARTS = 8  # in which the moments of embedding and head pass, which its kernels read where they lie
+HALVES = 2  # in which a block's moments are where only half of them pass
 
 
 class LlmqStep:
-    """The step under construction; `away` names what lives on the host: "states", "weights", "gradients"."""
+    """The step under construction; `away` names what lives on the host: "moment", "states", "weights" and so on."""
 
     def __init__(self, model: ModelSpec, workload: Workload, kept: Kept, *, away: Collection[str]) -> None:
         self._program = p = Program(model, workload)
         self._kept = kept
-        self._states, self._weights = "states" in away, "weights" in away
+        self._moments = 2 if "states" in away else int("moment" in away)  # how many of the two pass through the device
+        self._weights = "weights" in away
         self._away = set(model.blocks) if "gradients" in away else set[int]()  # blocks whose gradients live there
         p.keep_on_device(*(p.grad(i) for i in model.layers if i not in self._away))
-        if not self._states:
-            p.keep_on_device(*map(p.state, model.layers))
+        p.keep_on_device(*(p.state(i, part) for i in model.layers for part, passes in self._states(i) if not passes))
         if not self._weights:
             p.keep_on_device(*map(p.weight, model.layers))
         self._block = p.slots("weight", 2)
@@ -91,16 +92,24 @@ class LlmqStep:
         if self._weights:
             place = self._up(weight, self._end[i]) if end else p.prefetch(weight, into=self._block.next())
         grad = self._grad(i)
-        large = end and not (p.model.tie_word_embeddings and i == p.model.head)  # a norm is all of such a head
-        for part in parts(END_PARTS if large and self._states else 1):
+        for part, passes in self._states(i):
             state, buffer = p.state(i, part), None
-            if self._states:
+            if passes:
                 buffer = self._up(state, self._part.next()) if end else p.prefetch(state, into=self._state.next())
             p.update(i, grad=grad, weights=place, state=buffer, part=part, stream=Stream.COMPUTE)
             if buffer is not None:
                 p.offload(state, out_of=buffer)
         if self._weights:
             p.offload(weight, out_of=place)
+
+    def _states(self, i: int) -> list[tuple[Part | None, bool]]:
+        """The parts in which a layer's moments are, and whether each passes through the device or lives there."""
+        model = self._program.model
+        small = model.tie_word_embeddings and i == model.head  # a norm is all of such a head
+        of_block = HALVES if self._moments == 1 else 1
+        ways = of_block if model.is_block(i) else 1 if small or not self._moments else END_PARTS
+        staying = ways * (2 - self._moments) // 2
+        return [(part, number >= staying) for number, part in enumerate(parts(ways))]
 
     def _up(self, tensor: str, into: str) -> str:
         """What a kernel reads of the host's memory, as a copy in its stream."""

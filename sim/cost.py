@@ -332,8 +332,9 @@ def _whole(duration_ns: float, op: Op, profile: HardwareProfile) -> int:
 
 def _bounded(ns: float, op: Op, profile: HardwareProfile) -> float:
     if ns > LONGEST_NS:
+        long = f"{ns / HOUR_NS:,.1f} hours" if math.isfinite(ns) else "longer than can be counted"
         raise TooLong(
-            f"{op.name} alone would take {ns / HOUR_NS:,.1f} hours on {profile.name}, and no op may take more than "
+            f"{op.name} alone would take {long} on {profile.name}, and no op may take more than "
             f"{LONGEST_NS / HOUR_NS:.1f} hours: give a smaller batch or shorter sequences, or a faster machine"
         )
     return ns

@@ -80,6 +80,18 @@ def test_every_point_lies_in_the_box() -> None:
             assert before.value / factor * 0.99 <= now.value <= before.value * factor * 1.01
 
 
+def test_both_directions_have_the_share_of_their_sum_that_the_machine_gives_them() -> None:
+    """A GH200's have 320 GB/s together, which either alone exceeds by half."""
+    for name in ("gh200", "a100-pcie", "h200"):
+        own = hardware.load(name)
+        same = hardware.override(own, adversary._changes(own, dict.fromkeys(adversary.MACHINE, 1.0)))
+        assert same.links.duplex.value == pytest.approx(own.links.duplex.value, rel=0.01)
+        fast = hardware.override(
+            own, adversary._changes(own, {**dict.fromkeys(adversary.MACHINE, 1.0), "links.h2d.bandwidth": 0.1})
+        )
+        assert fast.links.duplex.value >= fast.links.d2h.bandwidth.value
+
+
 def test_a_drive_is_no_faster_than_a_host_memory_that_is_made_slower() -> None:
     memory = machine.lookup(H200, "host.memory_bandwidth")
     assert memory is not None

@@ -90,6 +90,7 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "gemini, max_prefetch=1": {"max_prefetch": 1},
     "gemini, placement=auto, max_prefetch=2, every=2": {"placement": "auto", "max_prefetch": 2, "every": 2},
     "paged_optimizer, pressure=1": {"pressure": 1.0},
+    "llmq, offload=moment": {"offload": "moment"},
     "llmq, offload=states, activations=keep": {"offload": "states", "activations": "keep"},
     "llmq, offload=weights": {"offload": "weights"},
     "llmq, offload=gradients": {"offload": "gradients"},

@@ -338,7 +338,7 @@ def test_a_fraction_is_between_zero_and_one(name: str, knobs: dict[str, Knob]) -
 
 # ---- llmq
 
-LLMQ = ("nothing", "states", "inputs", "weights", "gradients")
+LLMQ = ("nothing", "moment", "states", "inputs", "weights", "gradients")
 
 
 def test_llmq_updates_everything_on_the_device_once_all_gradients_are_there() -> None:
@@ -360,6 +360,15 @@ def test_llmq_fetches_states_for_the_update_those_of_embedding_and_head_in_piece
     copies = {op.name: op.stream for op in schedule.ops if op.kind == Kind.PREFETCH}
     assert copies["P.o.0"] == Stream.H2D and copies["P.o.head.0of8"] == Stream.COMPUTE
     assert home_bytes_per_param(schedule, DEVICE) == 4 and home_bytes_per_param(schedule, HOST) == 8
+
+
+def test_llmq_fetches_one_of_two_moments_as_half_of_the_elements_of_each_layer() -> None:
+    schedule = policies.build("llmq", TINY, workload(), ROOM, offload="moment")
+    names = [f"o.{i}.1of2" for i in TINY.blocks]
+    names += [f"o.{end}.{part}of8" for end in ("embed", "head") for part in range(4, 8)]
+    assert moved(schedule, HOST, DEVICE, "o") == moved(schedule, DEVICE, HOST, "o") == Counter(names)
+    # the first of two parts is as much shorter as the length of parts is rounded down
+    assert home_bytes_per_param(schedule, DEVICE) == pytest.approx(8, rel=0.01)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])

@@ -4,7 +4,8 @@ What it does. Ordinary training, all layers of a micro-batch and then the next. 
 all gradients is taken, and the GPU updates embedding, blocks and head in this order; the CPU computes nothing. What
 has no room on the device lives in pinned host memory, as its user sets it, here in the order in which LLM.Q's own
 benchmarks go on when a model grows (offload, each with those before it):
-- states: blocks' moments pass through two device buffers during the update, beside that of the block before.
+- moment: one of the two moments passes through two device buffers during the update, beside that of the block before.
+- states: so does the other.
 - inputs: blocks' inputs (the residual stream) leave after forward and come back for the backward.
 - weights: blocks' weights come through two device buffers for every forward and backward, one block ahead;
   embedding and head take turns in one more. For the update they come once more, and go back.
@@ -19,7 +20,8 @@ stochastically: precision bf16_16bit.
 
 Exact in its training. Approximated: kernels that work on host memory directly (moments and weights of embedding and
 head, sums of gradients, the norm of those) are shown as copies on the compute stream, whose result goes down beside
-what follows; the moments of embedding and head pass in eighths, so that no device buffer holds them. fp8 products and
+what follows; the moments of embedding and head pass in eighths, so that no device buffer holds them; with
+offload=moment half of each layer's elements have both moments on the host, where all should have one. fp8 products and
 moments, and more than one GPU, are not here. Its C++ issues ops faster than the profile's Python.
 Source: IST-DASLab/llmq b77d969, doc.md, src/models (llama_model.cpp, llama_weights.cpp, llama_run_state.cpp),
 src/training (adamw_optimizer.cpp, gradients.cpp).
@@ -35,7 +37,7 @@ from schedules.model import ModelSpec
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
 
-Offload = Literal["nothing", "states", "inputs", "weights", "gradients"]
+Offload = Literal["nothing", "moment", "states", "inputs", "weights", "gradients"]
 LEVELS: tuple[Offload, ...] = get_args(Offload)
 
 
@@ -44,7 +46,7 @@ def policy(
     workload: Workload,
     memory: MemoryBudget,
     *,
-    offload: Literal["auto", "nothing", "states", "inputs", "weights", "gradients"] = "auto",
+    offload: Literal["auto", "nothing", "moment", "states", "inputs", "weights", "gradients"] = "auto",
     activations: Literal["recompute", "keep"] = "recompute",
 ) -> Program:
     """Build the step.
