@@ -16,6 +16,7 @@ from analysis.palette import BLUE, GREY, VERMILLION
 from megatrain.this_machine import machine_name, today
 from schedules import policies
 from schedules.errors import Refused
+from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob
@@ -210,13 +211,14 @@ def fitting_rates(
     """
     rates: list[float] = []
     for step in splits(whole.seq_len, whole.tokens_per_step, None, None, whole.precision, whole.grad_clip):
-        built = policies.build(name, model, replace(step, recompute=mode), memory_of(profile), **knobs)
+        workload = replace(step, recompute=mode)
+        built = policies.build_without_waits(name, model, workload, memory_of(profile), **knobs)
         if built.staleness:
             return None
         if built.allocated_bytes(Tier.NVME) and profile.nvme is None:
             break
         if shortage(built, profile, memory_of(profile)) is None:
-            rates.append(predict(built, profile).tokens_per_s)
+            rates.append(predict(replace(built, waits=minimal_waits(built.ops)), profile).tokens_per_s)
         if len(rates) == FITTING or step.accumulation > MOST:
             break
     return rates
