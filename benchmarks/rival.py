@@ -65,7 +65,8 @@ def plot(table: pd.DataFrame) -> figure.Figure:
         for column, colour, marker, told in (
             ("bound_tokens_per_s", BLACK, "_", "no exact schedule is predicted to be faster"),
             ("predicted_tokens_per_s", BLUE, "o", "our plan, predicted"),
-            ("tokens_per_s", VERMILLION, "x", "als244/dataflow, measured (its second campaign)"),
+            ("first_tokens_per_s", VERMILLION, "+", "als244/dataflow, measured, first campaign"),
+            ("tokens_per_s", VERMILLION, "x", "second campaign"),
         ):
             ax.plot(rows["device_GiB"], rows[column], marker, color=colour, label=told, markersize=7)
         ax.set_title(f"sequences of {length:,} tokens, 64k to 256k a step", loc="left")
@@ -74,7 +75,7 @@ def plot(table: pd.DataFrame) -> figure.Figure:
         ax.yaxis.set_major_formatter("{x:,.0f}")
         ax.spines[["top", "right"]].set_visible(False)
     stack[0].legend(
-        loc="lower left", bbox_to_anchor=(0, 1.15), ncols=3, columnspacing=1, handletextpad=0, frameon=False
+        loc="lower left", bbox_to_anchor=(0, 1.15), ncols=2, columnspacing=1, handletextpad=0, frameon=False
     )
     stack[-1].set_xlabel("device memory that a schedule may use (GiB)")
     return figure.figure_of(stack[0])
