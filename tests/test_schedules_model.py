@@ -282,7 +282,9 @@ def test_workspaces_where_attention_is_wider_and_of_the_ends_by_hand() -> None:
     assert workspace_bytes(model, 0, Phase.FORWARD, workload) == 2 * T * (H + 3 * Q + 3 * KV)
     again = dataclasses.replace(workload, recompute="mlp")
     assert workspace_bytes(model, 0, Phase.BACKWARD, again) == 2 * H * Q + T * attention
-    assert workspace_bytes(model, 0, Phase.FORWARD, again) == 2 * T * (H + 3 * Q + 3 * KV)
+    assert workspace_bytes(model, 0, Phase.FORWARD, again) == 2 * T * 5 * H  # a norm in fp32
+    ungrouped = dataclasses.replace(model, num_key_value_heads=32)
+    assert workspace_bytes(ungrouped, 0, Phase.FORWARD, again) == 2 * T * (H + 6 * Q)
     assert workspace_bytes(model, model.head, Phase.LOSS, workload) == 4 * 1024 * (2 * 128_256 + 5 * H)
     few = dataclasses.replace(workload, seq_len=16)
     assert workspace_bytes(model, model.head, Phase.LOSS, few) == 4 * 16 * (2 * 128_256 + 5 * H)
