@@ -106,8 +106,10 @@ class LlmqStep:
         """The parts in which a layer's moments are, and whether each passes through the device or lives there."""
         model = self._program.model
         small = model.tie_word_embeddings and i == model.head  # a norm is all of such a head
-        of_block = HALVES if self._moments == 1 else 1
-        ways = of_block if model.is_block(i) else 1 if small or not self._moments else END_PARTS
+        if model.is_block(i):
+            ways = HALVES if self._moments == 1 else 1
+        else:
+            ways = END_PARTS if self._moments and not small else 1
         staying = ways * (2 - self._moments) // 2
         return [(part, number >= staying) for number, part in enumerate(parts(ways))]
 
