@@ -1,11 +1,12 @@
 """A training between two steps, as files: any exact schedule of the same model, precision and adapters goes on from it.
 
 A folder holds a checkpoint in a folder of its own for each step that was saved, `step-00000120`: a safetensors file per
-trained layer, with its weights (or adapters) and its optimizer state as bytes, and `training.json`, written last.
+trained layer, with its weights (or adapters) and its optimizer state as bytes, and `training.json`, written last, with
+the checksums of both, so that what a drive changed is told before it is trained from.
 Without that file a checkpoint is not one, so a crash or a full disk costs no older one. The two newest are kept: that
 the newest is of use, and has not diverged, is known only when a step has been trained from it, by a stale schedule only
 some steps later; so of one that saves as often more are kept. What is frozen is not saved, but what it is known by is,
-see `megatrain.initial.summed`: adapters are of no use beside other weights.
+see `megatrain.checksum`: adapters are of no use beside other weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatrain.checksum import checksum
 from megatrain.tensor_file import save_file
 from schedules import trained
 from schedules.errors import InputError, Refused
@@ -32,7 +34,7 @@ from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 
-FORMAT = 1
+FORMAT = 2
 LAST = "training.json"
 STEP = re.compile(r"step-\d{8,}")
 FINITE_CHUNK = 1 << 20  # elements
@@ -60,15 +62,17 @@ class Checkpoint:
     model: ModelSpec
     workload: Workload
     step: int
+    checksums: Mapping[str, Mapping[str, int]]  # layer -> of its weights and its state
     frozen: Mapping[str, int] = field(default_factory=dict)  # layer -> what its frozen weights are known by
     began: Path | None = None  # the folder of the weights that the training began with
     settings: Mapping[str, object] = field(default_factory=dict)  # what its last step was trained with, in words
     skipped: Sequence[Path] = field(default=(), compare=False)  # newer ones, of saves that were interrupted
+    older: Path | None = field(default=None, compare=False)  # the checkpoint before it
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """See Kept. Raises CheckpointError for a file that is damaged or gone."""
         path = _file(self.folder, self.model, i)
-        with _readable(path):
+        with _readable(path, self.older):
             found = load_file(path)
             weights, state = found["weights"], found["state"]
         params, kept = trained.params(self.model, self.workload, i), self.workload.bytes
@@ -76,6 +80,8 @@ class Checkpoint:
         for name, part in (("weights", weights), ("state", state)):
             if (*part.shape, part.itemsize) != due[name] or part.is_floating_point() != (name == "weights"):
                 raise CheckpointError(f"{path} is damaged: its {name} are {part.dtype} {list(part.shape)}")
+            if checksum(part) != self.checksums[self.model.layer_name(i)][name]:
+                raise CheckpointError(f"{path} is damaged: what was saved differs from its {name}{_hint(self.older)}")
         return weights, state
 
 
@@ -103,14 +109,18 @@ def save(
             if other not in kept_too:  # older, or of a save that was interrupted
                 _remove(other)
         target.mkdir(parents=True)
+        checksums = {}
         for i in trained.layers(schedule.model, schedule.workload):
             weights, state = kept(i)
+            name = schedule.model.layer_name(i)
             if not all_finite(weights):
-                raise Diverged(f"the weights of layer {schedule.model.layer_name(i)} are not finite after step {step}")
-            save_file({"weights": weights, "state": state}, _file(target, schedule.model, i))
+                raise Diverged(f"the weights of layer {name} are not finite after step {step}")
+            parts = {"weights": weights, "state": state}
+            save_file(parts, _file(target, schedule.model, i))
+            checksums[name] = {part: checksum(bits) for part, bits in parts.items()}
         where = None if began is None else str(began.resolve())
         about = {**_of(schedule), "step": step, "frozen": dict(frozen or {}), "began": where}
-        about["settings"] = dict(settings or {})
+        about |= {"settings": dict(settings or {}), "checksums": checksums}
         partial = target / f"{LAST}.partial"
         partial.write_text(json.dumps(about, indent=1) + "\n")
         os.sync()  # what comes after a loss of power must not be a name without its contents
@@ -202,6 +212,8 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it holds no JSON object")
     for key, value in _of(schedule).items():
         if found.get(key) != value:
+            if key == "format":
+                raise CheckpointError(f"{complete[-1]} has the format {found.get(key)!r}; this version reads {value}")
             was, now = _short(key, found.get(key), value), _short(key, value, found.get(key))
             if key == "lora_rank":
                 saved, needs = _trained(found.get(key)), _trained(value)
@@ -216,8 +228,14 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: its step is {step!r}, what is frozen {frozen!r}")
     if not isinstance(began, str | None):
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it began with {began!r}")
-    older = f"; {complete[-2]} is older, and may be whole: resume from it" if complete[1:] else ""
-    for i in trained.layers(schedule.model, schedule.workload):
+    checksums = found.get("checksums")
+    # an evaluation, which trains nothing, takes what a training saved
+    layers = schedule.model.layers if schedule.workload.lora_rank is None else schedule.model.blocks
+    names = [schedule.model.layer_name(i) for i in layers]
+    if not (isinstance(checksums, dict) and all(_are_checksums(checksums.get(name)) for name in names)):
+        raise CheckpointError(f"{complete[-1] / LAST} is damaged: it lacks checksums")
+    older = complete[-2] if complete[1:] else None
+    for i in layers:
         path = _file(complete[-1], schedule.model, i)
         with _readable(path, older), safetensors.safe_open(path, framework="pt"):
             pass  # its header, and that it is as long as that says
@@ -227,19 +245,29 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         model=schedule.model,
         workload=schedule.workload,
         step=step,
+        checksums=checksums,
         frozen=frozen,
         began=None if began is None else Path(began),
         settings=settings if isinstance(settings, dict) else {},
         skipped=[path for path in incomplete if path > complete[-1]],
+        older=older,
     )
 
 
 @contextmanager
-def _readable(path: Path, more: str = "") -> Iterator[None]:
+def _readable(path: Path, older: Path | None) -> Iterator[None]:
     try:
         yield
     except (OSError, KeyError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}{more}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}{_hint(older)}") from None
+
+
+def _hint(older: Path | None) -> str:
+    return "" if older is None else f"; {older} is older, and may be whole: resume from it"
+
+
+def _are_checksums(found: object) -> bool:
+    return isinstance(found, dict) and all(type(found.get(part)) is int for part in ("weights", "state"))
 
 
 def other_settings(resumed: Checkpoint, now: Mapping[str, object]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatrain.checksum import checksum
 from schedules.model import ModelSpec, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
@@ -33,15 +34,11 @@ def random_adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], T
 
 
 def summed(source: Callable[[int], Tensor], sums: dict[int, int]) -> Callable[[int], Tensor]:
-    """`source`, fp32, which leaves in `sums` each layer's sum of the bits of all its parameters.
-
-    Weights are known again by these sums: they have no order, so that they cost one pass at the pace of memory, and
-    other weights, or the same with one number changed, have others.
-    """
+    """`source`, which leaves in `sums` what each layer's parameters are known by, see `checksum`."""
 
     def parameters(i: int) -> Tensor:
         found = source(i)
-        sums[i] = int(found.view(torch.int32).sum(dtype=torch.int64))
+        sums[i] = checksum(found)
         return found
 
     return parameters

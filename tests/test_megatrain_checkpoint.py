@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain import checkpoint, initial, session
@@ -258,7 +258,7 @@ def test_adapters_go_on_beside_the_weights_that_they_were_trained_beside(tmp_pat
 
 
 def test_a_checkpoint_that_does_not_tell_what_is_frozen_goes_on_beside_none() -> None:
-    found = Checkpoint(folder=Path("step-00000001"), model=MODEL, workload=schedule().workload, step=1)
+    found = Checkpoint(folder=Path("1"), model=MODEL, workload=schedule().workload, step=1, checksums={})
     with pytest.raises(CheckpointError, match=r"those of layer 0 differ"):
         checkpoint.require_frozen(found, {"0": 5})
 
@@ -398,6 +398,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (json.dumps({**body, "step": None}), "is damaged: its step is None"),
         (json.dumps({**body, "step": -1}), "is damaged: its step is -1"),
         (json.dumps({**body, "frozen": 3}), "is damaged: its step is 1, what is frozen 3"),
+        (json.dumps({**body, "checksums": {**body["checksums"], "1": {}}}), "is damaged: it lacks checksums"),
     ):
         last.write_text(text)
         with pytest.raises(CheckpointError, match=rf"training\.json {told}"):
@@ -414,6 +415,20 @@ def test_a_checkpoint_that_is_cut_off_is_told_with_the_one_before(tmp_path: Path
     with pytest.raises(CheckpointError, match=told):
         checkpoint.read(folder, of)
     assert checkpoint.read(folder / "step-00000001", of).step == 1
+
+
+@pytest.mark.parametrize("part", ["weights", "state"])
+def test_a_bit_that_a_drive_changed_is_told(part: str, tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    file = folder / "step-00000002" / "1.safetensors"
+    contents = load_file(file)
+    contents[part].view(torch.uint8)[-1] ^= 1
+    save_file(contents, file)
+    told = rf"1\.safetensors is damaged: what was saved differs from its {part}; .*step-00000001 is older"
+    with pytest.raises(CheckpointError, match=told):
+        train(of, 1, tmp_path, resume=checkpoint.read(folder, of))
 
 
 def test_a_checkpoint_that_was_half_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,8 +484,8 @@ def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_
     with pytest.raises(CheckpointError, match=told):
         checkpoint.read(folder, other)
     body = json.loads((folder / "step-00000001" / checkpoint.LAST).read_text())
-    (folder / "step-00000001" / checkpoint.LAST).write_text(json.dumps({**body, "format": 2}))
-    with pytest.raises(CheckpointError, match="its format is 2, the schedule's 1"):
+    (folder / "step-00000001" / checkpoint.LAST).write_text(json.dumps({**body, "format": 1}))
+    with pytest.raises(CheckpointError, match="has the format 1; this version reads 2"):
         checkpoint.read(folder, of)
 
 
