@@ -33,7 +33,7 @@ ALPHAS = (0.1, 0.25, 0.4, 0.55)  # of greedysnake: parts of the blocks
 RATIOS = (0.9, 0.7, 0.5, 0.3)  # of superoffload: parts of the sub-groups
 DRIVE_STEPS = 16  # of streamed: sixteenths of the blocks' states on a drive
 LOHAN: tuple[dict[str, Knob], ...] = ({}, {"inputs": "host"}, {"ssd": True, "inputs": "host"})
-FITTING = 2  # splits of the step that a named policy is tried with: the largest micro-batches that fit
+FITTING = 2  # splits of the step that a named policy is tried with at least: the largest micro-batches that fit
 MOST = 16  # micro-batches
 
 
@@ -205,7 +205,8 @@ def beside(row: Row, model: ModelSpec, profile: HardwareProfile) -> tuple[Row, d
 def fitting_rates(
     name: str, model: ModelSpec, profile: HardwareProfile, whole: Workload, mode: str, knobs: Mapping[str, Knob]
 ) -> list[float] | None:
-    """Tokens/s of a policy with the FITTING largest micro-batches that fit, in steps as large as `whole`.
+    """Tokens/s of a policy with the FITTING largest micro-batches that fit, in steps as large as `whole`, and with
+    smaller ones as long as they are faster.
 
     None of one that is stale.
     """
@@ -219,7 +220,7 @@ def fitting_rates(
             break
         if shortage(built, profile, memory_of(profile)) is None:
             rates.append(predict(replace(built, waits=minimal_waits(built.ops)), profile).tokens_per_s)
-        if len(rates) == FITTING or step.accumulation > MOST:
+        if (len(rates) >= FITTING and rates[-1] <= rates[-2]) or step.accumulation > MOST:
             break
     return rates
 

@@ -273,7 +273,7 @@ def main() -> None:
         "(`master=weights`). Each is "
         "tried with what its system or its user would choose (`tried_with` in analysis/plans.py), and the fastest "
         "counts: activations recomputed or kept, what of the state waits, stays or lives on a drive, and of "
-        "micro-batches the two largest that fit. "
+        "micro-batches the two largest that fit, and smaller ones as long as they are faster. "
         f"Made by `python benchmarks/plans.py`; planning took what is shown with "
         f"{' or '.join(sorted(set(table['planned_by'])))}, "
         f"{' to '.join(sorted({table['planned_on'].min(), table['planned_on'].max()}))}, each point as plans.csv says.",

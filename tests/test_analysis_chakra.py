@@ -8,7 +8,7 @@ from pathlib import Path
 
 import networkx
 import pytest
-from test_megatrain_cli import megatrain
+from command import megatrain
 
 from analysis import chakra, chakra_wire
 from analysis.chakra import ChakraError

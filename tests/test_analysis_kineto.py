@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_megatrain_cli import megatrain
+from command import megatrain
 
 from analysis import kineto
 from analysis.kineto import Recording, RecordingError

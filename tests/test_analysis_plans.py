@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,19 @@ def test_a_named_policy_keeps_its_activations_where_that_is_faster(monkeypatch: 
     as_it_comes = plans.fitting_rates("zero3_offload", MODEL, machine, whole, "none", OUR_STATE)
     assert as_it_comes
     assert rates_of(monkeypatch, "zero3_offload")(MODEL, machine, whole)["zero3_offload"] > 1.05 * max(as_it_comes)
+
+
+@pytest.mark.parametrize(
+    ("rates", "tried"),
+    [([10.0, 9.0, 20.0], [10.0, 9.0]), ([10.0, 12.0, 13.0, 13.0, 20.0], [10.0, 12.0, 13.0, 13.0]), ([10.0], [10.0])],
+)
+def test_smaller_micro_batches_are_tried_as_long_as_they_are_faster(
+    rates: list[float], tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming = iter(rates)
+    monkeypatch.setattr(plans, "predict", lambda schedule, profile: SimpleNamespace(tokens_per_s=next(coming)))
+    step = Workload(micro_batch_size=2 ** (len(rates) - 1), seq_len=16)
+    assert plans.fitting_rates("streamed", MODEL, hardware.load("h200"), step, "none", {}) == tried
 
 
 def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

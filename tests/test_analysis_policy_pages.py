@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import ROOT, megatrain
 from hand_written import small
-from test_megatrain_cli import ROOT, megatrain
 
 from analysis import policy_pages
 from analysis.policy_pages import COMMAND, OVERVIEW

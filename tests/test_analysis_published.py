@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from test_megatrain_cli import ROOT
+from command import ROOT
 
 from analysis import published, published_report, tables
 from analysis.published_points import MI355X_PHASES, POINTS, RECOMPUTED, Point

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_megatrain_cli import megatrain
+from command import megatrain
 
 from analysis import trace_diff, trace_words
 from schedules import codec, policies, presets

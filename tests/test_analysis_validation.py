@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from command import ROOT
 from quick_readings import hurry
-from test_megatrain_cli import ROOT
 
 from analysis import validation, validation_report
 from megatrain import profile as profiling

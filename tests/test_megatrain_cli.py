@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import ROOT, megatrain
 from rich.console import Console
 from rich.progress import Progress
 
@@ -28,13 +29,7 @@ from megatrain.cli import training_progress
 from megatrain.cli.interrupt import TOGETHER_S, Interrupt
 from megatrain.cli.options import usual_length
 
-ROOT = Path(__file__).parent.parent
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
-
-
-def megatrain(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatrain", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd or ROOT, timeout=120)
 
 
 @pytest.mark.parametrize("command", [["--help"], ["simulate", "--help"], ["hardware"], ["models", "demo"]])
@@ -282,7 +277,7 @@ def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: 
 
 
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
-    with _endless(tmp_path, "--accumulation", "400") as run:  # a step takes a while
+    with _endless(tmp_path, "--accumulation", "200") as run:  # a step takes a while
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGINT)
         while "steps under way" not in run.stderr.readline():
@@ -324,7 +319,7 @@ def test_a_signal_while_an_interrupted_process_ends_changes_nothing(interrupted:
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as `timeout` sends it
-    with _endless(tmp_path, "--accumulation", "400") as run:
+    with _endless(tmp_path, "--accumulation", "200") as run:
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGTERM)
         while "steps under way" not in run.stderr.readline():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from test_megatrain_cli import ROOT, megatrain
+from command import ROOT, megatrain
 from timed_profile import timed
 from typer.testing import CliRunner
 

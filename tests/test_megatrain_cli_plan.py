@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import ROOT, megatrain
 from timed_profile import timed
 
 from megatrain import cli, plan_tables
@@ -23,13 +24,7 @@ from sim import hardware, whatif
 from sim.plan import plan
 from sim.prediction import memory_of
 
-ROOT = Path(__file__).parent.parent
 STEP = ("-t", "256", "-s", "64")
-
-
-def megatrain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatrain", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
 @pytest.fixture(scope="module")

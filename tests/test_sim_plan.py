@@ -320,7 +320,7 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, eff
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     blocks=st.sampled_from([1, 2, 4, 6, 8]),
     batch=st.sampled_from([1, 4, 32]),
