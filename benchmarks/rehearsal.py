@@ -119,6 +119,7 @@ def install(gpu: Any) -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
+    torch.accelerator.current_accelerator = _always(None)  # else torch 2.14's optimizers ask a driver for its stream
     torch.backends.cudnn.version = _always(0)
     for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
         setattr(torch._C, name, _always(None))
