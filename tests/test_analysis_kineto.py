@@ -356,6 +356,9 @@ def test_commands_read_it_and_draw_it_beside_a_simulated_step(on_cpu: Path, tmp_
     done = megatrain("import", str(on_cpu), "-m", "tiny", "-b", "2", "-s", "16", "-o", str(out))
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout and "ProfilerStep" in done.stdout
+    again = megatrain("import", str(on_cpu), "-m", "tiny", "-b", "2", "-s", "16", "-o", str(out), "--json")
+    told = json.loads(again.stdout)
+    assert told["tokens_per_s"] * told["step_s"] == pytest.approx(2 * 16) and told["queues"][0]["ops"] > 0
     Trace.read(out / "trace.json").check(codec.read(out / "schedule.json"))
     step, trace = str(tmp_path / "s.json"), str(tmp_path / "t.json")
     assert megatrain("build", "tiny", "-b", "2", "-s", "16", "-o", step).returncode == 0

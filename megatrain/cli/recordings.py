@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatrain.cli.bars import stages
-from megatrain.cli.options import Accumulation, Precision, require_input, require_outputs, workload_of
+from megatrain.cli.options import (
+    Accumulation,
+    Json,
+    Precision,
+    print_json,
+    require_input,
+    require_outputs,
+    workload_of,
+)
 from schedules.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ def import_trace(
     seq: Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")],
     accumulation: Accumulation = 1,
     precision: Precision = "bf16",
+    as_json: Json = False,
 ) -> None:
     """Read a step of your own training run from a PyTorch profiler's trace."""
     from analysis import kineto, tables
@@ -41,12 +50,19 @@ def import_trace(
         codec.save(recording.schedule, out / "schedule.json")
         recording.trace.save(out / "trace.json")
     finally:
-        title = f"{recording.step} on {recording.trace.machine}"
-        tables.show(queues, tables.QUEUES, title=title, note=tables.QUEUES_NOTE)
-        tokens = workload.tokens_per_step * recording.steps / (recording.step_ns / 1e9)
-        what = "step" if recording.steps == 1 else f"{recording.steps} steps"
-        print(f"{what} of {seconds(recording.step_ns / 1e9)}: {rate(tokens)} tokens/s")
-    print(f"written to {out}: queues.csv, schedule.json, trace.json")
+        lasted = recording.step_ns / 1e9
+        tokens = workload.tokens_per_step * recording.steps / lasted
+        if as_json:
+            found = {"recorded": recording.step, "machine": recording.trace.machine, "steps": recording.steps}
+            found |= {"step_s": lasted / recording.steps, "tokens_per_s": tokens}
+            print_json({**found, "queues": tables.records(queues)})
+        else:
+            title = f"{recording.step} on {recording.trace.machine}"
+            tables.show(queues, tables.QUEUES, title=title, note=tables.QUEUES_NOTE)
+            what = "step" if recording.steps == 1 else f"{recording.steps} steps"
+            print(f"{what} of {seconds(lasted)}: {rate(tokens)} tokens/s")
+    if not as_json:
+        print(f"written to {out}: queues.csv, schedule.json, trace.json")
 
 
 def timeline(
