@@ -1,7 +1,7 @@
 """A GPU that the host plays, below torch (played_gpu.cpp): where it can be, and how a process gets it.
 
-It needs torch built for CUDA 13, a compiler, and no GPU. What kernels compute is not computed; what the host does for
-them is done.
+It needs torch built for CUDA 13, no newer than those that it was made for, a compiler, and no GPU. What kernels compute
+is not computed; what the host does for them is done.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 LIBRARY = "libcuda.so.1"  # by this name Triton finds the driver, too
+PLAYED = ("2.11", "2.12")  # what later ones ask for besides is not played: torch 2.14 crashes
 GPUS = {"h100": ("NVIDIA H100 80GB HBM3", 79.2), "h200": ("NVIDIA H200", 139.8)}  # CUDA's name, GiB that it tells
 
 
@@ -30,6 +31,8 @@ def build(folder: Path) -> Path:
     """Compile the library into the folder. Raises NotHere."""
     if not (torch.version.cuda or "").startswith("13."):
         raise NotHere(f"torch {torch.__version__} is not built for CUDA 13")
+    if not torch.__version__.startswith(PLAYED):
+        raise NotHere(f"torch {torch.__version__} may ask for more than torch {' or '.join(PLAYED)} does")
     if torch.cuda.is_available():
         raise NotHere("there is a GPU")
     if shutil.which("g++") is None:

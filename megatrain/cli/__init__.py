@@ -49,9 +49,12 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(f"megatrain {version('megatrain')}")
+        try:
+            print(f"megatrain {version('megatrain')}")
+        except PackageNotFoundError:
+            print("megatrain, from a checkout that is not installed")
         raise typer.Exit
 
 
