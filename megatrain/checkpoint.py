@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,7 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it began with {began!r}")
     checksums = found.get("checksums")
     # an evaluation, which trains nothing, takes what a training saved
-    layers = schedule.model.layers if schedule.workload.lora_rank is None else schedule.model.blocks
+    layers = trained.layers(schedule.model, replace(schedule.workload, task="train"))
     names = [schedule.model.layer_name(i) for i in layers]
     if not (isinstance(checksums, dict) and all(_are_checksums(checksums.get(name)) for name in names)):
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it lacks checksums")

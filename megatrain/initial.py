@@ -33,12 +33,12 @@ def random_adapters(model: ModelSpec, rank: int, seed: int) -> Callable[[int], T
     return adapters
 
 
-def summed(source: Callable[[int], Tensor], sums: dict[int, int]) -> Callable[[int], Tensor]:
-    """`source`, which leaves in `sums` what each layer's parameters are known by, see `checksum`."""
+def with_checksums(source: Callable[[int], Tensor], checksums: dict[int, int]) -> Callable[[int], Tensor]:
+    """`source`, which leaves the checksum of each layer's parameters in `checksums`."""
 
     def parameters(i: int) -> Tensor:
         found = source(i)
-        sums[i] = checksum(found)
+        checksums[i] = checksum(found)
         return found
 
     return parameters

@@ -21,7 +21,7 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.data import TokenSource, inputs_and_targets
 from megatrain.executor import Executor
 from megatrain.float_types import float_type
-from megatrain.initial import random_adapters, summed
+from megatrain.initial import random_adapters, with_checksums
 from megatrain.nvme import Drive
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.store import Store
@@ -128,11 +128,11 @@ class Trainer(Generic[E]):
             self._store = Store(schedule, backend.allocate, drive=self._drive, poison=debug.poison)
             if adapters is None and workload.lora_rank is not None:
                 adapters = random_adapters(model, workload.lora_rank, 0)
-            sums: dict[int, int] = {}
-            source = initial if workload.lora_rank is None else summed(initial, sums)
+            checksums: dict[int, int] = {}
+            source = initial if workload.lora_rank is None else with_checksums(initial, checksums)
             kept = resume.layer if resume is not None else None
             self._store.fill(verified, source, adapters, kept, on_stage)
-            self._frozen = {model.layer_name(i): found for i, found in sums.items()}
+            self._frozen = {model.layer_name(i): found for i, found in checksums.items()}
             if resume is not None:
                 checkpoint.require_frozen(resume, self._frozen)
             self._actions = Actions(

@@ -264,16 +264,16 @@ def test_a_checkpoint_that_does_not_tell_what_is_frozen_goes_on_beside_none() ->
 
 
 def test_one_number_more_or_less_makes_other_weights() -> None:
-    sums: dict[int, int] = {}
+    checksums: dict[int, int] = {}
     source = initial.random_parameters(MODEL, 0)
-    assert torch.equal(initial.summed(source, sums)(1), source(1))
+    assert torch.equal(initial.with_checksums(source, checksums)(1), source(1))
     again: dict[int, int] = {}
     changed = source(1)
-    initial.summed(lambda i: changed, again)(1)
-    assert again == sums
+    initial.with_checksums(lambda i: changed, again)(1)
+    assert again == checksums
     changed[7] = torch.nextafter(changed[7], torch.tensor(9.0))
-    initial.summed(lambda i: changed, again)(1)
-    assert again != sums
+    initial.with_checksums(lambda i: changed, again)(1)
+    assert again != checksums
 
 
 # ---- faults
