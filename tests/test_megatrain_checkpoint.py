@@ -431,6 +431,14 @@ def test_a_bit_that_a_drive_changed_is_told(part: str, tmp_path: Path) -> None:
         train(of, 1, tmp_path, resume=checkpoint.read(folder, of))
 
 
+def test_an_evaluation_is_told_of_damage_as_a_training_is(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    (folder / "step-00000001" / "1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read"):
+        checkpoint.read(folder, schedule("flexgen_block"))
+
+
 def test_a_checkpoint_that_was_half_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, folder = schedule(), tmp_path / "checkpoints"
     train(of, 1, tmp_path, save=True)
