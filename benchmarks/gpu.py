@@ -217,7 +217,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     yield by_itself("checks", clocks.name, lambda: gpu_checks.checked(clocks), clocks.takes_s)
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
-    yield by_itself("dram", "dram", lambda: gpu_machine.dram(threads), 15.0)
+    yield by_itself("dram", "dram", lambda: [*gpu_machine.dram(threads), *gpu_optimizer.beside_copies()], 20.0)
     machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
 
     def step(case: Case) -> Row:

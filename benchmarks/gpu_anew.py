@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpu_case import HOST_RESERVE, limit_gib
@@ -12,24 +12,40 @@ from gpu_profile import machine_of, profile_of
 
 from megatrain.this_machine import usable_bytes
 from schedules import policies, presets
+from schedules.op import Stream
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.machine import HardwareProfile
 from sim.prediction import predict
+from sim.signature import timed
 
 HOST_ADAM = "host.adam_params_per_s"
 
 
-def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, float]:
-    """Each step's predicted seconds by its case's key, as far as the step was measured.
+@dataclasses.dataclass(frozen=True)
+class Anew:
+    """A step as predicted, and its schedule's bound.
+
+    `slower` is how many times as long the ops that compute on the GPU took in the measured step as they do alone, and
+    `slower_step_s` what the step would be predicted to take if they did: its error is that of all else.
+    """
+
+    step_s: float
+    bound_s: float
+    slower: float
+    slower_step_s: float
+
+
+def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, Anew]:
+    """What is predicted of each step by its case's key, as far as the step was measured.
 
     `assumed` of the machine, as for `hardware.override`; with the optimizer's pace on the host it was not timed. Raises
     ValueError where a policy no longer makes the schedule that was run, InputError.
     """
-    rows = body["rows"]
+    rows, found = body["rows"], dict[str, Anew]()
     machine = {part: _whole(rows.get(part, {})) for part in ("links", "gemm", "dram")}
-    gpu, found = body["runs"][0]["gpu"], {}
+    gpu = body["runs"][0]["gpu"]
     for key, row in rows.get("steps", {}).items():
         if "step_s" not in row:
             continue
@@ -41,15 +57,27 @@ def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, fl
             profile = hardware.override(profile, assumed)
         if any(one.startswith(HOST_ADAM) for one in assumed):
             profile = _without(profile, "/adam/host/")
-        found[key] = predict(schedule, profile).period_ns / 1e9
+        prediction, keys = predict(schedule, profile), timed(schedule)
+        computed = [keys[place] for place, op in enumerate(schedule.ops) if op.stream == Stream.COMPUTE]
+        slower = row["busy"]["compute"] * row["step_s"]["median"] * 1e9 / sum(known[name] for name in computed)
+        otherwise = predict(schedule, _with(profile, {name: round(known[name] * slower) for name in computed}))
+        found[key] = Anew(prediction.period_ns / 1e9, prediction.bound_ns / 1e9, slower, otherwise.period_ns / 1e9)
     return found
+
+
+def _with(profile: HardwareProfile, times_ns: Mapping[str, float]) -> HardwareProfile:
+    """The profile with other times of these ops."""
+    return _timed(profile, lambda known: {**known, **times_ns})
 
 
 def _without(profile: HardwareProfile, what: str) -> HardwareProfile:
     """The profile without the times of ops that are called so."""
+    return _timed(profile, lambda known: {key: ns for key, ns in known.items() if what not in key})
+
+
+def _timed(profile: HardwareProfile, change: Callable[[Mapping[str, float]], Mapping[str, float]]) -> HardwareProfile:
     assert profile.measured is not None and profile.measured.op_times is not None
-    values = {key: ns for key, ns in profile.measured.op_times.values.items() if what not in key}
-    times = dataclasses.replace(profile.measured.op_times, values=values)
+    times = dataclasses.replace(profile.measured.op_times, values=change(profile.measured.op_times.values))
     return dataclasses.replace(profile, measured=dataclasses.replace(profile.measured, op_times=times))
 
 

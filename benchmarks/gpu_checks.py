@@ -43,7 +43,7 @@ class Check:
 
 
 def tests(name: str, chosen: str, *, takes_s: float) -> Check:
-    options = ("-p", "no:cacheprovider", "-q", "--tb=short", "-k", chosen)
+    options = ("-p", "no:cacheprovider", "-p", "no:benchmark", "--disable-warnings", "-q", "--tb=short", "-k", chosen)
     if importlib.util.find_spec("xdist"):
         options += ("-n", str(PROCESSES))
     # not those by Triton's interpreter, which no GPU runs: it is sensitive to NumPy's version

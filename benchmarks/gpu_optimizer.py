@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 
 import adam as adam_benchmark
@@ -25,6 +26,18 @@ def updates(threads: list[int]) -> list[Row]:
     On the CPU all slabs lie in pinned memory, as in training.
     """
     return [*_on_gpu(), *_on_cpu(threads), *_beside_deepspeed(max(threads))]
+
+
+def beside_copies() -> list[Row]:
+    """GB/s of host memory, read and written, of Adam and of copies both ways at once, with the threads of training."""
+    gpu_machine.clear()
+    each = adam_benchmark.bytes_per_param("bf16")
+    step = adam_benchmark.ours(PARAMS, "bf16", gpu_machine.as_trained)
+    with _Copying() as copying:
+        updated = PARAMS * each / adam_benchmark.seconds(step)[0] / 1e9
+        copied = copying.bytes_per_s / 1e9
+    threads = torch.get_num_threads()
+    return [{"case": f"{threads} threads updating, and copies", "threads": threads, "GB_s": updated + copied}]
 
 
 def _on_cpu(threads: list[int]) -> list[Row]:
@@ -115,15 +128,23 @@ class _Copying:
     """Copies both ways over the link, from the beginning of the block to its end."""
 
     def __init__(self) -> None:
+        self._turns, self._since = 0, 0.0
         self._streams = [torch.cuda.Stream() for _ in range(2)]
         self._host = [gpu_machine.host_slab(gpu_machine.BESIDE) for _ in range(2)]
         self._device = [gpu_machine.device_slab(gpu_machine.BESIDE) for _ in range(2)]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Copying:
         self._begun, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         self._begun.wait()
+        self._since, self._turns = time.perf_counter(), 0
+        return self
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Both ways together, so far; each is read or written once in the host's memory."""
+        return self._turns * 2 * gpu_machine.BESIDE / (time.perf_counter() - self._since)
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
@@ -136,4 +157,5 @@ class _Copying:
             with torch.cuda.stream(self._streams[1]):
                 self._host[1].copy_(self._device[1], non_blocking=True)
             torch.cuda.synchronize()
+            self._turns += 1
             self._begun.set()

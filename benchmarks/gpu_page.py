@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import gpu_anew
 import pandas as pd
+from gpu_anew import Anew
 from gpu_table import table
 
 from analysis import plots
@@ -29,43 +30,54 @@ from schedules.files import write_text
 PICTURE, NOTES = "predicted_measured", "notes.md"
 
 
-def drawn(body: dict[str, Any], now: Mapping[str, float]) -> pd.DataFrame:
+def drawn(body: dict[str, Any], now: Mapping[str, Anew]) -> pd.DataFrame:
     """A line for each step, with what is predicted `now`, in seconds by case; noise is the spread of its periods."""
     return pd.DataFrame(
         {
             "case": row["case"],
             "policy": row["case"].split()[1],
-            "predicted_s": predicted_s,
+            "predicted_s": anew.step_s,
             "measured_s": row["step_s"]["median"],
-            "predict_error": predicted_s / row["step_s"]["median"] - 1,
+            "predict_error": anew.step_s / row["step_s"]["median"] - 1,
             "noise": (row["step_s"]["most"] - row["step_s"]["least"]) / row["step_s"]["median"],
         }
-        for key, predicted_s in now.items()
+        for key, anew in now.items()
         for row in [body["rows"]["steps"][key]]
     )
 
 
-def anew(body: dict[str, Any], now: Mapping[str, float], assumed: Sequence[str]) -> str:
+def compared(body: dict[str, Any], now: Mapping[str, Anew], assumed: Sequence[str]) -> str:
     """A table of the predictions that were made then, that are made now, and that would be on an assumed machine."""
     steps = body["rows"]["steps"]
-    error = {key: predicted_s / steps[key]["step_s"]["median"] - 1 for key, predicted_s in now.items()}
+    took_s = {key: steps[key]["step_s"]["median"] for key in now}
+    error = {key: anew.step_s / took_s[key] - 1 for key, anew in now.items()}
     size = statistics.median(map(abs, error.values()))
-    told, columns = "", ["then", "now"]
+    told, columns = "", ["then", "now", "above bound, now", "slower", "now, if slower"]
     if assumed:
         columns.append("tokens/s, if")
         told = f" If: predicted for a machine with {', '.join(assumed)}, and all else as measured."
         otherwise = gpu_anew.predicted(body, assumed)
 
     def line(key: str) -> str:
-        cells = [key, f"{steps[key]['prediction_error']:+.1%}", f"{error[key]:+.1%}"]
+        cells = [
+            key,
+            f"{steps[key]['prediction_error']:+.1%}",
+            f"{error[key]:+.1%}",
+            f"{took_s[key] / now[key].bound_s - 1:+.1%}",
+            f"{now[key].slower:.2f}x",
+            f"{now[key].slower_step_s / took_s[key] - 1:+.1%}",
+        ]
         if assumed:
-            cells.append(f"{steps[key]['tokens_per_step'] / otherwise[key]:,.0f}")
+            cells.append(f"{steps[key]['tokens_per_step'] / otherwise[key].step_s:,.0f}")
         return f"| {' | '.join(cells)} |"
 
     return "\n".join(
         [
             "Error of predicted step times, by the simulator as it was when that was measured, and as it is now: from "
-            f"the same stored figures. Now the median size is {size:.1%}.{told} "
+            f"the same stored figures. Now the median size is {size:.1%}. Slower: how many times as long the ops that "
+            "compute on the GPU took in that step as they do alone. A prediction must take them to be as fast, but for "
+            "copies beside them; the last error is what remains if they are as slow in the simulator: that of all "
+            f"else.{told} "
             f"(`python {' '.join(sys.argv)}`, {today()})",
             "",
             f"| case | {' | '.join(columns)} |",
@@ -94,7 +106,7 @@ def main() -> None:
         found = drawn(body, now)
         save(figure_of(plots.validated(found)), options.out / PICTURE, found)
         caption = "each step's time, predicted by the simulator as it is now, over the measured one"
-        rest = f"\n![{caption}]({PICTURE}.png)\n\n{anew(body, now, options.set)}{rest}"
+        rest = f"\n![{caption}]({PICTURE}.png)\n\n{compared(body, now, options.set)}{rest}"
     if (notes := options.out / NOTES).is_file():
         rest = f"\n{notes.read_text().strip()}\n{rest}"
     write_text(options.out / "README.md", f"{title}\n{rest}")

@@ -9,6 +9,7 @@ from collections import defaultdict
 import gpu_machine
 from gpu_machine import Row
 
+from megatrain.profile_numbers import most_moved
 from schedules.op import Phase
 from schedules.schedule import Schedule
 from sim import hardware
@@ -58,13 +59,15 @@ def profile_of(
 ) -> HardwareProfile:
     """The machine for the simulator: `base`, as for the planner, with what this schedule's ops take alone."""
     keys = timed(schedule)
-    rates = [
-        op.params / known_ns[keys[place]] * 1e9
+    of_host = [
+        (op, known_ns[keys[place]])
         for place, op in enumerate(schedule.ops)
-        if op.phase == Phase.ADAM and not op.on_device and known_ns[keys[place]]
+        if place in keys and not op.on_device and known_ns[keys[place]]
     ]
     host, issue = base.host, base.issue
-    if rates:
+    if (moved := most_moved(of_host)) > host.memory_bandwidth.value:
+        host = dataclasses.replace(host, memory_bandwidth=_value(moved, "B/s"))
+    if rates := [op.params / ns * 1e9 for op, ns in of_host if op.phase == Phase.ADAM]:
         host = dataclasses.replace(host, adam_params_per_s=_value(statistics.median(rates), "params/s"))
     issue = dataclasses.replace(
         issue,

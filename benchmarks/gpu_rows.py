@@ -37,22 +37,25 @@ def _of(what: str, precision: str = "bf16") -> tuple[str, ...]:
 
 
 # Keys of cases. One point of each aim, and what it is held against, comes before all else: a short lease has them.
+# First those steps that stream, which were predicted less well than others.
 FIRST = (
-    *_of("llama-3.2-1b resident", "bf16_16bit")[:2],
-    *_of(f"llama-3.2-1b {TORCH}", "bf16_16bit")[:2],
-    "llama-3.1-8b planned 4x4x4096 bf16_16bit",
     "llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB",
     "llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB",
+    "llama-3.2-3b planned 1x8x1024 bf16",
     "llama-3.2-3b streamed 1x8x1024 bf16",
+    "qwen2.5-7b planned 1x8x1024 bf16",
+    "qwen2.5-14b planned 4x4x4096 bf16",
+    *_of(f"qwen2.5-7b {ZERO3}")[1::-1],
+    "llama-3.1-8b planned 4x4x4096 bf16_16bit",
+    "qwen2.5-7b planned 1x2x1024 bf16",
+    *_of("llama-3.2-1b resident", "bf16_16bit")[:2],
+    *_of(f"llama-3.2-1b {TORCH}", "bf16_16bit")[:2],
+    "llama-3.2-3b planned 1x2x1024 bf16",
     "llama-3.2-3b megatrain_released 1x8x1024 bf16",
-    *_of("llama-3.2-3b planned")[:2],
     *_of(f"llama-3.2-3b {ZERO3}")[:2],
-    *_of("qwen2.5-7b planned")[:2],
-    *_of(f"qwen2.5-7b {ZERO3}")[:2],
 )
 # The aims' other points.
 NEXT = (
-    "qwen2.5-14b planned 4x4x4096 bf16",
     "qwen2.5-7b planned 4x4x4096 bf16",
     f"qwen2.5-7b {ZERO3} 4x4x4096 bf16",
     f"llama-3.2-1b {TORCH} compiled=blocks 1x8x1024 bf16_16bit",

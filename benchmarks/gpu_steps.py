@@ -26,7 +26,7 @@ from torch.autograd import DeviceType
 from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.backend import Work
-from megatrain.cuda import LOADED_S, CudaBackend, handed_over, launched_ahead, spinning
+from megatrain.cuda import LOADED_S, CudaBackend, handed_over, kept_at_work, spinning
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, in_turn
 from megatrain.initial import repeated_parameters
@@ -238,7 +238,7 @@ def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case
     steps = alone_steps(case) + int(LOADED_S / step_s)
     works = case.way.prepare(schedule, trainer.works())
     trainer.issue_by(Executor(verify(in_turn(schedule)), backend, works, record=True))
-    with launched_ahead(backend, schedule, graphs=case.graphs):
+    with kept_at_work(backend, schedule, graphs=case.graphs):
         trainer.run(steps)
     trace = trainer.trace()
     spans = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))

@@ -124,6 +124,7 @@ def install(gpu: Any) -> None:
     for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
         setattr(torch._C, name, _always(None))
     cpu = torch.device("cpu")
+    cuda.PRODUCT = 8
     cuda.CudaBackend.device = property(lambda backend: cpu)  # type: ignore[assignment, method-assign]
     gpu_machine.DEVICE = cpu
     gpu_machine.SHEETS[REHEARSED] = "h200"

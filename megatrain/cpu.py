@@ -40,6 +40,10 @@ class CpuEvent:
         """See Event."""
         return self._start_ns, self._end_ns
 
+    def reached(self) -> bool:
+        """Whether the task has ended."""
+        return self._finished.is_set()
+
     def wait(self) -> None:
         """Wait for the task's end."""
         self._finished.wait()

@@ -39,7 +39,8 @@ IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never s
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
 SYNCHRONISATIONS = 5  # times that the two clocks are read side by side; the closest pair counts
 READINGS = 4  # of the clocks that are remembered: those that the steps in flight lie between
-AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `launched_ahead`; tokens of a micro-batch
+AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `kept_at_work`; tokens of a micro-batch
+PRODUCT = 4096  # rows and columns: 0.2 ms of an H100, 100 MB
 LOADED_S = 1.0  # after which the clock of a GPU at work has settled
 SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
 QUEUES = 32  # the most that CUDA makes
@@ -113,6 +114,10 @@ class DeviceEvent(CpuEvent):
         """See Event."""
         return self._clock.ns(self._start), self._clock.ns(self._end)
 
+    def reached(self) -> bool:
+        """Whether the task has ended on the GPU."""
+        return super().reached() and bool(self._end.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         """Wait for the task's end on the GPU."""
         super().wait()
@@ -128,6 +133,11 @@ class DeviceEvent(CpuEvent):
             self._stream.wait_event(before._end)
         else:
             before.wait()
+
+    def compute_until(self, before: CpuEvent, products: Products) -> None:
+        """Keep the stream at work until `before` has been reached."""
+        with torch.cuda.stream(self._stream):
+            products.until(before.reached)
 
     def run(self, task: Task) -> None:
         """Hand the task over, between two events of its stream."""
@@ -169,7 +179,8 @@ class CudaBackend(CpuBackend):
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         self.events: list[tuple[Op, DeviceEvent]] | None = None  # a list, to be told of every op handed over
-        self.ahead_of = frozenset[str]()  # ops before which the GPU spins, see `launched_ahead`
+        self.products: Products | None = None  # see `kept_at_work`
+        self.ahead_of = frozenset[str]()  # ops before which the GPU is given AHEAD_S of other work
 
     @property
     def device(self) -> torch.device:
@@ -210,12 +221,8 @@ class CudaBackend(CpuBackend):
         if not self._begun:
             self._begun = True
             torch.cuda.synchronize()  # memory was filled on another stream than those that use it
-        delay_s = max(task.delay_s, AHEAD_S if task.op.name in self.ahead_of else 0.0)
         event = DeviceEvent(
-            self._streams[task.op.stream],
-            self._clock,
-            lambda error: self._fail(task, error),
-            functools.partial(self.spin, round(delay_s * 1e9)) if delay_s else None,
+            self._streams[task.op.stream], self._clock, lambda error: self._fail(task, error), self._delay(task)
         )
         if self.events is not None:
             self.events.append((task.op, event))
@@ -229,6 +236,15 @@ class CudaBackend(CpuBackend):
         with contextlib.suppress(RuntimeError):  # an error on the GPU was told when it was first seen
             torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # or 32 MiB of each stream and thread would stay
+
+    def _delay(self, task: Task) -> Callable[[], None] | None:
+        """What is queued before the task, if anything is."""
+        if task.delay_s:
+            return functools.partial(self.spin, round(task.delay_s * 1e9))
+        if task.op.name not in self.ahead_of:
+            return None
+        lasting = self.spin if self.products is None or task.op.stream != Stream.COMPUTE else self.products
+        return functools.partial(lasting, round(AHEAD_S * 1e9))
 
     def _serve(self, stream: Stream, queue: Queue) -> None:
         if stream not in DEVICE_STREAMS:
@@ -251,6 +267,8 @@ class CudaBackend(CpuBackend):
                 ahead.popleft().wait()
             try:
                 for before in waits:
+                    if self.products is not None and task.op.stream == Stream.COMPUTE:
+                        event.compute_until(before, self.products)
                     event.follow(before)
                 if not self._stopped:
                     event.run(task)
@@ -262,25 +280,28 @@ class CudaBackend(CpuBackend):
 
 
 @contextlib.contextmanager
-def launched_ahead(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> Iterator[None]:
-    """Within, a GPU spins for AHEAD_S before some of its ops, so that the host launches all of each meanwhile.
+def kept_at_work(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> Iterator[None]:
+    """Within, a GPU computes something else wherever its compute stream would wait for a copy or for the host.
 
-    By itself an op would last as long as its launches, which in a step come before it: they are what handing over
-    costs. As a graph it is launched while the op before it runs, unless that is the host's. Ops of more than
-    AHEAD_UP_TO tokens last longer than their launches anyway. A GPU that spins rests, and its clock rises above what
-    it keeps in a step: so it spins no more often than it must.
+    A GPU that rests between two ops runs the next one at a higher clock than it can keep in a step that computes all
+    the time: of an H200 at its limit of 700 W, ops took a sixth less (analysis/results/gpu/h200). Nor does a reading
+    hold launches, which in a step come before it and are what handing over costs: for AHEAD_S before an op the GPU has
+    other work, so that the host launches all of it meanwhile. As a graph it is launched while the op before it runs,
+    unless that is the host's; ops of more than AHEAD_UP_TO tokens last longer than their launches anyway.
     """
-    if not isinstance(backend, CudaBackend) or schedule.workload.tokens_per_microbatch > AHEAD_UP_TO:
+    if not isinstance(backend, CudaBackend):
         yield
         return
-    before = (schedule.ops[-1], *schedule.ops)
-    backend.ahead_of = frozenset(
-        op.name for op, last in zip(schedule.ops, before, strict=False) if not (graphs and last.on_device)
-    )
+    backend.products = Products(backend.device)
+    if schedule.workload.tokens_per_microbatch <= AHEAD_UP_TO:
+        before = (schedule.ops[-1], *schedule.ops)
+        backend.ahead_of = frozenset(
+            op.name for op, last in zip(schedule.ops, before, strict=False) if not (graphs and last.on_device)
+        )
     try:
         yield
     finally:
-        backend.ahead_of = frozenset()
+        backend.products, backend.ahead_of = None, frozenset()
 
 
 def handed_over(events: Iterable[tuple[Op, DeviceEvent]]) -> dict[str, list[int]]:
@@ -313,6 +334,40 @@ def pci_address(index: int) -> str:
 
 
 # ---- kernels that merely last
+
+
+class Products:
+    """Keeps the current stream at work: bf16 products of numbers from N(0, 1), which draw as much power as training."""
+
+    def __init__(self, device: torch.device) -> None:
+        shape = (PRODUCT, PRODUCT)
+        self._a, self._b = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+        self._result = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        start, end = (_timed(), _timed())
+        self._queue(1)  # cuBLAS begins
+        start.record()
+        self._queue(SYNCHRONISATIONS)
+        end.record()
+        end.synchronize()
+        self._lasts_ns = start.elapsed_time(end) * 1e6 / SYNCHRONISATIONS
+
+    def __call__(self, duration_ns: int) -> None:
+        """As many as take about so long, queued on the current stream."""
+        self._queue(max(1, round(duration_ns / self._lasts_ns)))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """One after another, two of them queued ahead of the GPU."""
+        ahead = deque[torch.cuda.Event]()
+        while not reached():
+            self._queue(1)
+            ahead.append(_timed())
+            ahead[-1].record()
+            if len(ahead) > 2:
+                ahead.popleft().synchronize()
+
+    def _queue(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self._a, self._b, out=self._result)
 
 
 class Spin:

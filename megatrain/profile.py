@@ -25,7 +25,7 @@ from megatrain import readings
 from megatrain.adam import Adam
 from megatrain.backend import Backend, Work
 from megatrain.cpu import CpuBackend
-from megatrain.cuda import LOADED_S, CudaBackend, DeviceEvent, handed_over, launched_ahead
+from megatrain.cuda import LOADED_S, CudaBackend, DeviceEvent, handed_over, kept_at_work
 from megatrain.data import RandomTokens
 from megatrain.executor import in_turn, serial
 from megatrain.initial import repeated_parameters
@@ -239,7 +239,7 @@ def _under_load(
     """
     steps = way.warm_up + math.ceil(LOADED_S * 1e9 / step_ns) + ALONE_STEPS
     backend = machine()
-    with launched_ahead(backend, schedule, graphs=way.graphs):
+    with kept_at_work(backend, schedule, graphs=way.graphs):
         trace, _ = _run(in_turn(schedule), steps, backend, nvme, way)
     durations: npt.NDArray[np.int64] = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))[-ALONE_STEPS:]
     return durations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured
 from sim.signature import timed
 
 EXTREMES = 0.05  # of the samples, left out at either end
+IN_CACHES = 1 << 30  # bytes: of an op that moves no more some may never reach memory
 
 Shares = Sequence[Mapping[str, Sequence[float]]]  # what `megatrain.readings.shares` tells, each time it was read
 Tell = Callable[..., Value]  # number, unit, and a note on where it came from
@@ -97,7 +98,8 @@ def profile_of(
     # a copy reads and writes memory; the machine can do at least what any of its ops was seen to do
     passes = 1 if at.on_gpu else 2
     copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.startswith("copy/"))
-    dram = max(copied, passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
+    updated = most_moved((op, ns) for _, op, ns in ops.adam)
+    dram = max(copied, updated, passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
     return HardwareProfile(
         name=f"{at.device}, {usable_cores()} cores",
         description="a GPU and the host it is in"
@@ -153,7 +155,7 @@ def _host(ops: _Ops, shares: Shares, dram: float, at: Here, value: Tell) -> Host
     return Host(
         name=machine_name(),
         memory=value(at.host_bytes, "bytes", "what was free" if at.on_gpu else "half of the RAM"),
-        memory_bandwidth=value(dram, "B/s", "copies, read and written, the best of all readings"),
+        memory_bandwidth=value(dram, "B/s", "read and written, the best of all readings"),
         cores=cores,
         adam_efficiency=value(_share_of(ops.adam, dram), "fraction"),
         adam_params_per_s=None if rate is None else value(rate, "params/s", "one layer after another"),
@@ -269,6 +271,14 @@ def _adam_rate(steps: Sequence[tuple[str, Op, float]]) -> float | None:
     if len({precision for precision, _, _ in steps}) != 1:
         return None
     return statistics.median(op.params / duration_ns * 1e9 for _, op, duration_ns in steps)
+
+
+def most_moved(timed_ns: Iterable[tuple[Op, float]]) -> float:
+    """Bytes of host memory per second that one op moved, of those that no cache holds; 0 if there are none.
+
+    An optimizer that updates in place moves more than a copy, whose target is read before it is written.
+    """
+    return max((op.nbytes / ns * 1e9 for op, ns in timed_ns if op.nbytes > IN_CACHES and ns), default=0.0)
 
 
 def _share_of(steps: Sequence[tuple[str, Op, float]], dram: float) -> float:

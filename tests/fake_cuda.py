@@ -89,6 +89,7 @@ class FakeGpu:
         self.broken: set[str] = set()
         self.reached: dict[str, int] = {}  # by stream, the tick of the last event that the host has waited for
         self.streams = 0
+        self.on_product: Callable[[], None] = lambda: None
         self.pinned: set[int] = set()  # addresses of the host's memory that is; all else is the device's
         self._lock, self._ticks, self._here = threading.Lock(), 0, threading.local()
 
@@ -124,6 +125,11 @@ class FakeGpu:
         self._here.stream = "default"
         for call in self._here.queued:
             call()
+
+    def compute(self, count: int) -> None:
+        for _ in range(count):
+            self.write(("product", getattr(self._here, "stream", "default")))
+            self.on_product()
 
     def sleep(self, cycles: int) -> None:
         stream = getattr(self._here, "stream", "default")
@@ -169,6 +175,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(fake))
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
+    monkeypatch.setattr(cuda, "PRODUCT", 8)
+    monkeypatch.setattr(cuda.Products, "_queue", lambda products, count: fake.compute(count))
     monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.write(("host waits for all",)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)

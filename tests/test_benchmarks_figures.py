@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import os
@@ -290,6 +291,10 @@ def test_a_schedules_profile_has_what_its_ops_take_alone(module: Module) -> None
     assert found.host.adam_params_per_s.value == pytest.approx(statistics.median(rates))
     assert (found.issue.compute.value, found.issue.copy.value, found.mode) == (7.0, 3.0, "measured")
     assert found.measured is not None and found.measured.op_times.values == known_ns
+    assert found.host.memory_bandwidth == base.host.memory_bandwidth  # what small ops move may be in caches
+    large = dataclasses.replace(schedule, ops=tuple(dataclasses.replace(op, nbytes=10**10) for op in schedule.ops))
+    fast = profile.profile_of(large, base, dict.fromkeys(known_ns, 5e6), {})
+    assert fast.host.memory_bandwidth.value == pytest.approx(2e12)
 
 
 # ---- steps

@@ -84,7 +84,7 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     assert "\n".join(page.splitlines()[1:30]) in told
     lines = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| tiny ")]
     anew = lines[: len(rows["steps"])]
-    assert [(key, then) for key, then, _ in anew] == [
+    assert [(key, then) for key, then, *_ in anew] == [
         (key, f"{row['prediction_error']:+.1%}") for key, row in body["rows"]["steps"].items()
     ]
     assert (tmp_path / "page" / "gpu.json").read_text() == (tmp_path / "gpu.json").read_text()
@@ -104,12 +104,18 @@ import gpu_anew
 body = json.load(open(sys.argv[1]))
 steps, now = body["rows"]["steps"], gpu_anew.predicted(body)
 assert len(now) == sum("step_s" in row for row in steps.values()) >= 10
-errors = [abs(predicted_s / steps[key]["step_s"]["median"] - 1) for key, predicted_s in now.items()]
-assert statistics.median(errors) < 0.06, errors
-faster = gpu_anew.predicted(body, ["host.adam_params_per_s=5.9Gparams/s"])
+def off(what):
+    return {key: abs(getattr(anew, what) / steps[key]["step_s"]["median"] - 1) for key, anew in now.items()}
+
+assert statistics.median(off("step_s").values()) < 0.075, off("step_s")
+# with ops on the GPU as slow as they were in the step; MegaTrain's is of another machine and day
+but = off("slower_step_s")
+del but["llama-3.2-3b megatrain_released 1x8x1024 bf16"]
+assert max(but.values()) < 0.055 and statistics.median(but.values()) < 0.005, but
+slow = gpu_anew.predicted(body, ["host.adam_params_per_s=0.8Gparams/s"])
 updated = {"llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB", "llama-3.2-3b streamed 1x8x1024 bf16"}
-assert all(faster[key] < now[key] / 1.5 for key in updated)
-assert faster["llama-3.2-3b planned 1x2x1024 bf16"] == now["llama-3.2-3b planned 1x2x1024 bf16"]  # all on the GPU
+assert all(slow[key].step_s > now[key].step_s * 1.5 for key in updated)
+assert slow["llama-3.2-3b planned 1x2x1024 bf16"] == now["llama-3.2-3b planned 1x2x1024 bf16"]  # all on the GPU
 steps["llama-3.2-3b planned 1x2x1024 bf16"]["digest"] = "0" * 64
 try:
     gpu_anew.predicted(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -235,7 +236,7 @@ def test_an_artificial_delay_lasts_as_long_on_the_gpu(gpu: FakeGpu) -> None:
 
 
 def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU spins until all of it is there, and the reading begins after that; a host's ops begin at once."""
+    """The GPU has other work until all of it is there, and the reading begins then; a host's ops begin at once."""
     monkeypatch.setattr("megatrain.cpu.time.sleep", lambda s: pytest.fail("an op of the host waited"))
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     on_device = [op for op in schedule.ops if op.stream in DEVICE_STREAMS]
@@ -243,12 +244,15 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
     found = profile.alone(schedule, lambda: FakeBackend(gpu))
     assert len(found["durations_ns"]) == profile.ALONE_STEPS
     for stream in DEVICE_STREAMS:
-        lines = [line[0] for line in gpu.log if line[0] in ("spin", "record") and line[1] == stream]
+        lines = [line[0] for line in gpu.log if line[0] in ("spin", "product", "record") and line[1] == stream]
         steps, ops = profile.ALONE_STEPS + 1, sum(op.stream == stream for op in on_device)
         gaps = ["record", "record"] * (steps * ops)  # of these times nothing is taken
-        assert lines == gaps + ["spin", "record", "record"] * (steps * ops)
+        before = "product" if stream == Stream.COMPUTE else "spin"
+        assert [line for line, _ in itertools.groupby(lines[len(gaps) :])] == [before, "record"] * (steps * ops)
+        assert lines[: len(gaps)] == gaps and lines.count("record") == 2 * len(gaps)
     cycles = round(cuda.AHEAD_S * 1e9 / 1e6 * cuda.SPIN_CYCLES / FAST)
-    assert {line for line in gpu.spun if line[0] != "default"} == {(op.stream, cycles) for op in on_device}
+    copies = {op.stream for op in on_device} - {Stream.COMPUTE}
+    assert {line for line in gpu.spun if line[0] != "default"} == {(stream, cycles) for stream in copies}
     gpu.spun.clear()
     monkeypatch.setattr(cuda, "AHEAD_UP_TO", WORKLOAD.tokens_per_microbatch - 1)
     profile.alone(schedule, lambda: FakeBackend(gpu))  # ops are long
@@ -256,13 +260,40 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
     assert not gpu.spun
 
 
+def test_a_gpu_that_is_timed_computes_until_what_it_waits_for_has_ended(gpu: FakeGpu) -> None:
+    """Only its compute stream, and only then: here the host's op ends once it sees three products."""
+    schedule, backend = WRITERS["two_slots"](MODEL, WORKLOAD), FakeBackend(gpu)
+    enough = threading.Event()
+
+    def products() -> list[str]:
+        return [line[1] for line in gpu.log if line[0] == "product" and line[1] != "default"]
+
+    def of_host(step: int) -> None:
+        assert enough.wait(60), "the GPU rests"
+
+    def op(name: str, stream: Stream) -> Op:
+        return Op(name=name, kind=Kind.UPDATE, phase=Phase.SYNC, stream=stream)
+
+    gpu.on_product = lambda: enough.set() if len(products()) >= 3 else None
+    with cuda.kept_at_work(backend, schedule, graphs=False):
+        update = backend.submit(Task(op("update", Stream.CPU), 0, 0, of_host), ())
+        copy = backend.submit(Task(op("copy", Stream.H2D), 1, 0, lambda step: None), (update,))
+        backend.host_wait(backend.submit(Task(op("compute", Stream.COMPUTE), 2, 0, lambda step: None), (update, copy)))
+        assert len(products()) >= 3 and set(products()) == {Stream.COMPUTE}
+        done = len(products())
+        backend.host_wait(backend.submit(Task(op("next", Stream.COMPUTE), 3, 0, lambda step: None), (copy,)))
+        assert len(products()) == done
+    assert backend.products is None
+    backend.close()
+
+
 def test_a_gpu_that_is_timed_rests_for_the_host_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its clock would rise above what it keeps in a step: ops are queued, and as graphs none waits for its launches."""
+    """It has other work in time: ops are queued, and as graphs none waits for its launches."""
     monkeypatch.setattr(profile, "LOADED_S", 0.0)
     schedule, backend = WRITERS["two_slots"](MODEL, WORKLOAD), FakeBackend(gpu)
     before = (schedule.ops[-1], *schedule.ops[:-1])
     after_the_host = {op.name for op, last in zip(schedule.ops, before, strict=True) if not last.on_device}
-    with cuda.launched_ahead(backend, schedule, graphs=True):
+    with cuda.kept_at_work(backend, schedule, graphs=True):
         assert backend.ahead_of == after_the_host and len(after_the_host) < len(schedule.ops)
     assert not backend.ahead_of
     backend.close()
@@ -282,7 +313,7 @@ def test_in_a_run_launches_are_timed_and_nothing_spins(gpu: FakeGpu) -> None:
     assert {kind: len(times) for kind, times in handed.items()} == {k: steps * kinds.count(k) for k in set(kinds)}
     assert all(ns > 0 for times in handed.values() for ns in times) and not gpu.spun
     backend = FakeBackend(gpu)
-    with cuda.launched_ahead(backend, schedule, graphs=False):
+    with cuda.kept_at_work(backend, schedule, graphs=False):
         assert backend.ahead_of == {op.name for op in schedule.ops}
     assert not backend.ahead_of
     backend.close()
@@ -928,10 +959,10 @@ def test_trace_of_a_gpu_keeps_the_order_of_each_stream_and_wait() -> None:
 
 @real
 def test_spin_lasts_as_long_as_asked() -> None:
-    spin = Spin()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    spin(20_000_000)
-    end.record()
-    end.synchronize()
-    assert start.elapsed_time(end) == pytest.approx(20, rel=0.1)
+    for lasting, within in ((Spin(), 0.1), (cuda.Products(torch.device("cuda")), 0.5)):  # whose clock is not always one
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        lasting(20_000_000)
+        end.record()
+        end.synchronize()
+        assert start.elapsed_time(end) == pytest.approx(20, rel=within)

@@ -20,7 +20,7 @@ from megatrain import profile, profile_numbers, rates, readings
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
 from megatrain.nvme import Drive
-from megatrain.profile_numbers import profile_of
+from megatrain.profile_numbers import IN_CACHES, most_moved, profile_of
 from megatrain.rates import Load, Rate
 from megatrain.this_machine import Here
 from megatrain.way import PLAINLY
@@ -265,6 +265,21 @@ def whole() -> dict[str, dict[str, Any]]:
         },
         "nvme_both": {"shares": (0.7, 0.6)},
     }  # fmt: skip
+
+
+def test_memory_moves_at_least_what_a_large_update_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place it moves more than a copy, whose target is read first; what moves little may be in caches."""
+
+    def update(nbytes: int) -> Op:
+        return Op(name="u", kind=Kind.UPDATE, phase=Phase.ADAM, stream=Stream.CPU, params=1, nbytes=nbytes)
+
+    small, large = update(IN_CACHES), update(10 * IN_CACHES)
+    assert most_moved([(small, 1.0)]) == most_moved([]) == 0
+    assert most_moved([(large, 5e9), (large, 4e9), (large, 0.0), (small, 1.0)]) == 2.5 * IN_CACHES
+    usual = built(on_gpu=True).host.memory_bandwidth.value
+    monkeypatch.setattr("megatrain.profile_numbers.IN_CACHES", 0)
+    updates = [op.nbytes / duration_ns(place, op) * 1e9 for place, op in enumerate(SCHEDULE.ops) if op.phase == "adam"]
+    assert built(on_gpu=True).host.memory_bandwidth.value == pytest.approx(max(updates)) and max(updates) > usual
 
 
 def built(
