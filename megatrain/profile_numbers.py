@@ -97,7 +97,9 @@ def profile_of(
     links = _links(ops, whole, at, value)
     # a copy reads and writes memory; the machine can do at least what any of its ops was seen to do
     passes = 1 if at.on_gpu else 2
-    copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.startswith("copy/"))
+    # where a thread copies it reads its target before it writes there; a GPU's copies take only what they move
+    kinds = ("copy", "update", "all") if at.on_gpu else ("copy",)
+    copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.split("/")[0] in kinds)
     updated = most_moved((op, ns) for _, op, ns in ops.adam)
     dram = max(copied, updated, passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
     return HardwareProfile(

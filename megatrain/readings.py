@@ -92,22 +92,30 @@ def links(backend: Backend[Any], arenas: Arenas, compute: Load) -> Found:
 
 
 def dram(backend: Backend[Any], arenas: Arenas, threads: list[int]) -> Found:
-    """Bytes of host memory read and written per second by "what/threads/beside", on the optimizer's stream."""
+    """Bytes of host memory read and written per second by "what/threads/beside", on the optimizer's stream.
+
+    "all" is what updates in place and copies both ways move together: copies alone do not find all that memory can do.
+    """
     values, target = torch.randn(ARENA // 4), torch.randn(ARENA // 4)
     works = {
         "read": (lambda: values.sum(), values.nbytes),
         "write": (lambda: target.fill_(1.0), target.nbytes),
         "copy": (lambda: target.copy_(values), 2 * values.nbytes),
+        "update": (lambda: values.neg_(), 2 * values.nbytes),
         "fresh": (lambda: torch.empty(FRESH // 4).fill_(1.0), FRESH),
     }
     found = Found()
+    passes = 1 if backend.device.type == "cuda" else 2  # of a copy over host memory
     for count in threads:
         for what, (work, amount) in works.items():
             load = Load(stream=Stream.CPU, work=_with_threads(work, count), amount=amount)
             found[f"{what}/{count}/alone"] = rates(backend, [load])[0]
-            if what == "copy":
+            if what in ("copy", "update"):
                 beside = [arenas.copy(stream, SIZES[-1]) for stream in (Stream.H2D, Stream.D2H)]
-                found[f"{what}/{count}/copies"] = rates(backend, [load, *beside])[0]
+                found[f"{what}/{count}/copies"], *copied = rates(backend, [load, *beside])
+                if what == "update":
+                    each = [found[f"{what}/{count}/copies"], *copied * passes]
+                    found[f"all/{count}/copies"] = Rate(*map(sum, zip(*each, strict=True)))
     return found
 
 

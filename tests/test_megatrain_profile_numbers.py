@@ -127,10 +127,12 @@ def test_readings_count_what_was_moved_updated_and_multiplied(backend: CpuBacken
     assert links["h2d/4096/alone"] == (0, small_, 1) and links["d2h/65536/both"] == (0, large, 2)
     assert links["d2h/65536/computing"] == (0, large, 2) and len(links) == 2 * 2 * 2 + 2
     dram = readings.dram(backend, arenas, threads)
-    assert [dram[f"{what}/2/alone"][1] for what in ("read", "write", "copy", "fresh")] == [
-        readings.ARENA, readings.ARENA, 2 * readings.ARENA, readings.FRESH,
+    assert [dram[f"{what}/2/alone"][1] for what in ("read", "write", "copy", "update", "fresh")] == [
+        readings.ARENA, readings.ARENA, 2 * readings.ARENA, 2 * readings.ARENA, readings.FRESH,
     ]  # fmt: skip
-    assert dram["copy/1/copies"] == (0, 2 * readings.ARENA, 3)
+    assert dram["copy/1/copies"] == dram["update/1/copies"] == (0, 2 * readings.ARENA, 3)
+    both_twice = 2 * 2 * readings.SIZES[-1]  # without a GPU a copy reads and writes host memory
+    assert dram["all/1/copies"] == (0, 2 * readings.ARENA + both_twice, 15)
     adam = readings.optimizer(backend, arenas, threads)
     assert adam["bf16/1/alone"] == (0, readings.PARAMS, 1) and adam["bf16/2/copies"] == (0, readings.PARAMS, 3)
     assert {key.split("/")[0] for key in adam} == set(PRECISIONS) and "bf16_split/1/alone" not in adam
@@ -257,7 +259,10 @@ def whole() -> dict[str, dict[str, Any]]:
             **{f"{direction}/{plain}/alone": rate(gb * 1e9) for direction, gb in (("h2d", 16.0), ("d2h", 8.0))},
         },
         "products": {"bf16": rate(4e12), "fp32": rate(1e12), "copy": rate(30e9)},
-        "dram": {"copy/1/alone": rate(11e9), "copy/2/copies": rate(12e9), "read/2/alone": rate(99e9)},
+        "dram": {
+            "copy/1/alone": rate(11e9), "copy/2/copies": rate(12e9), "read/2/alone": rate(99e9),
+            "update/2/alone": rate(12.5e9), "all/2/copies": rate(13e9),
+        },
         "adam": {"bf16/1/alone": rate(1e8)},
         "nvme": {
             readings.as_used("read"): rate(3e9), readings.as_used("write"): rate(2e9),
@@ -313,7 +318,7 @@ def test_a_profile_has_the_lines_means_and_medians_of_what_was_read(on_gpu: bool
     links, host, gpu, issue, nvme, told = found.links, found.host, found.gpu, found.issue, found.nvme, found.measured
     for link, rate in ((links.h2d, 10e9), (links.d2h, 5e9)):
         assert link.bandwidth.value == pytest.approx(rate) and link.latency.value == pytest.approx(3000, rel=1e-3)
-    dram = 12e9 if on_gpu else 2 * 10e9  # where both memories are the host's, a copy reads and writes it
+    dram = 13e9 if on_gpu else 2 * 10e9  # where both memories are the host's, a copy reads and writes it
     assert host.memory_bandwidth.value == pytest.approx(dram)
     assert gpu.memory_bandwidth.value == pytest.approx(30e9 if on_gpu else dram)
     assert links.duplex.value == pytest.approx(13e9 if on_gpu else 15e9)
@@ -360,7 +365,7 @@ def test_a_drive_is_no_faster_than_memory_and_its_directions_share_at_least_one(
         known["nvme_both"] = {"shares": (0.3, 0.4)}
 
     found = built(on_gpu=True, change=fast)
-    assert found.nvme is not None and (found.nvme.read.value, found.nvme.both.value) == (12e9, 1.0)
+    assert found.nvme is not None and (found.nvme.read.value, found.nvme.both.value) == (13e9, 1.0)
 
 
 def test_a_direction_in_which_nothing_is_copied_has_the_rate_of_plain_copies() -> None:
