@@ -11,27 +11,38 @@ from pathlib import Path
 
 from megatrain.control_groups import PROC
 
-LONG_S = 1.0  # less says nothing: Linux counts in ticks
+LONG_S = 5.0  # less says little: Linux counts in ticks, and a moment's work of others is nothing
 QUIET = 0.1  # of the machine's cores: what others may have before it is told; daemons have less
 _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 0, 1, 2, 5, 6, 7  # columns of the first line of /proc/stat
 
 
+class Neighbours:
+    """What others have of the machine's cores from now on. Nothing is known of them where Linux is not."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc, self._begun = proc, time.monotonic()
+        self._before_s, self._own_s = _busy_s(proc), _own_s()
+
+    def told(self) -> str | None:
+        """What they had, if it was more than QUIET of all cores over LONG_S or longer."""
+        after_s, elapsed_s = _busy_s(self._proc), time.monotonic() - self._begun
+        if self._before_s is None or after_s is None or elapsed_s < LONG_S:
+            return None
+        all_cores = os.cpu_count() or 1
+        cores = min((after_s - self._before_s - (_own_s() - self._own_s)) / elapsed_s, all_cores)
+        if cores <= QUIET * all_cores:
+            return None
+        return f"others had {cores:.1f} of {all_cores} cores while this was measured"
+
+
 @contextmanager
 def told_of_neighbours(proc: Path = PROC) -> Iterator[None]:
-    """Warns if others had more than QUIET of the machine's cores while this was open. Silent where Linux is not."""
-    before, own, begun = _busy_s(proc), _own_s(), time.monotonic()
+    """Warns if others had much of the machine while this was open."""
+    neighbours = Neighbours(proc)
     yield
-    after, elapsed = _busy_s(proc), time.monotonic() - begun
-    if before is None or after is None or elapsed < LONG_S:
-        return
-    all_cores = os.cpu_count() or 1
-    cores = min((after - before - (_own_s() - own)) / elapsed, all_cores)
-    if cores > QUIET * all_cores:
-        warnings.warn(
-            f"others had {cores:.1f} of {all_cores} cores while this was measured, so that the machine may be "
-            "faster than it is now taken to be: measure it again when it is quiet",
-            stacklevel=3,
-        )
+    if told := neighbours.told():
+        slower = "so that the machine may be faster than it is now taken to be: measure it again when it is quiet"
+        warnings.warn(f"{told}, {slower}", stacklevel=3)
 
 
 def _busy_s(proc: Path) -> float | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from megatrain import neighbours
+from megatrain import cli, neighbours
 from megatrain.neighbours import told_of_neighbours
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -40,6 +42,25 @@ def test_where_nothing_is_known_nothing_is_told(
     with told_of_neighbours(tmp_path):
         pass
     assert not recwarn.list
+
+
+def test_a_run_beside_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first loss on: what compiled for the first step was its own."""
+    monkeypatch.setattr(neighbours, "LONG_S", 0.0)
+    begun = list[Path]()
+
+    class Loud(neighbours.Neighbours):
+        def __init__(self) -> None:
+            begun.append(tmp_path)
+            stat(tmp_path, 100.0)
+            super().__init__(tmp_path)
+            stat(tmp_path, 100.0 + 500 * (os.cpu_count() or 1))
+
+    monkeypatch.setattr(neighbours, "Neighbours", Loud)
+    done = CliRunner().invoke(cli.app, ["run", "tiny", "-b", "1", "-s", "8", "--steps", "3"])
+    assert done.exit_code == 0 and len(begun) == 1
+    note = r"note: others had [\d.]+ of \d+ cores while this was measured: it may be faster when the machine is quiet"
+    assert len(re.findall(note, done.stderr)) == 1
 
 
 def test_what_this_process_does_itself_is_not_told(

@@ -141,6 +141,7 @@ def run(
         raise InputError(f"{error}; to train without a prediction leave out --hardware") from None
 
     from megatrain import checkpoint
+    from megatrain.neighbours import Neighbours
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
 
@@ -151,7 +152,7 @@ def run(
     for note in _notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()):
         print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
-    trained = False
+    trained, neighbours = False, None
     with ExitStack() as hearing:
         try:
             with progress_bar(left=False) as bar:
@@ -160,6 +161,11 @@ def run(
                 def on_files(event: FileEvent, folder: Path) -> None:
                     happened[event] = str(folder)
                     progress.say(f"{HAPPENED.get(event, event)} {folder}")
+
+                def on_loss(step: int, loss: float) -> None:
+                    nonlocal neighbours  # not before: processes of its own may have compiled for the first step
+                    neighbours = neighbours or Neighbours()
+                    progress.loss(step, loss, hyper(step).lr)
 
                 def interrupted() -> typer.Exit:
                     progress.say(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}")
@@ -180,11 +186,13 @@ def run(
                         way=way,
                         files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
                         on_stage=progress.stage,
-                        on_loss=lambda step, loss: progress.loss(step, loss, hyper(step).lr),
+                        on_loss=on_loss,
                         on_files=on_files,
                         stop=lambda: interrupt.asked,
                     )
                     trained = True
+            if neighbours is not None and not interrupt.asked and (told := neighbours.told()):
+                print(f"note: {told}: it may be faster when the machine is quiet", file=sys.stderr)
             with _left_by(interrupted):
                 # only now: a bar on a terminal takes what is printed meanwhile to stderr
                 _answer(schedule, result, happened | predicted, trace, as_json=as_json)
