@@ -269,7 +269,7 @@ def test_a_gpu_that_is_timed_computes_until_what_it_waits_for_has_ended(gpu: Fak
         return [line[1] for line in gpu.log if line[0] == "product" and line[1] != "default"]
 
     def of_host(step: int) -> None:
-        assert enough.wait(60), "the GPU rests"
+        assert enough.wait(10), "the GPU rests"
 
     def op(name: str, stream: Stream) -> Op:
         return Op(name=name, kind=Kind.UPDATE, phase=Phase.SYNC, stream=stream)
