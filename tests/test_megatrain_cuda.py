@@ -287,7 +287,9 @@ def test_a_gpu_that_is_timed_computes_until_what_it_waits_for_has_ended(gpu: Fak
     backend.close()
 
 
-def test_a_gpu_that_is_timed_rests_for_the_host_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_timed_as_a_graph_is_launched_while_the_op_before_it_runs(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has other work in time: ops are queued, and as graphs none waits for its launches."""
     monkeypatch.setattr(profile, "LOADED_S", 0.0)
     schedule, backend = WRITERS["two_slots"](MODEL, WORKLOAD), FakeBackend(gpu)
