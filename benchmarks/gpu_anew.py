@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import gpu_machine
 from gpu_case import HOST_RESERVE, limit_gib
 from gpu_machine import Row
 from gpu_profile import machine_of, profile_of
@@ -16,6 +18,7 @@ from schedules.op import Stream
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
+from sim.cost import demands
 from sim.machine import HardwareProfile
 from sim.prediction import predict
 from sim.signature import timed
@@ -62,6 +65,40 @@ def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, An
         slower = row["busy"]["compute"] * row["step_s"]["median"] * 1e9 / sum(known[name] for name in computed)
         otherwise = predict(schedule, _with(profile, {name: round(known[name] * slower) for name in computed}))
         found[key] = Anew(prediction.period_ns / 1e9, prediction.bound_ns / 1e9, slower, otherwise.period_ns / 1e9)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTimes:
+    """What one kind of op on the GPU takes, in ms: so many in a step, by its datasheet, alone, and in the step."""
+
+    case: str
+    op: str
+    count: int
+    datasheet_ms: float
+    alone_ms: float
+    in_step_ms: float
+
+
+def op_times(body: dict[str, Any], share: float = 0.01) -> list[OpTimes]:
+    """The ops that compute on the GPU, of each measured step those that take more than a share of it; longest first."""
+    datasheet, found = hardware.load(gpu_machine.datasheet(body["runs"][0]["gpu"])), list[OpTimes]()
+    for key, row in body["rows"].get("steps", {}).items():
+        if "op_ns" not in row:
+            continue
+        schedule = _rebuilt(key, row, body["host_bytes"])
+        known = body["op_times_ns"][f"fused={row['fused']}, graphs={row['graphs']}"]
+        keys, wanted = timed(schedule), dict[str, list[int]]()
+        for place, op in enumerate(schedule.ops):
+            if op.stream == Stream.COMPUTE:
+                wanted.setdefault(keys[place], []).append(place)
+        asked = demands(schedule, datasheet)
+        for name, places in sorted(wanted.items(), key=lambda one: -len(one[1]) * row["op_ns"][one[0]]):
+            in_step_ns = row["op_ns"][name]
+            if len(places) * in_step_ns > share * row["step_s"]["median"] * 1e9:
+                by_datasheet = statistics.median(asked[place].duration_ns for place in places)
+                times = (by_datasheet / 1e6, known[name] / 1e6, in_step_ns / 1e6)
+                found.append(OpTimes(key, name.removeprefix(f"{schedule.model.name}/"), len(places), *times))
     return found
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import gpu_anew
 import pandas as pd
-from gpu_anew import Anew
+from gpu_anew import Anew, OpTimes
 from gpu_table import table
 
 from analysis import plots
@@ -88,6 +88,28 @@ def compared(body: dict[str, Any], now: Mapping[str, Anew], assumed: Sequence[st
     )
 
 
+def ops(found: Sequence[OpTimes]) -> str:
+    """A table of single ops."""
+
+    def line(one: OpTimes) -> str:
+        times = (one.in_step_ms, one.alone_ms, one.datasheet_ms)
+        off = (one.alone_ms / one.in_step_ms - 1, one.datasheet_ms / one.in_step_ms - 1)
+        cells = [one.case, one.op, f"{one.count}", *(f"{ms:.4g}" for ms in times), *(f"{error:+.1%}" for error in off)]
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join(
+        [
+            "Ops on the GPU that take more than a hundredth of a step: how many of a kind there are in it, and the "
+            "median of what they took there, in ms, beside what they take alone and by the datasheet.",
+            "",
+            "| case | op | in a step | there | alone | datasheet | alone, off by | datasheet, off by |",
+            "|---|---|---:|---:|---:|---:|---:|---:|",
+            *map(line, found),
+            "",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the folder that gpu.py wrote")
@@ -103,10 +125,12 @@ def main() -> None:
     body = json.loads(text)
     title, _, rest = table(body).partition("\n")
     if now := gpu_anew.predicted(body):
-        found = drawn(body, now)
-        save(figure_of(plots.validated(found)), options.out / PICTURE, found)
+        steps = drawn(body, now)
+        save(figure_of(plots.validated(steps)), options.out / PICTURE, steps)
         caption = "each step's time, predicted by the simulator as it is now, over the measured one"
         rest = f"\n![{caption}]({PICTURE}.png)\n\n{compared(body, now, options.set)}{rest}"
+    if found := gpu_anew.op_times(body):
+        rest = f"{rest.rstrip()}\n\n{ops(found)}"
     if (notes := options.out / NOTES).is_file():
         rest = f"\n{notes.read_text().strip()}\n{rest}"
     write_text(options.out / "README.md", f"{title}\n{rest}")

@@ -11,6 +11,7 @@ import math
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -217,8 +218,19 @@ def _row(case: Case, schedule: Schedule, trace: Trace, losses: list[float]) -> R
         "executed_TFLOP_s": executed / step_s / 1e12,
         "busy": {str(s): trace.busy_ns(schedule, s, window) / span for s in schedule.streams},
         "compute_idle_ns": trace.idle_causes_ns(schedule, Stream.COMPUTE, window),
+        "op_ns": in_step_ns(schedule, trace),
         "losses": losses,
     }
+
+
+def in_step_ns(schedule: Schedule, trace: Trace) -> dict[str, float]:
+    """Median ns of each op that is timed alone, too, by signature: in the steps that count."""
+    found, keys = defaultdict[str, list[int]](list), timed(schedule)
+    counted = trace.step >= first_counted(trace.steps)
+    for place, ns in zip(trace.op[counted].tolist(), (trace.end_ns - trace.start_ns)[counted].tolist(), strict=True):
+        if place in keys:
+            found[keys[place]].append(ns)
+    return {key: statistics.median(times) for key, times in found.items()}
 
 
 def _handing_over(backend: CudaBackend, steps: int) -> dict[str, float]:

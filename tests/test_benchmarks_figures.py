@@ -315,6 +315,20 @@ def test_handing_over_is_told_of_steps_after_the_warm_up(module: Module) -> None
     assert backend.events is None  # what comes now is not of the step
 
 
+def test_what_ops_take_in_a_step_is_of_those_that_are_timed_alone_and_of_steps_that_count(module: Module) -> None:
+    steps, schedule = module("gpu_steps"), WRITERS["two_slots"](small(), WORKLOAD)
+    count, total, keys = len(schedule.ops), steps.WARM_UP + steps.STEPS, timed(schedule)
+    op, step = np.tile(np.arange(count), total), np.repeat(np.arange(total), count)
+    took = np.where(step < steps.WARM_UP, 900, 10 * op + step % 2)
+    columns = {"op": op, "step": step, "issue_ns": op, "start_ns": op, "end_ns": op + took, "waited_on": op}
+    trace = Trace(digest=schedule.digest, machine="a GPU", source="measured", **columns)
+    found = steps.in_step_ns(schedule, trace)
+    of_key = dict[str, list[int]]()
+    for place, key in keys.items():
+        of_key.setdefault(key, []).extend(10 * place + n % 2 for n in range(steps.WARM_UP, total))
+    assert found == {key: statistics.median(times) for key, times in of_key.items()} and len(keys) < count
+
+
 def test_a_row_is_of_the_periods_after_the_warm_up(module: Module) -> None:
     steps, case = module("gpu_steps"), module("gpu_case").Case(
         model="tiny", policy="streamed", seq_len=8, micro_batch_size=2, accumulation=2, precision="fp32"

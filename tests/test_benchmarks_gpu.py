@@ -82,6 +82,8 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     told = (tmp_path / "page" / "README.md").read_text()
     assert told.splitlines()[2] == "What a person has to say." and "(predicted_measured.png)" in told
     assert "\n".join(page.splitlines()[1:30]) in told
+    of_ops = told.partition("Ops on the GPU that take more")[2].splitlines()
+    assert any(line.startswith("| tiny streamed 1x2x16 bf16 | head/loss/") for line in of_ops)
     lines = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| tiny ")]
     anew = lines[: len(rows["steps"])]
     assert [(key, then) for key, then, *_ in anew] == [
