@@ -284,7 +284,7 @@ def kept_at_work(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> 
     """Within, a GPU computes something else wherever its compute stream would wait for a copy or for the host.
 
     A GPU that rests between two ops runs the next one at a higher clock than it can keep in a step that computes all
-    the time: of an H200 at its limit of 700 W, ops took a sixth less (analysis/results/gpu/h200). Nor does a reading
+    the time: of an H200 at its limit of 700 W, ops took a seventh less (analysis/results/gpu/h200). Nor does a reading
     hold launches, which in a step come before it and are what handing over costs: for AHEAD_S before an op the GPU has
     other work, so that the host launches all of it meanwhile. As a graph it is launched while the op before it runs,
     unless that is the host's; ops of more than AHEAD_UP_TO tokens last longer than their launches anyway.

@@ -531,3 +531,5 @@ def test_short_micro_batches_are_noted_to_wait_for_launches_on_a_gpu(way: tuple[
     for workload, on_gpu in ((WORKLOAD, True), (WORKLOAD, False), (replace(WORKLOAD, seq_len=8193), True)):
         found = [note for note in _notes(workload, of, on_gpu=on_gpu) if "wait for launches" in note]
         assert bool(found) is (noted and on_gpu and workload.seq_len == 16)
+        slow = [note for note in _notes(workload, of, on_gpu=on_gpu) if "--fused compiles" in note]
+        assert bool(slow) is (not of.fused and on_gpu and workload.seq_len > 16)
