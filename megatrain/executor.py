@@ -180,7 +180,8 @@ def serial(schedule: Schedule) -> Schedule:
 def in_turn(schedule: Schedule) -> Schedule:
     """The same, each op after the one before it on whatever stream: none runs beside another, nor waits for the host.
 
-    What is on a GPU is queued there while the op before it runs, so that the GPU is as busy, and as warm, as in a step.
+    What is on a GPU is queued there while the op before it runs, so that the GPU rests only for a copy or the host:
+    `megatrain.cuda.kept_at_work` has it compute meanwhile.
     """
     follows = []
     for place, op in enumerate(schedule.ops):

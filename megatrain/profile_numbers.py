@@ -97,11 +97,10 @@ def profile_of(
     links = _links(ops, whole, at, value)
     # a copy reads and writes memory; the machine can do at least what any of its ops was seen to do
     passes = 1 if at.on_gpu else 2
-    # where a thread copies it reads its target before it writes there; a GPU's copies take only what they move
-    kinds = ("copy", "update", "all") if at.on_gpu else ("copy",)
-    copied = max(float(rate[1]) for key, rate in whole["dram"].items() if key.split("/")[0] in kinds)
-    updated = most_moved((op, ns) for _, op, ns in ops.adam)
-    dram = max(copied, updated, passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
+    dram = max(_moved(whole, "copy"), passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
+    if at.on_gpu:  # a thread that copies reads its target before it writes there; a GPU's copies move what they move
+        updated = most_moved((op, ns) for _, op, ns in ops.adam)
+        dram = max(dram, updated, _moved(whole, "update"), _moved(whole, "all"))
     return HardwareProfile(
         name=f"{at.device}, {usable_cores()} cores",
         description="a GPU and the host it is in"
@@ -182,6 +181,11 @@ def _links(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], at: Here, value: T
         note = "the sum of both: a thread each, which only the memory bandwidth and the cores hold back"
         duplex = value(sum(alone), "B/s", note)
     return Links(h2d=found["h2d"], d2h=found["d2h"], duplex=duplex)
+
+
+def _moved(whole: Mapping[str, Mapping[str, Any]], what: str) -> float:
+    """The best of the readings of host memory that are called so; 0 if there are none."""
+    return max((float(rate[1]) for key, rate in whole["dram"].items() if key.startswith(f"{what}/")), default=0.0)
 
 
 def _median(whole: Mapping[str, Mapping[str, Any]], part: str, key: str) -> float:
