@@ -287,7 +287,8 @@ def kept_at_work(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> 
     the time: of an H200 at its limit of 700 W, ops took a seventh less (analysis/results/gpu/h200). Nor does a reading
     hold launches, which in a step come before it and are what handing over costs: for AHEAD_S before an op the GPU has
     other work, so that the host launches all of it meanwhile. As a graph it is launched while the op before it runs,
-    unless that is the host's; ops of more than AHEAD_UP_TO tokens last longer than their launches anyway.
+    unless that is the host's, or one that it computes beside; ops of more than AHEAD_UP_TO tokens last longer than
+    their launches anyway.
     """
     if not isinstance(backend, CudaBackend):
         yield
@@ -296,7 +297,9 @@ def kept_at_work(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> 
     if schedule.workload.tokens_per_microbatch <= AHEAD_UP_TO:
         before = (schedule.ops[-1], *schedule.ops)
         backend.ahead_of = frozenset(
-            op.name for op, last in zip(schedule.ops, before, strict=False) if not (graphs and last.on_device)
+            op.name
+            for op, last in zip(schedule.ops, before, strict=False)
+            if not graphs or not last.on_device or op.stream == Stream.COMPUTE != last.stream
         )
     try:
         yield
