@@ -104,7 +104,7 @@ def seconds(case: Case, gpu: str, *, pinned_GB: float = 0.0, engine: tuple[str, 
         startup += COMPILING_S[case.knobs.get("compiled")]
     else:
         steps += alone_steps(case) * ALONE + (steps if spun(case) else 0.0)
-        startup += LOADED_S * ALONE + (PLANNING_S if case.policy == PLANNED else 0.0)
+        startup += 2 * LOADED_S * ALONE + (PLANNING_S if case.policy == PLANNED else 0.0)
     row = known.get(like.key)
     if row is None:
         return 0.0

@@ -48,7 +48,7 @@ B = TypeVar("B", bound=CudaBackend)
 
 PLANNING_S = 120.0  # at most
 WARM_UP, STEPS = 2, 5  # steps that are left out, but for the end of the last; the fewest periods that count
-LASTS_S, MOST = 2.0, 500  # what is run after the warm-up, of which the later half counts: clocks settle under load
+LASTS_S, MOST = 3.0, 500  # what is run after the warm-up, of which the later half counts: clocks settle under load
 LONGEST = 10  # kernels that are told
 PROFILED = torch.profiler.ProfilerActivity.CUDA
 
@@ -247,15 +247,15 @@ def alone_steps(case: Case) -> int:
 
 def _alone(trainer: Trainer[Any], backend: CudaBackend, schedule: Schedule, case: Case, step_s: float) -> list[int]:
     """Each op's time, ns, with nothing beside it, on a GPU as busy as in a step, which lasts about `step_s`."""
-    steps = alone_steps(case) + int(LOADED_S / step_s)
+    counted = max(1, int(LOADED_S / step_s))
+    steps = alone_steps(case) + 2 * int(LOADED_S / step_s)
     works = case.way.prepare(schedule, trainer.works())
     trainer.issue_by(Executor(verify(in_turn(schedule)), backend, works, record=True))
     with kept_at_work(backend, schedule, graphs=case.graphs):
         trainer.run(steps)
     trace = trainer.trace()
     spans = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))
-    counted = spans[-max(1, int(LOADED_S / step_s) // 2) :]
-    return [int(statistics.median(times)) for times in counted.T]
+    return [int(statistics.median(times)) for times in spans[-counted:].T]
 
 
 def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> Row:
