@@ -221,11 +221,10 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
 
     def step(case: Case) -> Row:
-        known = results.body["op_times_ns"].setdefault(f"fused={case.fused}, graphs={case.graphs}", {})
         whole = device_bytes(results)
 
         def planned_for(device: int) -> Row:
-            row = gpu_steps.measure(case, device, host_bytes, machine, known, traces, gpu_rows.spun(case))
+            row = gpu_steps.measure(case, device, host_bytes, machine, traces, gpu_rows.spun(case))
             return {**row, "planned_for_GB": device / 1e9}
 
         try:

@@ -52,8 +52,7 @@ def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, An
     for key, row in rows.get("steps", {}).items():
         if "step_s" not in row:
             continue
-        schedule = _rebuilt(key, row, body["host_bytes"])
-        known = body["op_times_ns"][f"fused={row['fused']}, graphs={row['graphs']}"]
+        schedule, known = _rebuilt(key, row, body["host_bytes"]), row["alone_ns"]
         handing_ns = {name: us * 1e3 for name, us in row["handing_over_us"].items()}
         profile = profile_of(schedule, machine_of(machine, gpu), known, handing_ns)
         if assumed:
@@ -86,8 +85,7 @@ def op_times(body: dict[str, Any], share: float = 0.01) -> list[OpTimes]:
     for key, row in body["rows"].get("steps", {}).items():
         if "op_ns" not in row:
             continue
-        schedule = _rebuilt(key, row, body["host_bytes"])
-        known = body["op_times_ns"][f"fused={row['fused']}, graphs={row['graphs']}"]
+        schedule, known = _rebuilt(key, row, body["host_bytes"]), row["alone_ns"]
         keys, wanted = timed(schedule), dict[str, list[int]]()
         for place, op in enumerate(schedule.ops):
             if op.stream == Stream.COMPUTE:

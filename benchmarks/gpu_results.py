@@ -51,7 +51,7 @@ class Results:
         self.folder, self._end = folder, time.monotonic() + budget_s
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "gpu.json"
-        empty: dict[str, Any] = {"runs": [], "rows": {}, "op_times_ns": {}}
+        empty: dict[str, Any] = {"runs": [], "rows": {}}
         self.body = json.loads(self._file.read_text()) if self._file.exists() else empty
         self._run = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -32,6 +32,7 @@ from megatrain.data import RandomTokens
 from megatrain.executor import Executor, in_turn
 from megatrain.initial import repeated_parameters
 from megatrain.native import adam as native
+from megatrain.neighbours import Neighbours
 from megatrain.train import Trainer
 from schedules import codec
 from schedules.flops import model_flops_per_step
@@ -58,13 +59,12 @@ def measure(
     device_bytes: int,
     host_bytes: int,
     machine: dict[str, list[Row]],
-    known_ns: dict[str, float],
     traces: Path | None,
     spin: bool,
 ) -> Row:
     """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused.
 
-    `known_ns` is what ops were found to take alone, by signature; what this schedule's take is added where any lacks.
+    What ops take alone is timed for each schedule anew: how fast a GPU computes depends on what it did before.
     """
     verified = _verified(case, device_bytes, host_bytes, machine)
     schedule = verified.schedule
@@ -74,8 +74,10 @@ def measure(
     backend.events, pace = [], Pace()
     with trainer:
         startup_s = time.perf_counter() - begun
+        neighbours = Neighbours()
         with undisturbed():
             losses = trainer.run(MOST, on_loss=pace.on_loss, stop=pace.enough)
+        disturbed = neighbours.told()
         retried = retries() - pace.retried
         trace = trainer.trace()
         handing_ns = _handing_over(backend, trace.steps)
@@ -85,11 +87,11 @@ def measure(
             trace.save(traces / f"{name}.json")
             codec.save(schedule, traces / f"{name}.schedule.json")
         row = _row(case, schedule, trace, losses)
-        if not all(key in known_ns for key in timed(schedule).values()):
-            durations_ns = _alone(trainer, backend, schedule, case, row["step_s"]["median"])
-            known_ns.update(op_times(schedule, durations_ns))
-        profile = profile_of(schedule, machine_of(machine), known_ns, handing_ns)
+        alone_ns = op_times(schedule, _alone(trainer, backend, schedule, case, row["step_s"]["median"]))
+        profile = profile_of(schedule, machine_of(machine), alone_ns, handing_ns)
         row |= {
+            "alone_ns": alone_ns,
+            "disturbed": disturbed,
             "attention": kernel,
             "startup_s": startup_s,
             "gpu_peak_GB": peak / 1e9,
@@ -106,7 +108,7 @@ def measure(
         }
         row |= _predicted(schedule, profile, row["step_s"]["median"])
         if spin:
-            row["spin_step_s"] = _spin(trainer, backend, verified, known_ns)
+            row["spin_step_s"] = _spin(trainer, backend, verified, alone_ns)
     return row
 
 
@@ -270,7 +272,7 @@ def _predicted(schedule: Schedule, profile: HardwareProfile, step_s: float) -> R
     }
 
 
-def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known_ns: Mapping[str, float]) -> float:
+def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, alone_ns: Mapping[str, float]) -> float:
     """The median step, s, when kernels merely last as long as they do alone. The weights are worthless after it.
 
     What is not timed by itself takes none: copies of saved activations. The steps that are spun have none of these.
@@ -278,7 +280,7 @@ def _spin(trainer: Trainer[Any], backend: CudaBackend, verified: Verified, known
     schedule = verified.schedule
     durations_ns, keys = [0] * len(schedule.ops), timed(schedule)
     for place, key in keys.items():
-        durations_ns[place] = int(known_ns[key])
+        durations_ns[place] = int(alone_ns[key])
     works = spinning(schedule, trainer.works(), durations_ns, backend.spin)
     trace = Executor(verified, backend, works).run(WARM_UP + STEPS)
     return float(statistics.median(trace.step_ns(WARM_UP - 1))) / 1e9

@@ -75,6 +75,7 @@ def _step(row: Row, peak: float | None, tried: str) -> str:
         for told, so in (
             ("Adam in several passes", not (row.get("adam_gpu", True) and row.get("adam_host", True))),
             ("torch waited for memory", row.get("alloc_retries", 0) > 0),
+            (row.get("disturbed"), bool(row.get("disturbed"))),
         )
         if so
     )

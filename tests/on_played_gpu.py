@@ -140,11 +140,12 @@ def test_the_benchmark_measures_a_step_its_ops_alone_and_a_spun_one(
     for seconds in ("LASTS_S", "LOADED_S"):
         monkeypatch.setattr(gpu_steps, seconds, 0.0)
     case = Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2, graphs=graphs)
-    known_ns: dict[str, float] = {}
     played_gpu.count("graphs")
-    row = gpu_steps.measure(case, gpu_machine.free_bytes(), 1 << 33, {}, known_ns, None, True)
+    row = gpu_steps.measure(case, gpu_machine.free_bytes(), 1 << 33, {}, None, True)
     schedule = policies.build("streamed", presets.load("tiny"), case.workload, MEMORY)
-    assert known_ns.keys() == set(timed(schedule).values()) and row["spin_step_s"] > 0 and row["alloc_retries"] == 0
+    assert (
+        row["alone_ns"].keys() == set(timed(schedule).values()) and row["spin_step_s"] > 0 and row["alloc_retries"] == 0
+    )
     launched = gpu_steps.WARM_UP + gpu_steps.STEPS - 1 + gpu_steps.alone_steps(case) - 1  # after each's eager call
     of_blocks = [op for op in schedule.ops if op.phase in PHASES and op.layer in schedule.model.blocks]
     assert played_gpu.count("graphs") == (launched * len(of_blocks) if graphs else 0)

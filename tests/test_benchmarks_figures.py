@@ -359,7 +359,7 @@ def test_short_steps_go_on_until_clocks_have_settled_and_the_later_half_counts(
     now = 0.0
     monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(steps, "retries", lambda: 5)
-    for lasts_s, due in ((0.1, 22), (1.0, 7), (9.0, 7)):
+    for lasts_s, due in ((0.1, 32), (1.0, 7), (9.0, 7)):
         pace, now, done = steps.Pace(), 0.0, 0
         while not pace.enough():
             now += lasts_s

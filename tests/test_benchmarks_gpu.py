@@ -109,11 +109,11 @@ assert len(now) == sum("step_s" in row for row in steps.values()) >= 10
 def off(what):
     return {key: abs(getattr(anew, what) / steps[key]["step_s"]["median"] - 1) for key, anew in now.items()}
 
-assert statistics.median(off("step_s").values()) < 0.075, off("step_s")
-# with ops on the GPU as slow as they were in the step; MegaTrain's is of another machine and day
+assert statistics.median(off("step_s").values()) < 0.035, off("step_s")
+# with ops on the GPU as slow as they were in the step; but for one whose host others slowed down, and for MegaTrain's
 but = off("slower_step_s")
-del but["llama-3.2-3b megatrain_released 1x8x1024 bf16"]
-assert max(but.values()) < 0.055 and statistics.median(but.values()) < 0.005, but
+del but["llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB"], but["llama-3.2-3b megatrain_released 1x8x1024 bf16"]
+assert max(but.values()) < 0.045 and statistics.median(but.values()) < 0.005, but
 slow = gpu_anew.predicted(body, ["host.adam_params_per_s=0.8Gparams/s"])
 updated = {"llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB", "llama-3.2-3b streamed 1x8x1024 bf16"}
 assert all(slow[key].step_s > now[key].step_s * 1.5 for key in updated)
@@ -159,7 +159,7 @@ for gpu in ("h100", "h200"):
         engine = (case.model, case.precision) if case.policy == g.ZERO3 else None
         pinned_GB = 0.0 if engine else max(pinned_GB, g.expected(gpu).get(case.key, {"host_GB": 0.0})["host_GB"])
     assert all(time > g.STARTUP_S for time in times), times
-    assert 18 * 60 < sum(times) < 24 * 60, (gpu, sum(times))  # a lease of half an hour, less what else is measured
+    assert 18 * 60 < sum(times) < 25 * 60, (gpu, sum(times))  # a lease of half an hour, less what else is measured
     seven = [case for case in cases if case.key.startswith(f"qwen2.5-7b {g.ZERO3}") and case.precision == "bf16"]
     begun = [g.seconds(case, gpu) for case in seven]  # a new process starts the engine, whichever batch comes first
     going = [g.seconds(case, gpu, engine=("qwen2.5-7b", "bf16")) for case in seven]
@@ -180,8 +180,9 @@ def step(case, seconds, **more):
     times = {"median": seconds, "least": seconds, "most": seconds}
     return {"case": case, "step_s": times, "tokens_per_s": 2048 / seconds, "model_TFLOP_s": 100.0, "gpu_peak_GB": 1.0,
             "run": 0, **more}
-def ours(case, seconds, error, losses=(1.0,)):
-    return step(case, seconds, prediction_error=error, above_bound=0.5, losses=list(losses), host_buffers_GB=2.0)
+def ours(case, seconds, error, losses=(1.0,), **more):
+    told = {"prediction_error": error, "above_bound": 0.5, "losses": list(losses), "host_buffers_GB": 2.0}
+    return step(case, seconds, **told, **more)
 def rows(*found):
     return {row["case"]: row for row in found}
 three, one = "llama-3.2-3b {} 1x2x1024 bf16", "llama-3.2-1b {} 1x2x1024 bf16_16bit"
@@ -192,7 +193,8 @@ body = {
         "steps": rows(
             ours(three.format("planned"), 0.1, 0.02), ours(three.format("streamed"), 0.5, -0.2, [1.0, float("nan")]),
             ours(three.format("megatrain_released"), 2.0, 0.05), ours(one.format("resident"), 0.033, 0.0),
-            ours("llama-3.1-8b planned 2x1x4096 bf16 in 12 GiB", 1.0, 0.0),
+            ours("llama-3.1-8b planned 2x1x4096 bf16 in 12 GiB", 1.0, 0.0, disturbed=None),
+            ours("llama-3.1-8b planned 4x1x4096 bf16", 1.0, 0.0, disturbed="others had 3.0 of 16 cores"),
             {"case": "torn", "error": "E: a | b\\n c", "run": 0},
         ),
         "rivals": rows(
@@ -213,6 +215,7 @@ print(page)"""
     assert steps["llama-3.2-3b planned 1x2x1024 bf16"][3:9] == ["20.0%", "", "+2.0%", "+50.0%", "1.0", "2.0"]
     assert steps["llama-3.2-3b deepspeed zero3 1x2x1024 bf16"][3:9] == ["20.0%", "", "", "", "1.0", ""]
     assert "llama-3.2-3b streamed 1x2x1024 bf16, **losses not finite**" in steps
+    assert "llama-3.1-8b planned 4x1x4096 bf16, **others had 3.0 of 16 cores**" in steps
     assert "| torn | E: a \\| b c | | | | | | | | | 0 |" in done.stdout
     beside = {line[0].strip("| "): [cell.strip(" |") for cell in line[2:]] for line in lines if len(line) == 7}
     expected = json.loads((ROOT / "analysis" / "results" / "gpu-expected" / "h100.json").read_text())
@@ -223,7 +226,7 @@ print(page)"""
     ):
         assert beside[case] == [*faster, f"{expected[case]['step_s'] / seconds:.2f}x"]
     assert beside["llama-3.1-8b planned 2x1x4096 bf16 in 12 GiB"][:3] == ["", "", ""]  # the rivals had the whole GPU
-    assert "Of 5 steps predicted, 3 within 4%, 4 within 10%; median error +0.0%" in done.stdout
+    assert "Of 6 steps predicted, 4 within 4%, 5 within 10%; median error +0.0%" in done.stdout
     assert "worst -20.0% (llama-3.2-3b streamed" in done.stdout
 
 
@@ -347,7 +350,7 @@ def under(folder: Path) -> list[str]:
 
 
 def test_rows_of_two_gpus_are_not_mixed(tmp_path: Path) -> None:
-    begun = {"runs": [{"gpu": "another GPU"}], "rows": {}, "op_times_ns": {}}
+    begun = {"runs": [{"gpu": "another GPU"}], "rows": {}}
     (tmp_path / "gpu.json").write_text(json.dumps(begun))
     command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=BESIDE, capture_output=True, text=True, timeout=100)
