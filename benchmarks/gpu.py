@@ -5,11 +5,12 @@
 
 Each row is written to gpu.json in the folder as soon as it is there, and a table of all to gpu.md; a row that is there
 is not measured again, so the same command goes on where it was stopped, with the row that was cut off, here or in a
-later run on a GPU of that name (`--again` takes those up that ended in an error, and checks that failed). The rows that
-tell most come first; none is begun that is expected to end after the budget. What did not fit or is not installed is
-a row too, and says why. All is measured in a process of its own, and in a new one after an error that may have left the
-GPU unusable, a row that hangs, or one for which the system ended the process. Nothing more is measured where the smoke
-test fails, nor, with `--careful`, once a check has failed or a row has ended in an error that nobody expected.
+later run on a GPU of that name (`--again` takes those up that ended in an error, and checks that failed, `--anew TEXT`
+those that contain a text, of runs more than an hour ago). The rows that tell most come first; none is begun that is
+expected to end after the budget. What did not fit or is not installed is a row too, and says why. All is measured in a
+process of its own, and in a new one after an error that may have left the GPU unusable, a row that hangs, or one for
+which the system ended the process. Nothing more is measured where the smoke test fails, nor, with `--careful`, once a
+check has failed or a row has ended in an error that nobody expected.
 """
 
 from __future__ import annotations
@@ -294,6 +295,9 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds in which to end")
     parser.add_argument("--host-gib", type=float, default=None, help="host memory to plan with; most of it if left out")
     parser.add_argument("--again", action="store_true", help="measure again what ended in an error or failed")
+    parser.add_argument(
+        "--anew", nargs="+", metavar="TEXT", default=[], help="measure again rows of earlier leases that contain it"
+    )
     parser.add_argument("--careful", action="store_true", help="time nothing once anything was wrong")
     parser.add_argument("--once", action="store_true", help="in this process, and in no other after it")
     parser.add_argument(WENT_ON, action="store_true", help="the process before was ended by the row that was cut off")
@@ -315,7 +319,7 @@ def main() -> None:
         sys.exit(STOP)
     try:
         left_s = options.budget_s - (time.monotonic() - __begun__)
-        results = Results(options.out, left_s, again=options.again, went_on=options.went_on)
+        results = Results(options.out, left_s, again=options.again, went_on=options.went_on, anew=options.anew)
         gpu_machine.datasheet()  # of a GPU that nobody knows nothing is expected
     except Refused as error:
         print(error, file=sys.stderr)

@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,22 @@ HANGS_AFTER_S = 150.0  # a row of which nothing is expected; else three times wh
 OVER_S = 100.0  # a row may take so much longer than the time there is for all
 DID_NOT_END = "did not end: it ended the process, or was stopped since it took too long"
 CUT_OFF = "cut off: what ended the benchmark came before its end"
+LEASE = datetime.timedelta(hours=1)  # rows of runs that began longer ago are another lease's
 
 
 class Results:
     """Rows by part and name, from `folder`/gpu.json on; none is begun that is expected to end after `budget_s`.
 
     A smoke test that failed is forgotten; with `again`, so is every other check that did, and what ended in an error.
+    Rows that contain a text of `anew`, as in "steps: ...", stand until they are measured again, if another lease's.
     With `went_on`, in a process that follows another of the same call, a row that was cut off has ended that one.
     Raises Refused where the rows that are there are another GPU's.
     """
 
-    def __init__(self, folder: Path, budget_s: float, *, again: bool, went_on: bool = False) -> None:
-        self.folder, self._end = folder, time.monotonic() + budget_s
+    def __init__(
+        self, folder: Path, budget_s: float, *, again: bool, went_on: bool = False, anew: Sequence[str] = ()
+    ) -> None:
+        self.folder, self._end, self._anew = folder, time.monotonic() + budget_s, anew
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "gpu.json"
         empty: dict[str, Any] = {"runs": [], "rows": {}}
@@ -105,8 +109,14 @@ class Results:
         return any("error" in row or not row["passed"] for row in found)
 
     def there(self, part: str, key: str) -> bool:
-        """Whether its rows were measured, or failed."""
-        return any(_of(name, key) for name in self.body["rows"].get(part, {}))
+        """Whether its rows were measured, or failed, and are not to be measured anew."""
+        rows = [row for name, row in self.body["rows"].get(part, {}).items() if _of(name, key)]
+        wanted = any(text in f"{part}: {key}" for text in self._anew)
+        return any(not (wanted and self._of_another_lease(row)) for row in rows)
+
+    def _of_another_lease(self, row: Row) -> bool:
+        begun = datetime.datetime.fromisoformat(self.body["runs"][row["run"]]["date"])
+        return datetime.datetime.now(datetime.UTC) - begun > LEASE
 
     def begins(self, part: str, key: str, *, takes_s: float = 0.0) -> bool:
         """Whether rows are still to be measured, and there is the time."""
@@ -126,6 +136,8 @@ class Results:
             self.body["runs"].append(self._run)
         begun, sound = time.monotonic(), True
         told: Row = {"run": len(self.body["runs"]) - 1}
+        for name in [name for name in known if _of(name, key)]:
+            del known[name]
         known[key] = {"case": key, "error": CUT_OFF, **told}
         self.save()
         hangs_after_s = min(max(HANGS_AFTER_S, 3 * takes_s), self._end - begun + OVER_S)

@@ -421,6 +421,38 @@ assert rows.unexpected() == ["checks: wrong", "steps: broken"], rows.unexpected(
     assert done.returncode == 0, done.stderr
 
 
+def test_rows_of_another_lease_stand_until_they_are_measured_anew(tmp_path: Path) -> None:
+    code = """import datetime, sys
+from pathlib import Path
+import gpu, gpu_results, rehearsal
+rehearsal.install(gpu)
+ONE = {"median": 1.0, "least": 1.0, "most": 1.0}
+def row(case, run):
+    return {"case": case, "run": run, "step_s": ONE, "tokens_per_s": 1.0, "gpu_peak_GB": 1.0}
+def opened(*anew):
+    return gpu_results.Results(Path(sys.argv[1]), 100.0, again=False, anew=anew)
+rows = opened()
+now = datetime.datetime.now(datetime.UTC)
+for hours in (2.0, 0.5):
+    date = (now - datetime.timedelta(hours=hours)).isoformat(timespec="seconds")
+    rows.body["runs"].append({**rows._run, "date": date})
+rows.body["rows"] = {
+    "links": {"links: of 1": {"case": "of 1", "run": 0}, "links: of 2": {"case": "of 2", "run": 0}},
+    "steps": {name: row(name, run) for name, run in (("old a", 0), ("new a", 1), ("old b", 0))},
+}
+rows.save()
+rows = opened("links", "steps: old a", "new a")
+there = {name: rows.there("steps", name) for name in ("old a", "new a", "old b")}
+assert there == {"old a": False, "new a": True, "old b": True} and not rows.there("links", "links")
+assert rows.measure("links", "links", lambda: [{"case": "of 3"}]) and rows.there("links", "links")
+assert list(rows.body["rows"]["links"]) == ["links: of 3"] and list(rows.body["rows"]["steps"]) == list(there)
+assert not rows.measure("steps", "old b", lambda: 1 / 0) and opened("links").there("links", "links")
+rows.measure("steps", "old a", lambda: {**row("old a", 2), "tokens_per_s": 2.0})
+assert rows.body["rows"]["steps"]["old a"]["tokens_per_s"] == 2.0 and opened().there("steps", "old a")"""
+    done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 def test_where_a_block_is_wrong_all_goes_on_without_cudnns_attention(tmp_path: Path) -> None:
     code = """import sys
 import gpu, gpu_block, gpu_machine, torch
