@@ -210,18 +210,20 @@ def alone(
     way: Way = PLAINLY,
     metered: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Ops with nothing beside them: `durations_ns` [steps][ops], and from each end to the next issue, `gaps_ns`.
+    """Ops with nothing beside them: `durations_ns` [steps][ops], and from each end to the next issue, `gaps_ns`, of as
+    many steps or fewer.
 
     Also, by signature for those in `metered`, the `workspace` of compute ops in bytes; these are measured in a first
     step, which is warm-up and not told.
     """
     backend = machine()
-    trace, workspace = _run(serial(schedule), ALONE_STEPS + way.warm_up, backend, nvme, way, metered)
-    shape = (ALONE_STEPS + way.warm_up, len(schedule.ops))
+    on_gpu = isinstance(backend, CudaBackend)
+    steps = way.warm_up + (1 if on_gpu else ALONE_STEPS)  # a GPU's ops are not timed in these
+    trace, workspace = _run(serial(schedule), steps, backend, nvme, way, metered)
     columns = (trace.issue_ns, trace.start_ns, trace.end_ns)
-    issue, start, end = (column.reshape(shape)[way.warm_up :] for column in columns)
+    issue, start, end = (column.reshape(steps, len(schedule.ops))[way.warm_up :] for column in columns)
     durations = end - start
-    if isinstance(backend, CudaBackend):
+    if on_gpu:
         durations = _under_load(schedule, machine, nvme, way, int(end[-1, -1] - start[-1, 0]))
     return {
         "durations_ns": durations.tolist(),
