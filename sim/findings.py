@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from schedules.model import ModelSpec
@@ -67,13 +67,32 @@ class Findings:
                 self.add(candidate, verdict)
         return [self.tried[candidate] for candidate in some]
 
+    def prefer(self, candidates: Sequence[Candidate], most_ns: float) -> bool:
+        """Take the cheapest of these for the best if it costs less than `most_ns`, be that more than the best before.
+
+        Whether it did.
+        """
+        judged = zip(candidates, self.judge(list(candidates), most_ns), strict=True)
+        (candidate, verdict), *others = sorted(judged, key=lambda one: one[1].tried.cost_ns)
+        for one in ((candidate, verdict), *others):
+            self._note(*one)
+        if verdict.prediction is not None:
+            self._take(candidate, verdict.prediction, verdict.tried)
+        return verdict.prediction is not None
+
     def add(self, candidate: Candidate, verdict: Verdict) -> None:
         """What became of one more candidate."""
+        if verdict.prediction is not None and verdict.tried.cost_ns < self.cost_ns:
+            self._take(candidate, verdict.prediction, verdict.tried)
+        self._note(candidate, verdict)
+
+    def _take(self, candidate: Candidate, prediction: Prediction, tried: Tried) -> None:
+        self.best, self.chosen = prediction, tried
+        self.at = candidate if candidate.policy == OURS else self.at
+
+    def _note(self, candidate: Candidate, verdict: Verdict) -> None:
         self.tried[candidate] = tried = verdict.tried
         self.effort -= verdict.effort
-        if verdict.prediction is not None and tried.cost_ns < self.cost_ns:
-            self.best, self.chosen = verdict.prediction, tried
-            self.at = candidate if candidate.policy == OURS else self.at
         self.unmeasured = self.unmeasured or verdict.unmeasured
         self.too_long = self.too_long or verdict.too_long
         if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):

@@ -5,15 +5,21 @@ area of every resource, all perfectly overlapped. The least of the largest area 
 of every schedule of the language that trains all weights exactly, because each inequality below holds for all of them:
 
   compute       forward, loss and backward of every micro-batch; a recompute of what is neither kept nor sent away
-  H2D           weights that the CPU updates, once; weights not on the device at the turn from forward to backward,
-                once more; state that the device updates and does not hold, or holds and the CPU updates; activations
-                that come back
-  D2H           gradients whose weights the CPU updates; such state the other way; activations sent away
+  H2D           weights that the CPU updates, or that are not on the device between two steps, once; weights not there
+                at the turn from forward to backward, once more; state that the device updates and does not hold, or
+                holds and the CPU updates; activations that come back
+  D2H           gradients whose weights the CPU updates; weights that the device updates and that are not on it between
+                two steps, or at the turn; such state the other way; activations sent away
   host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
-                again, the state that lives there, what the op at the turn touches, and the largest workspace
+                again, the state that lives there, what the op at the turn touches, and the largest workspace; between
+                two steps the weights that do not come for the forward, that state, the embedding's weights and the
+                largest workspace
   host memory   state and weights that are neither on the device nor on NVMe, activations sent away and not on to NVMe
   slowdown      GPU work is slower while a copy runs: the time that each link is busy costs the GPU its share
+
+A step begins when the embedding is first looked up in: that needs its update, which needs the last backward of all
+blocks, so that between two steps the weights of each have run backward and not yet forward.
 
 The op at the turn from forward to backward is the loss, or the backward of the last block, which asks for more where
 blocks are larger than the head: all this holds for either, and the bound is the larger of the two.
@@ -95,6 +101,7 @@ class _Program:
     areas: list[Areas] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
     device_last: list[float] = field(default_factory=list)  # bytes at the last turn alone
+    device_between: list[float] = field(default_factory=list)  # bytes between two steps
     host: list[float] = field(default_factory=list)
     nvme: list[float] = field(default_factory=list)
     labels: list[tuple[str, float]] = field(default_factory=list)  # what a column places, and its bytes
@@ -107,6 +114,7 @@ class _Program:
         *,
         device: float = 0,
         device_last: float = 0,
+        device_between: float = 0,
         host: float = 0,
         nvme: float = 0,
         label: str = "",
@@ -115,6 +123,7 @@ class _Program:
         self.areas.append(areas or {})
         self.device.append(device)
         self.device_last.append(device_last)
+        self.device_between.append(device_between)
         self.host.append(host)
         self.nvme.append(nvme)
         self.labels.append((label, nbytes))
@@ -144,7 +153,9 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     model, workload = costs.model, costs.workload
     windows = workload.accumulation == 1
     lp, fixed = _Program(), Counter[str]()
-    device_free = float(budget.device_bytes) - _always_on_device(costs, profile, turn)
+    workspace = _workspace(costs, profile)
+    device_free = float(budget.device_bytes) - _at_turn(costs, turn) - workspace
+    between_free = float(budget.device_bytes) - _between_steps(costs) - workspace
     before = (Phase.EMBED, Phase.FORWARD, *([Phase.LOSS] if turn != model.head else []))
     for layers in _alike(model, turn):
         i, n = layers[0], len(layers)
@@ -169,6 +180,7 @@ def _bound(costs: LayerAreas, profile: HardwareProfile, budget: MemoryBudget, tu
     for bytes_of, free in (
         (lp.device, device_free),
         (lp.device_last, device_free),
+        (lp.device_between, between_free),
         (lp.host, float(budget.host_bytes)),
         (lp.nvme, float(budget.nvme_bytes)),
     ):
@@ -262,7 +274,12 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
         places[drive] = reload[drive] = 1.0
     lp.exactly.append((places, 1.0))
     resident = lp.column(
-        costs.update(i, Tier.DEVICE, n), device=state, device_last=state, label="state on device", nbytes=state
+        costs.update(i, Tier.DEVICE, n),
+        device=state,
+        device_last=state,
+        device_between=state,
+        label="state on device",
+        nbytes=state,
     )
     through = lp.column(costs.through(i, n), label="state through device", nbytes=state)
     cpu = lp.column(costs.on_cpu(i, n), label="state on CPU", nbytes=state)
@@ -275,10 +292,16 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
     if has_nvme:
         kept_state[lp.column(costs.drive("o", i, n), nvme=state)] = -1.0
     lp.exactly.append((kept_state, 0.0))
-    if block:  # once for the forward if the CPU has made them, once more if they are gone at the turn
-        load = costs.copy("w", i, Kind.PREFETCH, n)
-        once = lp.column(load)
-        lp.exactly.append(({once: 1, cpu: -1}, 0.0))
+    # what the device has made is sent to the host if it is gone between the steps, or at the turn
+    between = lp.column(device_between=0.0 if i == costs.model.embed else weight)
+    sent = lp.column(costs.copy("w", i, Kind.OFFLOAD, n))
+    for there_then in (between, retained):
+        lp.at_most.append(({cpu: -1, there_then: -1, sent: -1}, -1.0))
+    # they come once for the forward if the CPU has made them or they are gone between the steps
+    load = costs.copy("w", i, Kind.PREFETCH, n)
+    once = lp.column(load)
+    lp.at_most += [({cpu: 1, once: -1}, 0.0), ({between: -1, once: -1}, -1.0)]
+    if block:  # once more if they are gone at the turn
         if i == turn:
             return
         # in units of one load in each of the micro-batches' backwards
@@ -289,8 +312,6 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
             if turn == costs.model.head:
                 _between_losses(lp, costs, i, n, keep=keep, others=made)
     else:
-        once = lp.column(costs.copy("w", i, Kind.PREFETCH, n))
-        lp.at_most.append(({cpu: 1, once: -1}, 0.0))
         lp.at_most.append(({**reload, once: -1}, 0.0))
 
 
@@ -326,15 +347,24 @@ def _powers_up_to(limit: int) -> list[float]:
     return [*(2.0**k for k in range(math.ceil(math.log2(limit)))), float(limit)]
 
 
-def _always_on_device(costs: LayerAreas, profile: HardwareProfile, turn: int) -> float:
-    """Bytes that every schedule has there in the op at the turn, and the largest workspace of any op."""
-    model, workload = costs.model, costs.workload
-    classes = (WEIGHT, GRAD, SAVED) if model.is_block(turn) else (WEIGHT, GRAD)
-    # a measured workspace may be smaller than the estimate, so only the estimate's absence is safe there
-    measured = profile.measured is not None and profile.measured.workspace is not None
+def _at_turn(costs: LayerAreas, turn: int) -> float:
+    """Bytes that every schedule has on the device in the op at the turn."""
+    classes = (WEIGHT, GRAD, SAVED) if costs.model.is_block(turn) else (WEIGHT, GRAD)
+    return sum(costs.nbytes(cls, turn) for cls in classes) + costs.model.hidden_bytes(costs.workload)
+
+
+def _between_steps(costs: LayerAreas) -> float:
+    """Bytes that every schedule has there in the op that begins a step."""
+    return costs.nbytes(WEIGHT, costs.model.embed) + costs.model.hidden_bytes(costs.workload)
+
+
+def _workspace(costs: LayerAreas, profile: HardwareProfile) -> float:
+    """The largest workspace of any op, bytes, which a device's memory must have room for beside all else."""
+    if profile.measured is not None and profile.measured.workspace is not None:
+        return 0.0  # it may be smaller than the estimate
+    model = costs.model
     phases = [(model.head, Phase.LOSS), *((i, Phase.BACKWARD) for i in model.blocks[:1])]
-    workspace = 0 if measured else max(workspace_bytes(model, i, phase, workload) for i, phase in phases)
-    return sum(costs.nbytes(cls, turn) for cls in classes) + model.hidden_bytes(workload) + workspace
+    return max(workspace_bytes(model, i, phase, costs.workload) for i, phase in phases)
 
 
 def _alike(model: ModelSpec, turn: int) -> list[Sequence[int]]:

@@ -56,9 +56,12 @@ class Plan:
 
     @property
     def spared(self) -> float:
-        """By what fraction the fastest schedule found is faster, whose gain was not worth the wear of a drive."""
+        """By what fraction the fastest schedule on a drive is faster, whose gain was not worth the drive's wear."""
+        on_drive = [one.period_ns for one in self.tried if one.on_drive and one.period_ns is not None]
+        if self.chosen.on_drive or not on_drive:
+            return 0.0
         assert self.chosen.period_ns is not None
-        return self.chosen.period_ns / min(one.period_ns for one in self.tried if one.period_ns is not None) - 1.0
+        return max(0.0, self.chosen.period_ns / min(on_drive) - 1.0)
 
     @property
     def gap(self) -> float:
@@ -104,6 +107,8 @@ def plan(
     workers: int = 1,
 ) -> Plan:
     """Search for the fastest exact schedule of a step; a drive is used only where that makes it DRIVE_GAIN faster.
+
+    By datasheet, of two that are as fast, within SAME, the one with fewer micro-batches is taken (`sim.refine`).
 
     The step is given as `tokens_per_step`, split into micro-batches as is best, or as a micro-batch size and an
     accumulation (1 if left out). The search begins with the schedules `first`, as they are and with their policies and

@@ -29,7 +29,7 @@ from sim.findings import Findings, Progress
 from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
-from sim.refine import refine, shake
+from sim.refine import fewer_micro_batches, refine, shake
 from sim.room import orders, ways_to_part
 
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
@@ -152,7 +152,7 @@ class Search:
 
     def all_of(self, steps: list[Workload], bounded: list[tuple[PlacementBound, Workload]]) -> None:
         """Search the splits that could fit, `bounded`, and at the end every named policy."""
-        some = worth_searching(bounded)
+        some, begun_ns = worth_searching(bounded), self.found.cost_ns  # the best that it begins with
         if max((workload.accumulation for _, workload in some), default=1) >= LONG:
             self.a_part_first([workload for _, workload in some])
         aside = self.found.effort // LAST
@@ -164,6 +164,7 @@ class Search:
         self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
         if bounded:
             self.improve(min(found.period_ns for found, _ in bounded))
+            fewer_micro_batches(self.found, [workload for _, workload in bounded], most_ns=begun_ns)
         self.found.share = 0.9
         of_best = self.found.workload or steps[0]
         of_bound = bounded[0][1] if bounded else of_best
@@ -356,23 +357,24 @@ class Search:
         on_device = round(placed.get("state on device", 0.0) * blocks * start.count("parts"))
         self.stay(start, on_device, late)
         if not start.value("nvme"):
-            self._stay_and_pass(start, on_device, passing, late)
+            self._stay_and_pass(start, passing, late)
         # most blocks are then loaded twice for every micro-batch
         if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
             both = {"resident": resident, **late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
             self.found.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
 
     def stay(self, start: Candidate, most: int, late: dict[str, Knob]) -> None:
-        """Try one split with up to so many parts of blocks' states on the device, whose weights and gradients stream.
+        """Try one split with so many parts of blocks' states on the device, whose weights and gradients stream, if they
+        have room there, and with as many as have.
 
-        Where a drive holds what has no room, with as many as have room: each spares the drive two ways.
+        Where a drive holds what has no room, with as many as have room alone: each spares the drive two ways.
         """
         if start.workload.grad_clip is not None:
             return
         if not start.value("nvme"):
             there = start.with_knobs({"resident": self.least, **late})
-            if stay := min(most, self.found.room.stays(there)):
-                self.found.evaluate(there.with_knobs({"stay": stay}))
+            room = self.found.room.stays(there) if most else 0
+            self.found.evaluate(*(there.with_knobs({"stay": n}) for n in sorted({min(most, room), room} - {0})))
             return
         thrifty: list[Candidate] = []
         for nested, inputs in SHARED_INPUTS.items():
@@ -388,15 +390,16 @@ class Search:
             self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, *(blocks // of for of in LATE))))
         self.found.effort = effort  # there are few: what follows may still take its own
 
-    def _stay_and_pass(self, start: Candidate, most: int, passing: int, late: dict[str, Knob]) -> None:
-        """The same where the states of up to so many blocks pass through the device: of half of them, and of all.
+    def _stay_and_pass(self, start: Candidate, passing: int, late: dict[str, Knob]) -> None:
+        """As many as have room, where so many blocks' states pass through the device, half as many, or a third.
 
         They come in parts, since buffers take room from what stays, and by the link that weights come by.
         """
+        blocks = self.found.model.num_hidden_layers
         parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
-        for through in sorted({-(-passing // 2), passing} - {0}):
+        for through in sorted({-(-passing // n) for n in (1, 2, 3)} - {0}):
             both = start.with_knobs({"through": through, "slots": EARLY, "parts": parts})
-            self.stay(both, most * parts, {**late, "slabs": MANY_SLABS * parts})
+            self.stay(both, blocks * parts, {**late, "slabs": MANY_SLABS * parts})
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """With as many parts of blocks' states on the device as have room there."""

@@ -28,6 +28,7 @@ from schedules.program import Program
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import parts
+from schedules.traffic import workspace_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware, whatif
@@ -145,7 +146,7 @@ def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.Mo
     [
         (20, 30, step(1), 17.3574, "optimizer"),
         (8, 30, step(16), 128.8577, "optimizer"),
-        (6, 30, step(4, accumulation=4), 127.0004, "gpu"),
+        (6, 30, step(4, accumulation=4), 127.0040, "gpu"),
         (6, 30, step(16, accumulation=8), 911.3824, "gpu"),
         (7, 30, step(32, accumulation=2), 490.4238, "gpu"),
         (5, 30, step(1, accumulation=32), 235.1765, "gpu"),
@@ -155,7 +156,7 @@ def test_what_the_solver_is_off_by_is_taken_off_the_bound(monkeypatch: pytest.Mo
         (12, 30, step(64), 497.6588, "gpu"),
         (4, 6, step(4), 549.4522, "nvme.write"),
         (40, 60, step(16), 114.9501, "optimizer"),
-        (3, 30, step(1, precision="bf16_8bit"), 32.3214, "link.h2d"),
+        (3, 30, step(1, precision="bf16_8bit"), 33.5300, "link.duplex"),
         (12, 2, step(64, recompute="mlp"), 521.2225, "nvme.write"),
     ],
 )
@@ -172,6 +173,23 @@ def test_the_bound_is_what_it_was(
     for what in ("weights", "state", "activations"):
         shares = [share for label, share in found.placed.items() if label.startswith(what)]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= -1e-9
+
+
+def test_weights_that_the_device_updates_and_has_no_room_for_leave_it_and_come_again() -> None:
+    """Beside the last block's backward there is room for nothing, between the steps for two blocks' weights."""
+    model, workload, last = shallow(4), step(1), 3
+    at_once = sum(tensor_bytes(f"{cls}.{last}", model, workload) for cls in "wg") + model.saved_bytes(last, workload)
+    at_once += model.hidden_bytes(workload) + max(
+        workspace_bytes(model, i, phase, workload) for i, phase in ((last, Phase.BACKWARD), (model.head, Phase.LOSS))
+    )
+    slow = "host.adam_params_per_s=0.001Gparams/s"
+    limit = placement_bound(model, workload, round_profile(f"gpu.memory={at_once + 1}bytes", slow))
+    assert limit.placed["state through device"] > 0.999
+    states = state_bytes(model, 8)
+    others = sum(tensor_bytes(f"w.{model.layer_name(i)}", model, workload) for i in model.layers if i != last)
+    assert limit.areas_ns["link.d2h"] == pytest.approx((states + others) / 40, rel=1e-3)
+    block = tensor_bytes("w.0", model, workload)
+    assert limit.areas_ns["link.h2d"] > (states + 3 * block + 2 * block) / 50  # three at the turn, two for the forward
 
 
 def test_a_block_larger_than_the_head_needs_room_for_its_own_backward() -> None:
@@ -707,6 +725,17 @@ def test_several_processes_find_the_same() -> None:
     alone, shared = (plan(model, profile, seq_len=512, tokens_per_step=8 * 512, workers=n) for n in (1, 2))
     assert shared.schedule == alone.schedule and shared.tried == alone.tried
     assert shared.prediction.period_ns == alone.prediction.period_ns == alone.chosen.period_ns
+
+
+def test_of_plans_that_are_as_fast_the_one_of_larger_micro_batches_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sim.refine.SAME", 0.02)
+    model = shallow(4)
+    held = state_bytes(model) / 1e9
+    found = plan(model, machine("h200", device_gb=0.45 * held, host_gb=4 * held), seq_len=512, tokens_per_step=1 << 14)
+    (fastest,) = (one for one in found.tried if one.period_ns == min(two.period_ns or math.inf for two in found.tried))
+    assert found.chosen.workload.accumulation < fastest.workload.accumulation and found.spared == 0
+    assert found.chosen.period_ns and fastest.period_ns
+    assert fastest.period_ns < found.chosen.period_ns == found.prediction.period_ns < 1.02 * fastest.period_ns
 
 
 def test_a_plan_that_begins_with_another_is_not_slower() -> None:

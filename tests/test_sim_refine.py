@@ -16,7 +16,7 @@ from sim import hardware
 from sim.candidate import OURS, Candidate, Tried, Verdict
 from sim.findings import Findings
 from sim.prediction import Prediction, memory_of
-from sim.refine import IDLE, refine, shake
+from sim.refine import IDLE, fewer_micro_batches, refine, shake
 
 MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=24, vocab_size=8192)
 START = Candidate(policy=OURS, workload=Workload(micro_batch_size=1, seq_len=512))
@@ -91,3 +91,59 @@ def test_a_step_that_had_no_room_is_tried_again_after_another_knob_has_changed()
     found = findings(cost, knobs={"hold": 4})
     refine(found, begun=START, hold=True, stride=1)
     assert at(found, "resident", "hold") == [4, 0]
+
+
+def split(count: int, recompute: str = "none") -> Workload:
+    return replace(START.workload, micro_batch_size=16 // count, accumulation=count, recompute=recompute)
+
+
+@pytest.mark.parametrize(
+    ("longer", "taken"),  # by what part of a thousandth a step takes longer for each micro-batch fewer than eight
+    [({4: 1, 2: 1.9, 1: 2.1}, 2), ({4: 2.1, 2: 0, 1: 0}, 8), ({4: -1, 2: 0.9, 1: 1.1}, 1)],
+)
+def test_fewer_micro_batches_are_taken_that_are_next_to_no_slower(longer: dict[int, float], taken: int) -> None:
+    def cost(candidate: Candidate) -> int:
+        return 10**9 + round(10**6 * longer.get(candidate.workload.accumulation, 0))
+
+    found = findings(cost)
+    found.evaluate(replace(START, workload=split(8)))
+    found.at = replace(START, workload=split(8))
+    found.chosen = found.tried[found.at]
+    fewer_micro_batches(found, [split(count, mode) for mode in ("none", "mlp") for count in (1, 2, 4, 8)])
+    assert found.at.workload == split(taken) and found.chosen is found.tried[found.at]
+
+
+def test_fewer_micro_batches_are_not_taken_for_more_than_a_plan_that_was_there() -> None:
+    found = findings(lambda candidate: 10**9 + 10**6 * (candidate.workload.accumulation == 4))
+    found.at = replace(START, workload=split(8))
+    found.evaluate(found.at)
+    found.chosen = found.tried[found.at]
+    fewer_micro_batches(found, [split(4)], most_ns=10**9 + 10**6)
+    assert found.at.workload == split(8)
+    fewer_micro_batches(found, [split(4)], most_ns=10**9 + 10**6 + 1)
+    assert found.at.workload == split(4)
+
+
+def test_larger_micro_batches_leave_room_for_fewer_in_flight() -> None:
+    def cost(candidate: Candidate) -> int | None:
+        return None if candidate.count("slack") * candidate.workload.micro_batch_size > 4 else 10**9
+
+    found = findings(cost, knobs={"slack": 4})
+    fewer_micro_batches(found, [])
+    assert at(found, "slack") == [4]
+    begun = replace(START, workload=split(16)).with_knobs({"slack": 4})
+    found = findings(cost)
+    found.evaluate(begun)
+    found.at, found.chosen = begun, found.tried[begun]
+    fewer_micro_batches(found, [split(8), split(4), split(2)])
+    assert found.at.workload == split(4) and at(found, "slack") == [1]
+
+
+def test_a_measured_profile_knows_what_small_micro_batches_take() -> None:
+    found = findings(lambda candidate: 10**9)
+    found.evaluate(replace(START, workload=split(8)))
+    found.at = replace(START, workload=split(8))
+    found.chosen = found.tried[found.at]
+    found.profile = replace(found.profile, mode="measured")
+    fewer_micro_batches(found, [split(4)])
+    assert found.at.workload == split(8)
