@@ -74,10 +74,9 @@ def measure(
     backend.events, pace = [], Pace()
     with trainer:
         startup_s = time.perf_counter() - begun
-        neighbours = Neighbours()
         with undisturbed():
             losses = trainer.run(MOST, on_loss=pace.on_loss, stop=pace.enough)
-        disturbed = neighbours.told()
+        disturbed = pace.neighbours.told()
         retried = retries() - pace.retried
         trace = trainer.trace()
         handing_ns = _handing_over(backend, trace.steps)
@@ -161,16 +160,19 @@ def trainer_of(
 
 
 class Pace:
-    """How many steps a row is made of, and what torch's allocator had waited for when its warm-up ended."""
+    """How many steps a row is made of, and from the end of its warm-up what torch's allocator waits for, and others do.
+
+    Before, processes of its own may compile.
+    """
 
     def __init__(self) -> None:
-        self.retried, self._asked = 0, 0
+        self.retried, self.neighbours, self._asked = 0, Neighbours(), 0
         self._since = math.inf
 
     def on_loss(self, step: int, loss: float) -> None:
         """A step has ended."""
         if step == WARM_UP - 1:
-            self.retried, self._since = retries(), time.perf_counter()
+            self.retried, self.neighbours, self._since = retries(), Neighbours(), time.perf_counter()
 
     def enough(self) -> bool:
         """Whether no further step is wanted; asked before each."""

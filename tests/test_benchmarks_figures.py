@@ -361,11 +361,12 @@ def test_short_steps_go_on_until_clocks_have_settled_and_the_later_half_counts(
     monkeypatch.setattr(steps, "retries", lambda: 5)
     for lasts_s, due in ((0.1, 32), (1.0, 7), (9.0, 7)):
         pace, now, done = steps.Pace(), 0.0, 0
+        begun = pace.neighbours
         while not pace.enough():
             now += lasts_s
             pace.on_loss(done, 1.0)
             done += 1
-        assert (done, pace.retried) == (due, 5)
+        assert (done, pace.retried) == (due, 5) and pace.neighbours is not begun
 
 
 def test_high_water_is_this_processs_in_bytes(module: Module) -> None:

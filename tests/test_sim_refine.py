@@ -98,7 +98,7 @@ def split(count: int, recompute: str = "none") -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("longer", "taken"),  # by what part of a thousandth a step takes longer for each micro-batch fewer than eight
+    ("longer", "taken"),  # thousandths that a step takes longer than one of eight, by its number of micro-batches
     [({4: 1, 2: 1.9, 1: 2.1}, 2), ({4: 2.1, 2: 0, 1: 0}, 8), ({4: -1, 2: 0.9, 1: 1.1}, 1)],
 )
 def test_fewer_micro_batches_are_taken_that_are_next_to_no_slower(longer: dict[int, float], taken: int) -> None:
