@@ -10,13 +10,16 @@ process that finds none. So where little is left, touching waits for more to com
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,12 +51,36 @@ class PinError(Refused):
 
 
 def pinned(nbytes: int, runtime: Runtime, *, cpus: Sequence[int] = ()) -> Tensor:
-    """A new slab, uint8 [nbytes], zeroed, aligned to a huge page; unpinned when the last view of it is gone.
+    """A slab, uint8 [nbytes], aligned to a huge page; unpinned when the last view of it is gone.
 
-    `cpus` are the cores whose memory it should lie in, any if empty. Raises PinError.
+    It is zeroed, unless it was kept from before (`kept_pinned`). `cpus` are the cores whose memory it should lie in,
+    any if empty. Raises PinError.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
+    region = _kept.take(nbytes) or _pin(nbytes, runtime, cpus)
+    _kept.use(region)
+    slab = (ctypes.c_ubyte * nbytes).from_buffer(region.mapping, region.offset)
+    # the finalizer holds the mapping, which must outlive the registration
+    weakref.finalize(slab, _kept.give_back, region).atexit = False
+    return torch.frombuffer(slab, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Pinned memory: of a mapping, what begins at `offset`."""
+
+    mapping: mmap.mmap
+    offset: int
+    address: int
+    nbytes: int
+    runtime: Runtime
+
+    def unpin(self) -> None:
+        self.runtime.cudaHostUnregister(self.address)
+
+
+def _pin(nbytes: int, runtime: Runtime, cpus: Sequence[int]) -> _Region:
     # Address space for the alignment costs nothing: what is not touched takes no memory. Without a reservation, since
     # Linux refuses one of more than the memory that it sees, which on some virtual machines grows as it is used.
     try:
@@ -65,19 +92,11 @@ def pinned(nbytes: int, runtime: Runtime, *, cpus: Sequence[int] = ()) -> Tensor
     # A process that is forked gets nothing of it: the kernel would copy pinned pages for it at once, all of them.
     mapping.madvise(mmap.MADV_DONTFORK)
     _advise(mapping, offset, nbytes)
-    slab = (ctypes.c_ubyte * nbytes).from_buffer(mapping, offset)
-    address = base + offset
-    _touch(address, nbytes, cpus)
-    status = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
+    _touch(base + offset, nbytes, cpus)
+    status = int(runtime.cudaHostRegister(base + offset, nbytes, PORTABLE))
     if status:
         raise PinError(f"{nbytes / 1e9:.2f} GB of host memory could not be pinned: CUDA error {status}")
-    # the finalizer holds the mapping, which must outlive the registration
-    weakref.finalize(slab, _unpin, runtime, address, mapping).atexit = False
-    return torch.frombuffer(slab, dtype=torch.uint8)
-
-
-def _unpin(runtime: Runtime, address: int, mapping: mmap.mmap) -> None:
-    runtime.cudaHostUnregister(address)
+    return _Region(mapping, offset, base + offset, nbytes, runtime)
 
 
 def _advise(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
@@ -128,6 +147,74 @@ class _Growing:
 
 
 _MEMORY = _Growing()  # of this machine
+
+
+# ---- slabs for the next training
+
+
+class _Kept:
+    """Regions in use and, within `limit` bytes together with these, those that stay pinned though nothing views them.
+
+    Garbage is collected on any thread, within these methods too: what comes back then is sorted in by whoever is there.
+    """
+
+    def __init__(self) -> None:
+        self._limit, self._used = 0, 0
+        self._free = list[_Region]()  # the oldest first
+        self._back, self._turn = deque[_Region](), threading.Lock()
+
+    def take(self, nbytes: int) -> _Region | None:
+        """One of exactly this size if there is one; otherwise there is room for it."""
+        with self._turn:
+            self._sort_in()
+            found = next((region for region in self._free if region.nbytes == nbytes), None)
+            if found is not None:
+                self._free.remove(found)
+            self._unpin_beyond(self._limit - nbytes)
+            return found
+
+    def use(self, region: _Region) -> None:
+        with self._turn:
+            self._used += region.nbytes
+
+    def give_back(self, region: _Region) -> None:
+        self._back.append(region)
+        while self._back and self._turn.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._turn.release()
+
+    @contextlib.contextmanager
+    def within(self, limit: int) -> Iterator[None]:
+        before, self._limit = self._limit, max(self._used + limit, self._limit)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._limit = before
+                self._unpin_beyond(before)
+
+    def _sort_in(self) -> None:
+        while self._back:
+            self._free.append(self._back.popleft())
+            self._used -= self._free[-1].nbytes
+        self._unpin_beyond(self._limit)
+
+    def _unpin_beyond(self, limit: int) -> None:
+        while self._free and self._used + sum(region.nbytes for region in self._free) > limit:
+            self._free.pop(0).unpin()
+
+
+_kept = _Kept()
+
+
+def kept_pinned(limit: int) -> contextlib.AbstractContextManager[None]:
+    """Within, slabs that nothing views any more stay pinned, each for the next one of exactly its size.
+
+    Those in use and those kept are at most `limit` bytes more than are in use now; the oldest that are kept go first.
+    """
+    return _kept.within(limit)
 
 
 # ---- which side of the machine a GPU is on

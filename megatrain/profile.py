@@ -31,6 +31,7 @@ from megatrain.executor import in_turn, serial
 from megatrain.initial import repeated_parameters
 from megatrain.measured_parts import Parts
 from megatrain.neighbours import told_of_neighbours
+from megatrain.pinned import kept_pinned
 from megatrain.rates import Load
 from megatrain.this_machine import machine_here, machine_name
 from megatrain.train import Trainer
@@ -93,7 +94,7 @@ def measure(
     streams, spaces = [], []
     ops: list[dict[str, Any]] = []
     shares: list[dict[str, Any]] = []
-    with told_of_neighbours():
+    with told_of_neighbours(), kept_pinned(_most_host_bytes((*runnable, *memory))):
         for schedule in runnable[:WOKEN]:
             progress(0.0, f"how long streams take to notice, {schedule.policy}")
             streams.append(kept.of(f"streams {schedule.digest}", functools.partial(in_a_run, schedule, *run_on)))
@@ -132,8 +133,9 @@ def time_ops(
     """
     kept = Parts(parts, machine_here(machine, nvme), way)
     runnable, run_on = _runnable(schedules, nvme), (machine, nvme, way)
-    found = _time_ops(runnable, number, progress, run_on, kept)
-    _read_shares(runnable, number, progress, run_on, kept)
+    with kept_pinned(_most_host_bytes(runnable)):
+        found = _time_ops(runnable, number, progress, run_on, kept)
+        _read_shares(runnable, number, progress, run_on, kept)
     return found
 
 
@@ -198,6 +200,11 @@ def _runnable(schedules: Sequence[Schedule], nvme: Path | None) -> list[Schedule
     if not found:
         raise InputError("every schedule to be measured keeps bytes on NVMe: give a folder there, with --nvme FOLDER")
     return found
+
+
+def _most_host_bytes(schedules: Sequence[Schedule]) -> int:
+    """What the largest of these has in the host's memory: all of them are trained, one after another."""
+    return max(schedule.allocated_bytes(Tier.HOST) for schedule in schedules)
 
 
 # ---- ops

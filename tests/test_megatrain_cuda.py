@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import random
 import re
 import shutil
 import sys
@@ -22,9 +23,10 @@ import pytest
 import torch
 from fake_cuda import FAST, MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
 from hand_written import WRITERS, small
+from quick_readings import hurry
 from torch import Tensor
 
-from megatrain import adam, cuda, profile
+from megatrain import adam, cuda, profile, readings
 from megatrain import pinned as pinning
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend
@@ -32,7 +34,7 @@ from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spi
 from megatrain.executor import Executor, in_turn, serial
 from megatrain.graphs import PHASES, NotCaptured, Pool, replayed
 from megatrain.lifetime import released
-from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, pinned
+from megatrain.pinned import HUGE_PAGE, PinError, cpus_beside, kept_pinned, pinned
 from megatrain.pointwise import compiled
 from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
 from megatrain.this_machine import backend_of
@@ -615,6 +617,96 @@ def test_refusal_to_pin_is_told() -> None:
         pinned(4096, FakeRuntime(status=2))
     with pytest.raises(PinError, match=r"of host memory could not be had: .*Cannot allocate memory"):
         pinned(1 << 60, FakeRuntime())
+
+
+@pytest.fixture
+def none_in_use() -> None:
+    """Nothing that other tests pinned comes back later."""
+    gc.collect()
+
+
+@pytest.mark.usefixtures("none_in_use")
+def test_a_slab_that_is_kept_serves_the_next_of_its_size_and_no_other() -> None:
+    runtime = FakeRuntime()
+    with kept_pinned(3 * HUGE_PAGE):
+        slab = pinned(HUGE_PAGE, runtime)
+        place = slab.data_ptr()
+        del slab
+        assert runtime.pinned == {place: HUGE_PAGE}
+        other = pinned(HUGE_PAGE + 1, runtime)
+        assert other.data_ptr() != place and len(runtime.pinned) == 2
+        again = pinned(HUGE_PAGE, runtime)
+        assert again.data_ptr() == place and again.numel() == HUGE_PAGE and len(runtime.pinned) == 2
+        assert pinned(HUGE_PAGE, runtime).data_ptr() != place  # that is in use
+        del again
+    assert runtime.pinned == {other.data_ptr(): HUGE_PAGE + 1}
+    del other
+    assert not runtime.pinned
+
+
+@pytest.mark.usefixtures("none_in_use")
+def test_what_is_kept_and_what_is_in_use_stay_within_the_limit_together() -> None:
+    runtime = FakeRuntime()
+    with kept_pinned(10 * 4096):
+        slabs = [pinned(size * 4096, runtime) for size in (3, 4, 2)]
+        del slabs[0]
+        del slabs[0]
+        assert sum(runtime.pinned.values()) == 9 * 4096
+        slabs.append(pinned(2 * 4096, runtime))  # its size is in use: the oldest makes room for another
+        assert sorted(runtime.pinned.values()) == [2 * 4096, 2 * 4096, 4 * 4096]
+        slabs.append(pinned(7 * 4096, runtime))  # more than the limit, if it must be
+        assert sum(runtime.pinned.values()) == 11 * 4096 and len(runtime.pinned) == 3
+        with pytest.raises(PinError):
+            pinned(4096, FakeRuntime(status=2))
+        slabs.clear()
+        assert sum(runtime.pinned.values()) <= 10 * 4096
+        with kept_pinned(4096):  # what holds further out holds here
+            assert runtime.pinned
+        assert runtime.pinned
+    assert not runtime.pinned
+
+
+@pytest.mark.usefixtures("none_in_use")
+def test_slabs_that_several_threads_take_and_give_back_are_all_unpinned_in_the_end() -> None:
+    runtime = FakeRuntime()
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        held = list[Tensor]()
+        for _ in range(200):
+            held.append(pinned(4096 * chance.randint(1, 4), runtime))
+            held[-1].fill_(seed)
+            if len(held) == 4:
+                assert all((slab == seed).all() for slab in held)
+                held.pop(chance.randrange(4))
+
+    with kept_pinned(24 * 4096):
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert 0 < sum(runtime.pinned.values()) <= 24 * 4096
+    assert not runtime.pinned
+
+
+@pytest.mark.usefixtures("none_in_use")
+def test_a_profile_pins_each_slab_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, pins = FakeRuntime(), list[int]()
+    register = runtime.cudaHostRegister
+
+    def noted(address: int, nbytes: int, flags: int) -> int:
+        pins.append(nbytes)
+        return register(address, nbytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", noted)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(profile, "LOADED_S", 0.0)
+    hurry(monkeypatch)
+    schedule = built("streamed", MODEL, WORKLOAD)
+    profile.time_ops([schedule], 0, progress=lambda done, note: None, machine=lambda: FakeBackend(gpu))
+    slabs = [buffer.nbytes for buffer in schedule.buffers if buffer.tier == Tier.HOST]
+    assert sorted(pins) == sorted([*slabs, readings.ARENA, readings.ARENA])
 
 
 @pytest.mark.skipif(Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2", reason="Linux reserves it all")
