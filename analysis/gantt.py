@@ -167,10 +167,11 @@ def strips(runs: Sequence[Run], limit_ms: float) -> Axes:
 def _lane(ax: Axes, y: float, boxes: Sequence[Box], span: float, busy: float, per_inch: float) -> None:
     """One stream: grey where idle, boxes by class of op, and as many labels as there is room for.
 
-    `per_inch` is how much time an inch is.
+    `per_inch` is how much time an inch is. What takes little is drawn over what takes much, whose edges would hide it.
     """
     ax.broken_barh([(0, span)], (y - _BOX / 2, _BOX), facecolors=IDLE, zorder=1)
-    for name in dict.fromkeys(box[0] for box in boxes):
+    total = _total(boxes)
+    for name in sorted(total, key=lambda name: -total[name]):
         colour = OP_COLOURS[name]
         of_class = [(start, width) for cls, _, start, width in boxes if cls == name]
         for edge, wide in (("white", True), (colour, False)):
@@ -198,9 +199,7 @@ def _labelled(boxes: Sequence[Box], letter: float) -> list[Box]:
     follow each other they have one label if there is no room for more.
     """
     found = [box for box in boxes if not box[1].isdecimal() and box[1] and box[3] > letter * (len(box[1]) + 0.3)]
-    total: dict[str, float] = {}
-    for name, _, _, width in boxes:
-        total[name] = total.get(name, 0.0) + width
+    total = _total(boxes)
     for name in sorted(total, key=lambda name: -total[name]):
         numbered = [box for box in boxes if box[0] == name and box[1].isdecimal()]
         for some, every in [(numbered, 1), *((_joined(numbered), every) for every in _EVERY)]:
@@ -209,6 +208,14 @@ def _labelled(boxes: Sequence[Box], letter: float) -> list[Box]:
                 found = labelled
                 break
     return found
+
+
+def _total(boxes: Sequence[Box]) -> dict[str, float]:
+    """By class, what its boxes take together."""
+    total: dict[str, float] = {}
+    for name, _, _, width in boxes:
+        total[name] = total.get(name, 0.0) + width
+    return total
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:

@@ -19,7 +19,7 @@ from matplotlib.text import Annotation, Text
 
 from analysis import figure, palette, plans, plots, policy_pages, trace_diff
 from analysis.compare import compare
-from analysis.gantt import _joined, gantt, gantt_data, steady_step, strips
+from analysis.gantt import _joined, _lane, gantt, gantt_data, steady_step, strips
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.op import Tier
@@ -127,6 +127,15 @@ def test_the_step_drawn_is_the_typical_one(run: tuple[Schedule, Trace]) -> None:
     told = f"a step of {(until - since) / 1e6:.4g} ms, the median is {median:.4g} ms"
     assert gantt([(schedule, uneven)]).texts[0].get_text().endswith(told)
     assert "median" not in gantt([run]).texts[0].get_text()
+
+
+def test_what_takes_little_is_drawn_over_what_takes_much() -> None:
+    """Ops thinner than a pixel, each between two long ones, would be hidden by their edges."""
+    ax = figure.new_axes(width=4, height=1)
+    boxes = [("recompute", "", 0.0, 0.1), ("backward", "", 0.1, 0.9), ("recompute", "", 1.0, 0.1)]
+    _lane(ax, 0.0, boxes, 2.0, 1.0, 10.0)
+    colours = [tuple(c.get_facecolor()[0][:3]) for c in ax.collections if isinstance(c, PolyCollection)]
+    assert colours[1:] == [to_rgb(palette.OP_COLOURS[name]) for name in ("backward", "recompute")]
 
 
 def test_every_op_of_the_data_is_a_box(run: tuple[Schedule, Trace]) -> None:
