@@ -5,8 +5,9 @@ launched once can be launched again without Python. The graphs share one pool of
 are replayed as they were captured, one after another on one stream. What autograd keeps between the capture of an
 op and that of its backward stays in the pool, and in later steps lies where it lay then.
 
-Left as they are: ops with a tensor that is new in each step (tokens, the loss), and those on a buffer whose activations
-are copied to the host: such copies look for what autograd kept in the step at hand, and a buffer that a graph and an op
+Left as they are: ops with a tensor that is new in each step (tokens, the loss), and those on a buffer whose
+activations are copied, to the host or from there. A copy looks for what autograd kept in the step at hand, and brings
+it back to the memory that an op had last, where no graph would look for it; and a buffer that a graph and an op
 without one took turns on would have memory of both.
 """
 
@@ -74,7 +75,7 @@ def replayed(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
         access.buffer
         for op in schedule.ops
         if op.phase == Phase.COPY
-        for access in op.reads
+        for access in op.accesses
         if parse(access.tensor).cls == SAVED
     }
     pool = Pool()
