@@ -12,7 +12,6 @@ see `megatrain.checksum`: adapters are of no use beside other weights.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +29,12 @@ from megatrain.checksum import checksum
 from megatrain.tensor_file import save_file
 from schedules import trained
 from schedules.errors import InputError, Refused
+from schedules.files import sync
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 
-FORMAT = 2
+FORMAT = 3
 LAST = "training.json"
 STEP = re.compile(r"step-\d{8,}")
 FINITE_CHUNK = 1 << 20  # elements
@@ -117,21 +117,24 @@ def save(
                 raise Diverged(f"the weights of layer {name} are not finite after step {step}")
             parts = {"weights": weights, "state": state}
             save_file(parts, _file(target, schedule.model, i))
+            sync(_file(target, schedule.model, i))
             checksums[name] = {part: checksum(bits) for part, bits in parts.items()}
         where = None if began is None else str(began.resolve())
         about = {**_of(schedule), "step": step, "frozen": dict(frozen or {}), "began": where}
         about |= {"settings": dict(settings or {}), "checksums": checksums}
         partial = target / f"{LAST}.partial"
         partial.write_text(json.dumps(about, indent=1) + "\n")
-        os.sync()  # what comes after a loss of power must not be a name without its contents
+        sync(partial)
+        sync(target)  # what comes after a loss of power must not be a name without its contents
         partial.replace(target / LAST)
+        sync(target)
+        sync(folder)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(target, ignore_errors=True)
         raise NotSaved(f"the checkpoint of step {step} could not be written to {folder}: {error}") from None
     except Diverged:
         shutil.rmtree(target)
         raise
-    os.sync()
     return target
 
 

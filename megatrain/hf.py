@@ -24,6 +24,7 @@ from megatrain.template import views
 from megatrain.tensor_file import save_file
 from schedules import trained
 from schedules.errors import InputError, Refused
+from schedules.files import sync
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
@@ -288,6 +289,9 @@ def write(
             _write_adapters(folder, model, workload.lora_rank, finite, base)
         else:
             _write_model(folder, model, config, finite, base)
+        for path in set(folder.iterdir()) - before:
+            sync(path)
+        sync(folder)
     except BaseException as error:  # an interrupt too: what it left would have the next export refused
         for path in set(folder.iterdir()) - before:
             path.unlink()

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import tempfile
 import threading
 from collections.abc import Callable
@@ -53,6 +54,8 @@ class Drive:
             self.direct = _has_direct_access(folder)
         except OSError as error:
             raise DriveError(f"cannot keep buffers in {folder}: {error.strerror}") from None
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a buffer is an open file: 1,504 for a 70B's step
         self._workers = ThreadPoolExecutor(depth, thread_name_prefix="drive")
         self._bounce = threading.local()
         self._files: list[int] = []
@@ -79,7 +82,8 @@ class Drive:
                     f"no room for {buffer.name}, {buffer.nbytes / 1e9:.3g} GB, in {self.folder}: "
                     f"{error.strerror}; make room there or choose another folder"
                 ) from None
-            raise DriveError(f"cannot make {buffer.name} in {self.folder}: {error.strerror}") from None
+            hint = "; allow more with ulimit -n" if error.errno == errno.EMFILE else ""
+            raise DriveError(f"cannot make {buffer.name} in {self.folder}: {error.strerror}{hint}") from None
         return DriveSlab(self, file, buffer)
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def _pin(nbytes: int, runtime: Runtime, cpus: Sequence[int]) -> _Region:
     # A process that is forked gets nothing of it: the kernel would copy pinned pages for it at once, all of them.
     mapping.madvise(mmap.MADV_DONTFORK)
     _advise(mapping, offset, nbytes)
-    _touch(base + offset, nbytes, cpus)
+    _touch((ctypes.c_ubyte * nbytes).from_buffer(mapping, offset), cpus)
     status = int(runtime.cudaHostRegister(base + offset, nbytes, PORTABLE))
     if status:
         raise PinError(f"{nbytes / 1e9:.2f} GB of host memory could not be pinned: CUDA error {status}")
@@ -109,24 +109,32 @@ def _advise(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
             return  # a kernel without them
 
 
-def _touch(address: int, nbytes: int, cpus: Sequence[int]) -> None:
+def _touch(memory: ctypes.Array[ctypes.c_ubyte], cpus: Sequence[int]) -> None:
     """Write every page, several threads a part each, on the cores named."""
+    address, nbytes = ctypes.addressof(memory), len(memory)
     count = max(1, min(TOUCHING_THREADS, len(cpus) or os.cpu_count() or 1, nbytes // HUGE_PAGE))
     part = -(-nbytes // count // HUGE_PAGE) * HUGE_PAGE if count > 1 else nbytes
+    ended = threading.Event()
 
-    def write(start: int) -> None:
+    def write(start: int, held: object) -> None:
+        """`held` lives as long as the thread does, which an interrupt of this one does not end."""
         if cpus:
             os.sched_setaffinity(0, cpus)  # of this thread alone
         stop = min(start + part, nbytes)
         for at in range(start, stop, PIECE):
+            if ended.is_set():
+                return
             _MEMORY.wait()
             ctypes.memset(address + at, 0, min(PIECE, stop - at))  # without Python's lock
 
-    threads = [threading.Thread(target=write, args=(start,)) for start in range(0, nbytes, part)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=write, args=(start, memory)) for start in range(0, nbytes, part)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        ended.set()
 
 
 class _Growing:

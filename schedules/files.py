@@ -57,6 +57,19 @@ def whole(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on their drive. Raises OSError if they cannot get there.
+
+    A file that is written and closed may still be in memory alone, and only this tells that there was no room for it
+    below the file system, or that the drive failed: `os.sync` tells of nothing.
+    """
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8. Raises InputError when that cannot be done."""
     with whole(path) as partial:

@@ -285,17 +285,42 @@ def test_a_checkpoint_is_complete_when_its_contents_are_on_the_drive(
     """Else a loss of power could leave a name without them."""
     of, folder = schedule(), tmp_path / "checkpoints"
     _, right = train(of, 1, tmp_path, save=True)
-    at_sync: list[tuple[list[str], int, int]] = []
+    target = folder / "step-00000002"
+    synced: list[tuple[str, bool]] = []
 
-    def sync() -> None:
-        complete = sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.LAST}"))
-        parts = [path.stat().st_size > 0 for path in folder.glob("step-00000002/*")]
-        at_sync.append((complete, len(parts), sum(parts)))
+    def sync(path: Path) -> None:
+        assert path.is_dir() or path.stat().st_size > 0
+        synced.append((path.name, (target / checkpoint.LAST).exists()))
 
-    monkeypatch.setattr(checkpoint.os, "sync", sync)
+    monkeypatch.setattr(checkpoint, "sync", sync)
     checkpoint.save(folder, of, 2, lambda i: right[i])
-    files = len(of.model.layers) + 1  # what makes it a checkpoint is written too, and only its name is missing
-    assert at_sync == [(["step-00000001"], files, files), (["step-00000001", "step-00000002"], files, files)]
+    layers = sorted(path.name for path in target.iterdir() if path.name != checkpoint.LAST)
+    before = [name for name, complete in synced if not complete]
+    assert sorted(before[:-2]) == layers and len(layers) == len(of.model.layers)
+    assert before[-2:] == [f"{checkpoint.LAST}.partial", target.name]
+    assert [name for name, complete in synced if complete] == [target.name, folder.name]
+
+
+@pytest.mark.parametrize("lost", ["layer", "last", "folder"])
+def test_what_does_not_reach_the_drive_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """A file may be written and closed without an error, of which only a sync tells."""
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    real = checkpoint.sync
+
+    def sync(path: Path) -> None:
+        kind = "folder" if path.is_dir() else "last" if path.name.startswith(checkpoint.LAST) else "layer"
+        if kind == lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(checkpoint, "sync", sync)
+    with pytest.raises(NotSaved, match=r"step 2 could not be written to .*Input/output error"):
+        checkpoint.save(folder, of, 2, lambda i: right[i])
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert checkpoint.read(folder, of).step == 1
 
 
 def on_third_layer(do: Callable[[], None]) -> Callable[..., None]:
@@ -493,7 +518,7 @@ def test_what_is_of_another_training_is_refused(other: Schedule, told: str, tmp_
         checkpoint.read(folder, other)
     body = json.loads((folder / "step-00000001" / checkpoint.LAST).read_text())
     (folder / "step-00000001" / checkpoint.LAST).write_text(json.dumps({**body, "format": 1}))
-    with pytest.raises(CheckpointError, match="has the format 1; this version reads 2"):
+    with pytest.raises(CheckpointError, match="has the format 1; this version reads 3"):
         checkpoint.read(folder, of)
 
 

@@ -30,6 +30,19 @@ def test_pages_that_changed_places_are_told() -> None:
     assert checksum(pages.flatten()) != checksum(pages.flip(0).flatten())
 
 
+@given(first=st.integers(0, 2 * PAGE - 1), second=st.integers(0, 2 * PAGE - 1), bit=st.integers(0, 53))
+def test_words_that_changed_places_are_told(first: int, second: int, bit: int) -> None:
+    """Within a page, too; and two flips of one bit, one of them up and one down."""
+    words = torch.randint(1 << 62, (2 * PAGE,), generator=torch.Generator().manual_seed(0))
+    before, places = checksum(words), torch.tensor([first, second])
+    swapped = words.clone()
+    swapped[places] = words[places.flip(0)]
+    assert (checksum(swapped) == before) == (first == second)
+    low, high = torch.zeros(2 * PAGE, dtype=torch.int64), torch.zeros(2 * PAGE, dtype=torch.int64)
+    low[first], high[second] = 1 << bit, 1 << bit
+    assert (checksum(low) == checksum(high)) == (first == second)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_it_is_of_the_bits_wherever_they_lie(dtype: torch.dtype) -> None:
     bits = torch.randint(256, (3 * PAGE * WORD + 24,), dtype=torch.uint8)

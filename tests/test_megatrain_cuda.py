@@ -540,6 +540,45 @@ def test_all_of_a_slab_is_touched_on_the_cores_named_before_it_is_pinned(
     assert threading.current_thread().name not in {name for name, _ in bound}
 
 
+@pytest.mark.parametrize("by", ["an interrupt", "want of threads"])
+def test_no_thread_touches_memory_that_is_gone(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """What ends the thread that pins ends none of those that touch: they hold the memory, and stop soon."""
+    memset, begun, goes_on = ctypes.memset, threading.Event(), threading.Event()
+    places: list[tuple[int, int]] = []
+
+    def touching(address: int, value: int, nbytes: int) -> None:
+        begun.set()
+        assert goes_on.wait(10)
+        memset(address, value, nbytes)
+        places.append((address, nbytes))
+
+    def ends(thread: threading.Thread, *_: object) -> None:
+        assert begun.wait(10)
+        raise KeyboardInterrupt if by == "an interrupt" else RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ctypes, "memset", touching)
+    monkeypatch.setattr(pinning, "PIECE", HUGE_PAGE)
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def starting(thread: threading.Thread) -> None:
+        if by == "want of threads" and started:
+            ends(thread)
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", starting)
+        if by == "an interrupt":
+            patch.setattr(threading.Thread, "join", ends)
+        with pytest.raises(KeyboardInterrupt if by == "an interrupt" else RuntimeError):
+            pinned(64 * HUGE_PAGE, FakeRuntime(), cpus=tuple(sorted(os.sched_getaffinity(0)))[:1] * 2)
+    gc.collect()
+    goes_on.set()
+    for thread in started:
+        thread.join(10)
+    assert len(places) == len(started)  # a piece each, where each had many
+
+
 class FakeMemory:
     """What is left of a machine's memory, which grows by so much each time somebody sleeps."""
 
@@ -712,7 +751,7 @@ def test_a_profile_pins_each_slab_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2", reason="Linux reserves it all")
 def test_more_than_the_memory_that_linux_sees_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a virtual machine whose memory grows as it is used."""
-    monkeypatch.setattr("megatrain.pinned._touch", lambda address, nbytes, cpus: None)
+    monkeypatch.setattr("megatrain.pinned._touch", lambda memory, cpus: None)
     nbytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert len(pinned(nbytes, FakeRuntime())) == nbytes
 

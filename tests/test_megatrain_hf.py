@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -304,6 +305,16 @@ def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(NotExported, match=r"could not be exported to .*No space left on device"):
         hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_what_does_not_reach_the_drive_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(hf, "sync", lost)
+    with pytest.raises(NotExported, match=r"could not be exported to .*Input/output error"):
+        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:

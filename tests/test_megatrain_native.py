@@ -345,9 +345,36 @@ status = os.waitpid(child, 0)[1]
 assert status == 0, status"""
 
 
+# a thread's stack of some megabytes has no room in what is left of the address space
+CROWDED = """import resource, torch
+from pathlib import Path
+from megatrain import adam
+n = 1 << 20
+first, second = [(torch.ones(n), torch.ones(n), torch.zeros(8 * n, dtype=torch.uint8)) for _ in range(2)]
+def step(weights, grad, state):
+    adam.step(weights, grad, state, adam.Adam(lr=1e-3), 1, precision="fp32")
+    return weights
+torch.set_num_threads(1)
+step(*first)
+torch.set_num_threads(4)
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (3 << 20), taken + (3 << 20)))
+try:
+    import threading
+    threading.Thread(target=print).start()
+except RuntimeError as error:
+    assert "can't start new thread" in str(error)
+else:
+    raise SystemExit("a thread had room")
+step(*second)
+torch.set_num_threads(1)  # torch's own threads would end the process
+assert (second[0] == first[0]).all()"""
+
+
 @needs_kernel
-def test_a_forked_process_has_threads_of_its_own() -> None:
+@pytest.mark.parametrize("program", [FORKED, CROWDED], ids=["forked", "where no thread can be had"])
+def test_a_process_needs_no_threads_of_another_and_no_more_than_it_can_have(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORKED], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,19 @@ def test_an_error_of_the_drive_stops_the_run_and_names_op_and_file(
             running.run(2)
         assert isinstance(told.value.__cause__, DriveError) and "nvme.o." in str(told.value.__cause__)
     assert not list(tmp_path.iterdir())
+
+
+def test_there_may_be_more_buffers_than_a_shell_allows_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    try:
+        with Drive(tmp_path) as opened:
+            assert len([slab(opened, BLOCK) for _ in range(100)]) == 100
+            monkeypatch.setattr(nvme, "_open_nameless", failing(errno.EMFILE))
+            with pytest.raises(DriveError, match=r"cannot make .*: Too many open files; allow more with ulimit -n"):
+                slab(opened, BLOCK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
 
 
 def test_a_file_that_was_cut_off_is_told(drive: Drive) -> None:

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 
@@ -180,14 +181,18 @@ public:
         {
             std::lock_guard<std::mutex> guard(state_);
             while (helpers_ < threads - 1) {
-                std::thread(&Pool::serve, this, helpers_).detach();
+                try {
+                    std::thread(&Pool::serve, this, helpers_).detach();
+                } catch (const std::system_error&) {  // a limit of processes, say: those that are there do it all
+                    break;
+                }
                 ++helpers_;
             }
             work_ = &work;
             n_ = n;
             block_ = block;
             next_ = 0;
-            wanted_ = running_ = threads - 1;
+            wanted_ = running_ = std::min(helpers_, threads - 1);
             ++turn_;
         }
         wake_.notify_all();
