@@ -192,6 +192,30 @@ def test_a_path_is_looked_at_before_the_work(
     assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["simulate", "step.json", "--trace", "./step.json"],
+        ["simulate", "step.json", "--trace={}/step.json"],
+        ["build", "tiny", "-p", "step.json slots=3", "--out", "step.json"],
+        ["run", "tiny", "--data", "step.json", "--log", "step.json"],
+        ["simulate", "tiny", "--trace", "new.json", "--perfetto", "new.json"],
+        ["import", "step.json", "--model", "tiny", "--batch", "1", "--seq", "16", "--out", "."],
+    ],
+)
+def test_nothing_is_written_over_what_is_read(command: list[str], step: Path, tmp_path: Path) -> None:
+    if command[0] == "import":
+        command[1] = str(step.rename(tmp_path / "trace.json").name)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    done = megatrain(*(word.format(tmp_path) for word in command), cwd=tmp_path)
+    assert done.returncode == 2 and "would be written over" in done.stderr
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_device_may_be_written_to_twice() -> None:
+    assert megatrain("simulate", "tiny", "--trace", "/dev/null", "--perfetto", "/dev/null").returncode == 0
+
+
 def test_results_are_printed_though_they_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, *text: str, **options: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -181,17 +181,28 @@ def require_input(*files: Path) -> None:
 
 
 def require_outputs(*, files: Sequence[Path | None] = (), folders: Sequence[Path | None] = ()) -> None:
-    """Raises InputError unless all that is given can be written: to be asked before the work, not after it."""
+    """Raises InputError unless all that is given can be written: to be asked before the work, not after it.
+
+    A file that the command line names once more is read as well, or written twice: nothing of it would be left.
+    """
     from schedules.files import require_file, require_folder
 
     for file in files:
         if file is not None:
+            if _named(file) > 1 and (file.is_file() or not file.exists()):  # no terminal, and no /dev/null
+                raise InputError(f"{file} is named twice, and would be written over: give another file to write to")
             with _exactly(file, file.parent):
                 require_file(file)
     for folder in folders:
         if folder is not None:
             with _exactly(folder, next(there for there in (folder, *folder.absolute().parents) if there.exists())):
                 require_folder(folder)
+
+
+def _named(file: Path) -> int:
+    """How many words of the command line are this file, as it is, after `--option=`, among others or before knobs."""
+    words = (word.partition("=")[2] if word.startswith("--") and "=" in word else word for word in sys.argv[1:])
+    return sum(file.resolve() in {Path(part).resolve() for part in (word, *re.split(r"[\s,]", word))} for word in words)
 
 
 @contextmanager

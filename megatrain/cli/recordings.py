@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from schedules.schedule import Schedule
     from schedules.trace import Trace
 
+IMPORTED = ("queues.csv", "schedule.json", "trace.json")
+
 
 def import_trace(
     file: Annotated[Path, typer.Argument(help="What torch.profiler exported: .json or .json.gz.", show_default=False)],
@@ -42,6 +44,8 @@ def import_trace(
 
     require_input(file)
     require_outputs(folders=[out])
+    if file.resolve() in {(out / name).resolve() for name in IMPORTED}:
+        raise InputError(f"{file} would be written over: give another folder than {out}")
     workload = workload_of(batch, accumulation, seq, precision, None)
     recording = kineto.read(file, presets.load(model), workload)
     queues = kineto.queues(recording)
@@ -62,7 +66,7 @@ def import_trace(
             what = "step" if recording.steps == 1 else f"{recording.steps} steps"
             print(f"{what} of {seconds(lasted)}: {rate(tokens)} tokens/s")
     if not as_json:
-        print(f"written to {out}: queues.csv, schedule.json, trace.json")
+        print(f"written to {out}: {', '.join(IMPORTED)}")
 
 
 def timeline(
