@@ -197,6 +197,8 @@ def _settings(
         "steps of": f"{workload.micro_batch_size * workload.accumulation} x {workload.seq_len} tokens",
         "learning rate": adam.lr,
         "weight decay": adam.weight_decay,
+        "betas": list(adam.betas),
+        "eps": adam.eps,
         "clipping": workload.grad_clip,
     }
 

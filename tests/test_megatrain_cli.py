@@ -79,6 +79,8 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--lr", "inf"], 2, "--lr inf: give a number from 0 up that is not infinite"),
         (["run", "tiny", "--lr", "nan"], 2, "--lr nan: give a number"),
         (["run", "tiny", "--weight-decay", "inf"], 2, "--weight-decay inf: give a number"),
+        (["run", "tiny", "--eps", "-1"], 2, "--eps -1.0: give a number from 0 up"),
+        (["run", "tiny", "--beta2", "1"], 2, "--beta2 1.0: give a number from 0 up and below 1"),
         (["compare", "tiny", "-p", "streamd"], 2, "streamed"),
         (["adversary", "streamd", "resident"], 2, "streamed"),
         (["adversary", "streamed", "streamed"], 2, "streamed against itself: name two policies"),
@@ -233,6 +235,12 @@ def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path:
     rest = losses("--steps", "2", "--resume", str(folder), "--policy", "resident", "--export", str(tmp_path / "hf"))
     assert [*first, *rest] == whole and whole[-1] < whole[0] - 0.1
     assert megatrain(*step, "--steps", "1", "--save", str(folder)).returncode == 2
+    assert losses("--steps", "3", "--beta1", "0.5") != whole[:3]
+    assert losses("--steps", "3", "--beta1", "0.9", "--beta2", "0.95", "--eps", "1e-8") == whole[:3]  # as it comes
+    settings = json.loads(next(folder.glob("*4/training.json")).read_text())["settings"]
+    assert (settings["betas"], settings["eps"]) == ([0.9, 0.95], 1e-8)
+    decayed = megatrain("run", "tiny", "--batch", "1", "--seq", "32", "--steps", "3", "--decay-until", "1")
+    assert decayed.stderr.count("the learning rate is 0 since step 1") == 1
     (found,) = losses("--steps", "1", "--weights", str(tmp_path / "hf"))
     assert found < whole[0] - 0.1  # it begins where that training ended
     config = tmp_path / "hf" / "config.json"

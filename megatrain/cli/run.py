@@ -84,6 +84,9 @@ def run(
         int | None, typer.Option(help="Cosine decay to zero: the learning rate after so many steps.")
     ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW weight decay, for matrices only.")] = 0.0,
+    beta1: Annotated[float, typer.Option(help="AdamW's decay of the first moment.")] = 0.9,
+    beta2: Annotated[float, typer.Option(help="AdamW's decay of the second moment.")] = 0.95,
+    eps: Annotated[float, typer.Option(help="What AdamW adds to the root of the second moment.")] = 1e-8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of initial weights and data order.")] = 0,
     weights: Annotated[
         Path | None, typer.Option(help="Start from the weights in this Hugging Face folder; random if left out.")
@@ -145,7 +148,7 @@ def run(
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
 
-    hyper = _hyper(lr, weight_decay, warmup, decay_until)
+    hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until)
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
@@ -165,6 +168,9 @@ def run(
                 def on_loss(step: int, loss: float) -> None:
                     nonlocal neighbours  # not before: processes of its own may have compiled for the first step
                     neighbours = neighbours or Neighbours()
+                    first = not progress.losses
+                    if decay_until is not None and (step == decay_until or (first and step > decay_until)):
+                        progress.say(f"note: the learning rate is 0 since step {decay_until}, see --decay-until")
                     progress.loss(step, loss, hyper(step).lr)
 
                 def interrupted() -> typer.Exit:
@@ -224,15 +230,20 @@ def _left_by(interrupted: Callable[[], typer.Exit]) -> Iterator[None]:
         raise interrupted() from None
 
 
-def _hyper(lr: float, weight_decay: float, warmup: int, until: int | None) -> Callable[[int], Adam]:
+def _hyper(
+    lr: float, weight_decay: float, betas: tuple[float, float], eps: float, warmup: int, until: int | None
+) -> Callable[[int], Adam]:
     from megatrain.adam import Adam
     from megatrain.learning_rate import by_step
 
-    for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
+    for name, value in (("--lr", lr), ("--weight-decay", weight_decay), ("--eps", eps)):
         if not 0 <= value < math.inf:
             raise InputError(f"{name} {value}: give a number from 0 up that is not infinite")
+    for name, value in zip(("--beta1", "--beta2"), betas, strict=True):
+        if not 0 <= value < 1:
+            raise InputError(f"{name} {value}: give a number from 0 up and below 1")
     try:
-        return by_step(Adam(lr=lr, weight_decay=weight_decay), warmup=warmup, until=until)
+        return by_step(Adam(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), warmup=warmup, until=until)
     except ValueError as error:
         raise InputError(str(error)) from None
 
