@@ -38,11 +38,11 @@ def new_axes(width: float, height: float) -> Axes:
         return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def stacked_axes(count: int, width: float, height_each: float) -> list[Axes]:
-    """`count` axes in one new figure, one under the other, with a common x axis."""
+def stacked_axes(count: int, width: float, height_each: float, *, common_x: bool = True) -> list[Axes]:
+    """`count` axes in one new figure, one under the other, with a common x axis or each with its own."""
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height_each * count), layout="constrained")
-        return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+        return list(figure.subplots(count, 1, sharex=common_x, squeeze=False)[:, 0])
 
 
 def plain_ticks(axis: Axis) -> None:

@@ -7,6 +7,7 @@ caller could not write to a CSV file beside the picture.
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 BAND = 0.10  # of the identity line in `predicted_against_measured`
 _STEPS_SHOWN = 3  # in pictures of memory
+_BAR_INCHES = 0.42  # room for two lines of writing over a bar
+_WIDEST_INCHES = 12.5  # fits a page and a screen, and its writing stays legible there
 _LEGEND_INCHES = 2.1  # a policy's name and its patch
 _TITLE_LETTERS = 11  # in an inch
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
@@ -41,6 +44,8 @@ _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 def throughput(comparison: pd.DataFrame) -> Axes:
     """Bars of the model's FLOP/s by model and policy; over each, its ratio to ZeRO-3 offload.
+
+    Models for which the widest picture has no room stand in further rows, at the same scale. Returns the first row.
 
     Args:
         comparison: as `compare.compare` returns it, of one workload on one machine. A row that does not fit
@@ -59,13 +64,18 @@ def throughput(comparison: pd.DataFrame) -> Axes:
         )
     rows = comparison.sort_values("params_b", kind="stable")
     models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["label"]))
-    ax = new_axes(width=max(7.0, 1.5 + 0.42 * (len(policies) + 1) * len(models)), height=4.8)
+    model_inches = _BAR_INCHES * (len(policies) + 1)
+    count = math.ceil(len(models) / max(1, int((_WIDEST_INCHES - 1.5) / model_inches)))
+    in_a_row = math.ceil(len(models) / count)
+    inches = min(max(7.0, 1.5 + model_inches * in_a_row), _WIDEST_INCHES)
+    stack = stacked_axes(count, inches, 3.4 + 1.4 / count, common_x=False)  # title and legend stand there once
     width = 0.86 / len(policies)
     fastest = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)]))
     unit, scale = ("GFLOP/s", 1e3) if 0 < fastest < 1 else ("TFLOP/s", 1.0)
     top = fastest * scale or 1.0
     for row in rows.to_dict("records"):
-        x = models.index(row["model"]) + (policies.index(row["label"]) - (len(policies) - 1) / 2) * width
+        number, place = divmod(models.index(row["model"]), in_a_row)
+        ax, x = stack[number], place + (policies.index(row["label"]) - (len(policies) - 1) / 2) * width
         style = _style(row)
         if row["fits"]:
             height, ratio = row["model_tflops_per_s"] * scale, row["ratio_to_zero3_offload"]
@@ -79,16 +89,19 @@ def throughput(comparison: pd.DataFrame) -> Axes:
             x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT, linespacing=1.0,
             path_effects=[withStroke(linewidth=3, foreground="white")],  # a hatch runs behind it in a dashed slot
         )  # fmt: skip
-    ax.set_ylim(0, 1.45 * top)
-    ax.set_xlim(-0.5, len(models) - 0.5)
-    ax.set_xticks(range(len(models)), models)
-    ax.set_ylabel(f"model {unit}")
-    ax.set_xlabel(_what_is_written(rows))
-    title = textwrap.fill(_setting(comparison), int(_TITLE_LETTERS * figure_of(ax).get_figwidth()))
-    ax.set_title(title, loc="left", fontsize=FONT_PT + 1)
-    _open(ax)
-    _policy_legend(ax, {row["label"]: _style(row) for row in rows.to_dict("records")}, 1.07 + 0.05 * title.count("\n"))
-    return ax
+    for number, ax in enumerate(stack):
+        here = models[number * in_a_row : (number + 1) * in_a_row]
+        ax.set_ylim(0, 1.45 * top)
+        ax.set_xlim(-0.5, in_a_row - 0.5)
+        ax.set_xticks(range(len(here)), here)
+        ax.set_ylabel(f"model {unit}")
+        _open(ax)
+    stack[-1].set_xlabel(_what_is_written(rows))
+    title = textwrap.fill(_setting(comparison), int(_TITLE_LETTERS * inches))
+    stack[0].set_title(title, loc="left", fontsize=FONT_PT + 1)
+    styles = {row["label"]: _style(row) for row in rows.to_dict("records")}
+    _policy_legend(stack[0], styles, 1.07 + 0.05 * title.count("\n"))
+    return stack[0]
 
 
 def _what_is_written(rows: pd.DataFrame) -> str:

@@ -94,6 +94,23 @@ def test_slots_of_one_colour_are_told_apart_by_the_legends_hatches() -> None:
     assert {patch.get_hatch() or "" for patch in ax.patches} == {style.hatch for style in styles}
 
 
+def test_models_for_which_the_picture_is_too_narrow_stand_in_further_rows(comparison: pd.DataFrame) -> None:
+    tiny = comparison[comparison["model"] == "tiny"]
+    seven = pd.concat([tiny.assign(model=f"model-{number}", params_b=number) for number in range(7)])
+    first = plots.throughput(seven)
+    stack = figure.figure_of(first).axes
+    named = [[label.get_text() for label in ax.get_xticklabels()] for ax in stack]
+    assert named == [[f"model-{number}" for number in row] for row in (range(4), range(4, 7))]
+    assert figure.figure_of(first).get_figwidth() <= 12.5
+    assert sum(len(ax.patches) for ax in stack) == len(seven)
+    assert stack[0].get_ylim() == stack[1].get_ylim() and stack[0].get_xlim() == stack[1].get_xlim()
+    assert [bool(ax.get_legend()) for ax in stack] == [True, False]
+    assert [bool(ax.get_xlabel()) for ax in stack] == [False, True]
+    # a model of more policies than the widest picture has room for has narrower bars
+    many = pd.concat([tiny.head(1).assign(label=f"policy-{number}") for number in range(40)])
+    assert figure.figure_of(plots.throughput(many)).get_figwidth() <= 12.5
+
+
 def test_rows_that_would_cover_one_another_are_refused(comparison: pd.DataFrame) -> None:
     with pytest.raises(InputError, match="more than one row for demo and resident"):
         plots.throughput(pd.concat([comparison, comparison]))
