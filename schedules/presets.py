@@ -6,13 +6,12 @@ people write the model's name. `tiny`, `demo` and `demo-tied` are our own, with 
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 
 from schedules.file_kinds import MODEL, wrong_kind
 from schedules.model import ModelError, ModelSpec
-from schedules.words import plain
+from schedules.words import nearest, plain
 
 _FOLDER = Path(__file__).parent / "models"
 
@@ -40,7 +39,7 @@ def load(name_or_path: str | Path) -> ModelSpec:
     if path.suffix == ".json" or len(path.parts) > 1:
         meant = f"; a preset is called {path.name.lower()}" if path.name.lower() in names() else ""  # as a hub has it
         raise ModelError(f"there is no file {path}{meant}")
-    near = difflib.get_close_matches(preset, names(), n=3)
+    near = nearest(preset, names())
     hint = f"nearest are {', '.join(near)}" if near else f"there are {', '.join(names())}"
     raise ModelError(f"no model is called {wanted!r}; {hint}, or give the path of a config.json")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -26,6 +27,17 @@ def one_of(words: type[E], value: E, where: str) -> E:
 def listed(words: Iterable[str]) -> str:
     *first, last = map(str, words)
     return f"{', '.join(first)} or {last}"
+
+
+def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> list[str]:
+    """The known names, five at most, that a mistyped one may mean, in whatever case: first those that begin with it,
+    then those it is a part of, then those spelt alike, which `cutoff` decides as in difflib."""
+    typed, folded = word.casefold(), {name: name.casefold() for name in known}
+    holding = [name for name in known if typed and typed in folded[name]]
+    holding.sort(key=lambda name: not folded[name].startswith(typed))
+    alike = difflib.get_close_matches(typed, folded.values(), n=3, cutoff=cutoff)
+    spelt = [name for near in alike for name in known if folded[name] == near]
+    return list(dict.fromkeys([*holding, *spelt]))[:5]
 
 
 def plain(text: str) -> str:

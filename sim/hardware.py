@@ -5,7 +5,6 @@ Files and the command line may use any unit of a number's dimension; what a prof
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -19,7 +18,7 @@ from schedules.errors import InputError
 from schedules.file_kinds import PROFILE, wrong_kind
 from schedules.files import write_text
 from schedules.whole_numbers import fault
-from schedules.words import plain
+from schedules.words import nearest, plain
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, Readings, Rule, Table, Value, lookup, rules
 from sim.units import UNITS, readable, to_base
 
@@ -58,7 +57,7 @@ def _checked(number: object, unit: object, rule: Rule, where: str) -> float:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.4)
+    close = nearest(word, known, cutoff=0.4)
     return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(known)}"
 
 

@@ -511,6 +511,8 @@ def test_load_takes_names_files_and_folders(tmp_path: Path) -> None:
 def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model is called 'llama3.1-8b'; nearest are llama-3.1-8b"):
         presets.load("llama3.1-8b")
+    with pytest.raises(ModelError, match=r"no model is called '7B'; nearest are llama-2-7b, mistral-7b"):
+        presets.load("7B")
     with pytest.raises(ModelError, match="there are demo, demo-tied"):
         presets.load("zzzzzz")
     with pytest.raises(ModelError, match="there is no file"):

@@ -614,7 +614,7 @@ def test_knobs_are_parsed_by_their_types() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["slot=3"], "streamed has no knob 'slot'; nearest: slots"),
+        (["slot=3"], "streamed has no knob 'slot'; nearest: slots, grad_slots, nvme_slots"),
         (["slots"], "'slots' is not of the form knob=value"),
         (["slots=two"], "knob slots must be a whole number, not 'two'"),
         (["slots=2.5"], "knob slots must be a whole number, not '2.5'"),
@@ -634,6 +634,9 @@ def test_a_bad_setting_says_what_is_wrong(settings: list[str], message: str) -> 
     ("name", "message"),
     [
         ("streamd", "no policy is called 'streamd'; nearest: streamed, lora_streamed, or give the path of a .py file"),
+        ("lora", "no policy is called 'lora'; nearest: lora_streamed, lohan, or give the path of a .py file"),
+        ("zero3", "no policy is called 'zero3'; nearest: zero3_offload, or give the path of a .py file"),
+        ("FSDP", "no policy is called 'FSDP'; nearest: fsdp_offload, or give the path of a .py file"),
         ("nowhere/mine.py", "there is no file nowhere/mine.py"),
         (str(Path(__file__).parent), f"{Path(__file__).parent} is a folder"),
         ("", f"no policy is called ''; there are: {', '.join(policies.names())}, or give the path of a .py file"),
@@ -653,7 +656,7 @@ BLOCKS = TINY.num_hidden_layers
     [
         ({"slots": True}, "knob slots must be a whole number, not True"),
         ({"slots": 2.0}, "knob slots must be a whole number, not 2.0"),
-        ({"slot": 2}, "streamed has no knob 'slot'; nearest: slots"),
+        ({"slot": 2}, "streamed has no knob 'slot'; nearest: slots, grad_slots, nvme_slots"),
         ({"slots": 0}, "streamed: slots=0: weight: a ring needs at least one slot, not 0"),
         ({"every": 0}, "streamed: every: blocks that share an input, at least 1, not 0"),
         *(

@@ -6,7 +6,6 @@ keyword-only parameters are its knobs: what the command line offers and the plan
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -25,7 +24,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.program import Program, require_few_ops
 from schedules.schedule import Knob, Schedule
-from schedules.words import plain
+from schedules.words import nearest, plain
 from schedules.workload import MemoryBudget, Workload
 
 Policy = Callable[..., Program]
@@ -323,6 +322,6 @@ def _must_know(name: str, known: Mapping[str, object], where: str) -> None:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    if near := difflib.get_close_matches(name, known, n=3):
+    if near := nearest(name, known):
         return f"nearest: {', '.join(near)}"
     return f"there are: {', '.join(known)}" if known else "there are none"
