@@ -107,7 +107,8 @@ def _head(grid: Grid, points: Sequence[Point], profile: HardwareProfile, command
     return found
 
 
-def _noise(table: pd.DataFrame) -> str:
+def machine_noise(table: pd.DataFrame) -> str:
+    """By how much rounds of one point differ, in a sentence: the yardstick of the errors."""
     noise = table["noise"].dropna()
     if noise.empty:
         return "One round says nothing of the machine's noise."
@@ -127,7 +128,7 @@ def _body(table: pd.DataFrame, steps: pd.DataFrame, classes: pd.DataFrame, strea
     columns = tables.summaries
     return [
         tables.markdown(headline(table), columns("level", "level")),
-        f"{_noise(table)} {_choice(table)} "
+        f"{machine_noise(table)} {_choice(table)} "
         "Peak bytes: buffers are exact, since a run allocates each once at its declared size and refuses activations "
         f"that are larger than theirs; workspace is predicted to {table['workspace_error'].abs().max():.1%} at worst, "
         f"to {table['workspace_error'].abs().median():.1%} at the median.",

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from command import ROOT
 from quick_readings import hurry
+from typer.testing import CliRunner
 
 from analysis import validation, validation_report
+from megatrain import cli, validate
 from megatrain import profile as profiling
-from megatrain import validate
 from megatrain.validate import Grid, Point
 from schedules import policies, presets
 from schedules.errors import InputError, Refused
@@ -159,6 +160,16 @@ def test_a_wrong_order_of_policies_lowers_tau_and_is_regretted(differs: str) -> 
     assert (tau, regret) == pytest.approx((2 / 3, 0.5))
 
 
+def test_the_command_tells_the_machines_noise_beside_the_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = validation.rows(points(), PROFILE).assign(noise=[0.01, 0.03] * 3)
+    monkeypatch.setattr(validate, "profile_and_run", lambda *of: (PROFILE, []))
+    monkeypatch.setattr(validation_report, "write", lambda *of: found)
+    told = CliRunner().invoke(cli.app, ["validate", "--out", str(tmp_path)]).stdout
+    assert "between rounds of one point: median 2.0%, largest 3.0%." in " ".join(told.split())
+
+
 # ---- the command's own parts, with real runs
 
 
@@ -274,7 +285,7 @@ def test_a_shape_that_no_profile_could_time_is_refused_before_anything_is_measur
 def test_of_one_round_and_one_policy_nothing_is_told_that_is_no_number() -> None:
     """And as numpy gives no number, it would warn of it."""
     alone = pd.DataFrame({"policy": ["streamed"] * 2, "noise": [float("nan")] * 2})
-    assert validation_report._noise(alone) == "One round says nothing of the machine's noise."
+    assert validation_report.machine_noise(alone) == "One round says nothing of the machine's noise."
     assert validation_report._choice(alone) == "Of one policy there is none to choose."
     rounds = alone.assign(noise=[0.01, 0.03])
-    assert validation_report._noise(rounds).endswith("between rounds of one point: median 2.0%, largest 3.0%.")
+    assert validation_report.machine_noise(rounds).endswith("between rounds of one point: median 2.0%, largest 3.0%.")

@@ -51,6 +51,7 @@ def validate(
     """
     from analysis import tables, validation, validation_report
     from megatrain import validate as grids
+    from megatrain.terminal import print_words
     from megatrain.way import Way
     from schedules import presets
 
@@ -88,5 +89,6 @@ def validate(
         print_json(tables.records(table))
         return
     tables.show(validation_report.headline(table), tables.summaries("level", "level"))
+    print_words(validation_report.machine_noise(table))
     tables.show(validation.by(table, "policy", "predict_error"), tables.summaries("policy", "policy, predicted"))
     print(f"every point, the ladder and the picture: {out / 'README.md'}")
