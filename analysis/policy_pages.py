@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from analysis.tables import markdown_line
 from analysis.text_gantt import LEGEND, SMALL, text_gantt
@@ -91,24 +92,27 @@ def _predicted(policy: str, *, numbers: bool) -> Prediction:
 def states(prediction: Prediction) -> Rows:
     """(what, device, host, NVMe): bytes per parameter of weights, gradients and optimizer state, by what a buffer
     holds in turn; then GB of everything else. Columns of tiers as in Tier."""
-    schedule = prediction.schedule
+    held, rest = _bytes(prediction)
+    params, peaks = prediction.schedule.model.total_params, prediction.peak_bytes
+    rows = [[what, *(_per_param(sizes[tier] / params) for tier in Tier)] for what, sizes in held.items()]
+    rows.append(["activations and logits, GB", *(f"{rest[t] / 1e9:.2f}" if rest[t] else "" for t in Tier)])
+    rows.append(["peak with workspace, GB", *(f"{peaks[t] / 1e9:.2f}" if peaks[t] else "" for t in Tier)])
+    return rows
+
+
+def _bytes(prediction: Prediction) -> tuple[dict[str, dict[Tier, int]], dict[Tier, int]]:
+    """Bytes of states by what a buffer holds in turn, all together last; and of everything else."""
     held: dict[str, dict[Tier, int]] = {}
     rest: dict[Tier, int] = dict.fromkeys(Tier, 0)
     for tier in Tier:
-        for what, nbytes in contents(schedule, tier):
+        for what, nbytes in contents(prediction.schedule, tier):
             if _STATES.isdisjoint(what.split(" / ")):
                 rest[tier] += nbytes
             else:
                 held.setdefault(what, dict.fromkeys(Tier, 0))[tier] += nbytes
-    params = schedule.model.total_params
     order = sorted(held, key=lambda what: (what.count("/"), -sum(held[what].values())))
-    rows = [[what, *(_per_param(held[what][tier] / params) for tier in Tier)] for what in order]
     total = {tier: sum(sizes[tier] for sizes in held.values()) for tier in Tier}
-    rows.append(["all states", *(_per_param(total[tier] / params) for tier in Tier)])
-    rows.append(["activations and logits, GB", *(f"{rest[t] / 1e9:.2f}" if rest[t] else "" for t in Tier)])
-    peaks = prediction.peak_bytes
-    rows.append(["peak with workspace, GB", *(f"{peaks[t] / 1e9:.2f}" if peaks[t] else "" for t in Tier)])
-    return rows
+    return {what: held[what] for what in order} | {"all states": total}, rest
 
 
 def _per_param(nbytes: float) -> str:
@@ -138,6 +142,42 @@ def speed(policy: str) -> Rows:
             ]
         )
     return rows
+
+
+def record(policy: str) -> dict[str, Any]:
+    """The numbers of `states` and `speed` for programs: bytes per parameter, GB (10^9 bytes), seconds and tokens/s,
+    and what they are of. The rate of what does not fit is None. Raises as `page` does."""
+    found = _predicted(policy, numbers=True)
+    schedule, step = found.schedule, found.schedule.workload
+    held, rest = _bytes(found)
+    return {
+        "model": schedule.model.name,
+        "micro_batch_size": step.micro_batch_size,
+        "accumulation": step.accumulation,
+        "seq_len": step.seq_len,
+        "precision": step.precision,
+        "machine": found.profile.name,
+        "mode": found.profile.mode,
+        "bytes_per_parameter": {
+            what: {tier: nbytes / schedule.model.total_params for tier, nbytes in sizes.items()}
+            for what, sizes in held.items()
+        },
+        "activations_and_logits_gb": {tier: nbytes / 1e9 for tier, nbytes in rest.items()},
+        "peak_with_workspace_gb": {tier: found.peak_bytes[tier] / 1e9 for tier in Tier},
+        "speed": [_speed_record(_predicted(name, numbers=True)) for name in dict.fromkeys((policy, YARDSTICK))],
+    }
+
+
+def _speed_record(found: Prediction) -> dict[str, Any]:
+    return {
+        "label": found.schedule.label,
+        "fits": found.fits,
+        "step_s": found.period_ns / 1e9,
+        "tokens_per_s": found.tokens_per_s if found.fits else None,
+        "bound_s": found.bound_ns / 1e9,
+        "gap": found.gap,
+        "binding": found.binding,
+    }
 
 
 def about(prediction: Prediction) -> str:

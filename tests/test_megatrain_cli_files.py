@@ -149,7 +149,29 @@ def test_policies_have_json() -> None:
     listed = json.loads(called("policies", "--json")[0])
     assert [policy["policy"] for policy in listed] == policies.names()
     one = json.loads(called("policies", "streamed", "--json")[0])
-    assert one in listed and one["knobs"]["slots"] == 2 and one["trains"] == "weights" and one["summary"]
+    (same,) = [policy for policy in listed if policy["policy"] == "streamed"]
+    assert {name: one[name] for name in same} == same
+    assert one["knobs"]["slots"] == 2 and one["trains"] == "weights" and one["summary"]
+
+
+def test_the_json_of_a_policy_has_what_its_text_has() -> None:
+    one, text = json.loads(called("policies", "zero3_offload", "--json")[0]), called("policies", "zero3_offload")[0]
+    assert one["knob_help"].keys() == one["knobs"].keys()
+    for name, told in one["knob_help"].items():
+        assert re.search(rf"^  {name} = .*\({re.escape(told['accepts'])}\)$", text, re.MULTILINE)
+        assert told["help"] and told["help"] in text
+    assert f"{one['model']}, {one['accumulation']} x {one['micro_batch_size']} sequences of {one['seq_len']}" in text
+    cells = [re.split("  +", line.strip()) for line in text.splitlines()]
+    held = one["bytes_per_parameter"] | {
+        "activations and logits, GB": one["activations_and_logits_gb"],
+        "peak with workspace, GB": one["peak_with_workspace_gb"],
+    }
+    for what, numbers in held.items():
+        assert [what, *(f"{value:.2f}" for value in numbers.values() if value)] in cells
+    assert [row["label"] for row in one["speed"]] == ["zero3_offload", "streamed"]
+    for row in one["speed"]:
+        step, rate, bound = f"{row['step_s']:.3f} s", f"{row['tokens_per_s']:,.0f}", f"{row['bound_s']:.3f} s"
+        assert [row["label"], step, rate, bound, f"{row['gap']:.1%}", row["binding"]] in cells
 
 
 # ---- paths

@@ -158,7 +158,7 @@ def policies(
 
     require_outputs(folders=[out])
     if as_json:
-        print_json([_record(policy) for policy in known.names()] if name is None else _record(name))
+        print_json([_record(policy) for policy in known.names()] if name is None else _whole_record(name))
     if out is not None:
         from analysis import policy_pages
 
@@ -200,3 +200,12 @@ def _record(policy: str) -> dict[str, Any]:
         "trains": known.trains(policy),
         "knobs": {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()},
     }
+
+
+def _whole_record(policy: str) -> dict[str, Any]:
+    """And what is told of one alone: what its knobs accept and mean, and the numbers of its page."""
+    from analysis import policy_pages
+    from schedules import policies as known
+
+    told = {name: {"accepts": accepts, "help": text} for name, (accepts, text) in known.knob_help(policy).items()}
+    return {**_record(policy), "knob_help": told, **policy_pages.record(policy)}

@@ -65,22 +65,26 @@ def summary(name_or_path: str | Path) -> str:
 
 
 def explain(name_or_path: str | Path) -> str:
-    """A policy's help: what its file says it does, and its knobs. Raises PolicyError.
-
-    What knobs that many of ours have mean is said once for all, unless the file says otherwise.
-    """
+    """A policy's help: what its file says it does, and its knobs. Raises PolicyError."""
     module = _module(name_or_path)
     function, where = _policy(module), _short(name_or_path)
     text = inspect.getdoc(module) or f"{where}: its file does not say what it does."
     lines = []
-    shared = kept_activations.KNOBS if str(name_or_path) in names() else {}
-    arguments = shared | dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
+    meanings = _meanings(function, name_or_path)
     for name, knob in _knobs(function, where).items():
         default = "" if knob.default is knob.empty else f" = {str(knob.default).lower()}"
         lines.append(f"  {name}{default}  ({_expected(knob)})")
-        if name in arguments:
-            lines.append(f"      {' '.join(arguments[name].split())}")
+        if name in meanings:
+            lines.append(f"      {meanings[name]}")
     return "\n".join([text, "", "Knobs:", *lines]) if lines else f"{text}\n\nNo knobs."
+
+
+def knob_help(name_or_path: str | Path) -> dict[str, tuple[str, str]]:
+    """What each knob of a policy accepts, and what it means, "" where its file does not say. Raises PolicyError."""
+    function = load(name_or_path)
+    meanings = _meanings(function, name_or_path)
+    known = _knobs(function, _short(name_or_path))
+    return {name: (_expected(knob), meanings.get(name, "")) for name, knob in known.items()}
 
 
 def knobs(name_or_path: str | Path) -> dict[str, inspect.Parameter]:
@@ -267,6 +271,13 @@ def _knobs(function: Policy, where: str) -> dict[str, inspect.Parameter]:
             )
         found[name] = parameter
     return found
+
+
+def _meanings(function: Policy, name_or_path: str | Path) -> dict[str, str]:
+    """What arguments mean. Of knobs that many of ours have it is said once for all, unless the file says otherwise."""
+    shared = kept_activations.KNOBS if str(name_or_path) in names() else {}
+    told = shared | dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
+    return {name: " ".join(text.split()) for name, text in told.items()}
 
 
 def _options(annotation: Any) -> list[Any]:
