@@ -99,9 +99,7 @@ def search(
             f"{machine.name} is a measured profile, which knows the shapes and the speeds it was measured with and no "
             "others: an adversary needs a datasheet; megatrain hardware lists them"
         )
-    trained = [policies.trains(policies.with_knobs(text)[0]) for text in (first, second)]
-    if trained[0] != trained[1]:
-        raise InputError(f"{first} trains {trained[0]} and {second} trains {trained[1]}: name two that do the same")
+    policies.require_alike({text: policies.trains(policies.with_knobs(text)[0]) for text in (first, second)})
     chance = random.Random(seed)
     found: list[tuple[float, Point, Loss]] = []
     refused: list[InputError] = []

@@ -87,6 +87,14 @@ def _source(policy: str) -> str:
     return "" if name in (PLAN, *policies.names()) else Path(name).read_text(encoding="utf-8", errors="replace")
 
 
+def require_training(names: Sequence[str]) -> None:
+    """Raises InputError unless all of these policies, or plans, train the same; else the cheapest may train least."""
+    trained = {name: "weights" if name == PLAN else policies.trains(policies.with_knobs(name)[0]) for name in names}
+    policies.require_alike(trained)
+    if "nothing" in trained.values():
+        raise InputError(f"{names[0]} trains nothing: a sweep is of what training costs")
+
+
 def points(
     models: Sequence[ModelSpec],
     machines: Sequence[str],

@@ -30,6 +30,7 @@ from megatrain.cli.interrupt import TOGETHER_S, Interrupt
 from megatrain.cli.options import usual_length
 
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
+SWEEP = ["sweep", "tiny", "--prices", "docs/prices.yaml", "--out", "unused"]
 
 
 @pytest.mark.parametrize("command", [["--help"], ["simulate", "--help"], ["hardware"], ["models", "demo"]])
@@ -101,7 +102,10 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["build", "tiny", "-o", "/proc/nowhere/s.json"], 2, "/proc/nowhere"),
         (["plan", "tiny", "-t", "64", "-s", "16", "--noise", "inf"], 2, "--noise"),
         (["plan", "tiny", "-b", "3", "-a", "10000000", "-s", "16"], 2, "too many to simulate"),
-        (["sweep", "tiny", "--prices", "docs/prices.yaml", "--train-tokens", "inf"], 2, "--train-tokens"),
+        ([*SWEEP, "--train-tokens", "inf"], 2, "--train-tokens"),
+        ([*SWEEP, "-p", "streamed,flexgen_block"], 2, "streamed trains weights and flexgen_block trains nothing"),
+        ([*SWEEP, "-p", "plan", "-p", "lora_streamed rank=4"], 2, "plan trains weights and lora_streamed rank=4"),
+        ([*SWEEP, "-p", "flexgen_block"], 2, "flexgen_block trains nothing: a sweep is of what training costs"),
         (["profile", "tiny", "--shape", "1" * 5000 + "x1"], 2, "is no shape"),
         (["profile", "tiny", "-p", "streamed,streamd"], 2, "no policy is called 'streamd'"),
         (["validate", "-m", "tiny", "--calibrate", "1x16,2x"], 2, "'2x' is no shape"),

@@ -69,14 +69,11 @@ def sweep(
     from analysis import buying, costs, tables
     from analysis import prices as price_files
     from analysis import sweep as sweeps
-    from schedules import policies as known
 
     require_outputs(folders=[out])
     paid = price_files.read(prices)
     chosen = listed(policy or []) or [sweeps.PLAN]
-    for name in chosen:
-        if name != sweeps.PLAN:
-            known.with_knobs(name)
+    sweeps.require_training(chosen)
     specs = models_of(models, models_too)
     for spec in specs:
         note_length(spec, seq)

@@ -53,6 +53,14 @@ def trains(name_or_path: str | Path) -> str:
     return str(getattr(_module(name_or_path), "TRAINS", "weights"))
 
 
+def require_alike(trained: Mapping[str, str]) -> None:
+    """Raises InputError unless all policies train the same; `trained` says what by how they were named."""
+    first = next(iter(trained))
+    for name, what in trained.items():
+        if what != trained[first]:
+            raise InputError(f"{first} trains {trained[first]} and {name} trains {what}: name some that do the same")
+
+
 def load(name_or_path: str | Path) -> Policy:
     """The policy of that name, or of a Python file. Raises PolicyError."""
     return _policy(_module(name_or_path))
