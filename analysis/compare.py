@@ -37,7 +37,7 @@ class Row:
     measured: ...") or an op takes too long ("not predicted: ..."): `fits` is None there. `gap` is by what fraction the
     step exceeds its bound; both are told of any exact schedule of these micro-batches too, NaN where none is known. The
     ratio is to the baseline of the same `precision`, or, where there is none, to another
-    (`same_state` is False then).
+    (`same_state` is False then); NaN where that trains something else.
     """
 
     model: str
@@ -52,6 +52,7 @@ class Row:
     seq_len: int
     precision: str  # as built: a policy may insist on its own
     recompute: str
+    trains: str  # "weights", "adapters" or "nothing"
     fits: bool | None
     shortage: str
     reason: str
@@ -149,7 +150,7 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
-    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len"]
+    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len", "trains"]
     of_baseline = table["tokens_per_s"].where(table["policy"] == BASELINE)
     any_state = of_baseline.groupby([table[name] for name in step]).transform("first")
     same_state = of_baseline.groupby([table[name] for name in [*step, "precision"]]).transform("first")
@@ -239,6 +240,7 @@ def _row(
         seq_len=workload.seq_len,
         precision=workload.precision,
         recompute=workload.recompute,
+        trains=workload.trains,
         fits=fits,
         shortage=shortage,
         reason=reason,

@@ -115,6 +115,13 @@ class Workload:
         return range(self.accumulation)
 
     @property
+    def trains(self) -> str:
+        """What is trained: "weights", all of them, or "adapters" beside them, or "nothing"."""
+        if self.task == "evaluate":
+            return "nothing"
+        return "weights" if self.lora_rank is None else "adapters"
+
+    @property
     def bytes(self) -> Precision:
         """Bytes per parameter and per activation element at this workload's precision."""
         return PRECISIONS[self.precision]

@@ -195,8 +195,7 @@ def bound_of_these_micro_batches(
 
 def is_bounded(schedule: Schedule) -> bool:
     """Whether the bounds over all schedules are about it: it trains all weights, with gradients of its own step."""
-    workload = schedule.workload
-    return schedule.staleness == 0 and workload.task == "train" and workload.lora_rank is None
+    return schedule.staleness == 0 and schedule.workload.trains == "weights"
 
 
 def _least_bound(

@@ -129,6 +129,12 @@ def test_without_the_baseline_there_is_no_ratio() -> None:
     assert compare([TINY], ["streamed"], H200, [STEP])["ratio_to_zero3_offload"].isna().all()
 
 
+def test_what_trains_less_than_the_baseline_has_no_ratio_to_it() -> None:
+    found = compare([TINY], ["zero3_offload", "flexgen_block", "lora_streamed", "streamed"], H200, [STEP])
+    assert found["fits"].all() and found["trains"].tolist() == ["weights", "nothing", "adapters", "weights"]
+    assert found["ratio_to_zero3_offload"].notna().tolist() == [True, False, False, True]
+
+
 def test_ratios_are_to_the_baseline_of_the_same_state_where_there_is_one() -> None:
     names = ["zero3_offload", "streamed"]
     other = compare([TINY], names, H200, [STEP])
