@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BASELINE = "zero3_offload"
 OUR_STATE: dict[str, Knob] = {"master": "weights"}  # the baseline's knobs with which it keeps the state that ours keep
 SAME_STATE = " ".join([BASELINE, *(f"{name}={value}" for name, value in OUR_STATE.items())])
+OUR_PRECISION = "bf16"  # the precision that takes these knobs: of others it keeps the same state, or always a master
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Row:
     measured: ...") or an op takes too long ("not predicted: ..."): `fits` is None there. `gap` is by what fraction the
     step exceeds its bound; both are told of any exact schedule of these micro-batches too, NaN where none is known. The
     ratio is to the baseline of the same `precision`, or, where there is none, to another
-    (`same_state` is False then); NaN where that trains something else.
+    (`same_state` is False then); NaN where that trains something else. `baseline` is the label of the row it is to.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Row:
     host_peak_gb: float
     nvme_peak_gb: float
     ratio_to_zero3_offload: float
+    baseline: str
     same_state: bool
     digest: str
 
@@ -151,10 +153,13 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
 
     table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
     step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len", "trains"]
-    of_baseline = table["tokens_per_s"].where(table["policy"] == BASELINE)
+    known = table["policy"].eq(BASELINE) & table["tokens_per_s"].notna()
+    of_baseline = table.index.to_series().where(known)
     any_state = of_baseline.groupby([table[name] for name in step]).transform("first")
     same_state = of_baseline.groupby([table[name] for name in [*step, "precision"]]).transform("first")
-    table["ratio_to_zero3_offload"] = table["tokens_per_s"] / same_state.fillna(any_state)
+    baseline = same_state.fillna(any_state)
+    table["ratio_to_zero3_offload"] = table["tokens_per_s"] / baseline.map(table["tokens_per_s"])
+    table["baseline"] = baseline.map(table["label"]).where(table["ratio_to_zero3_offload"].notna(), "")
     table["same_state"] = same_state.notna()
     return table
 
@@ -258,6 +263,7 @@ def _row(
         host_peak_gb=peaks[Tier.HOST] / 1e9,
         nvme_peak_gb=peaks[Tier.NVME] / 1e9,
         ratio_to_zero3_offload=math.nan,
+        baseline="",
         same_state=False,
         digest=schedule.digest,
     )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from analysis.compare import BASELINE, SAME_STATE
+from analysis.compare import OUR_PRECISION, SAME_STATE
 from megatrain.terminal import Column, Record, show_records
 from sim.units import rate, seconds
 
@@ -94,9 +94,8 @@ COMPARISON_NOTE = (
     "device, host: memory at the peak, workspace included; GB is 10^9 bytes, MB 10^6; 1 GiB = 1.074 GB."
 )
 TO_ANY_NOTE = "gap to any: to the bound of any exact schedule of these micro-batches that keeps this state."
-OTHER_STATE_NOTE = (
-    f"* {BASELINE} keeps other state than this row. To compare with the same: --policy '{SAME_STATE}', and others."
-)
+OTHER_STATE_NOTE = "* to {}, which keeps other state than this row."
+SAME_STATE_NOTE = f"To compare with {OUR_PRECISION} too: --policy '{SAME_STATE}', and others."
 
 
 def comparison_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
@@ -119,9 +118,13 @@ def comparison_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
 
 def comparison_note(frame: pd.DataFrame) -> str:
     """What the columns of a comparison mean."""
-    starred = frame["ratio_to_zero3_offload"].notna() & ~frame["same_state"].astype(bool)
-    bounded = frame["gap_to_any_schedule"].notna()
-    told = ((True, COMPARISON_NOTE), (bounded.any(), TO_ANY_NOTE), (starred.any(), OTHER_STATE_NOTE))
+    starred = frame[frame["ratio_to_zero3_offload"].notna() & ~frame["same_state"].astype(bool)]
+    told = (
+        (True, COMPARISON_NOTE),
+        (frame["gap_to_any_schedule"].notna().any(), TO_ANY_NOTE),
+        (len(starred), OTHER_STATE_NOTE.format(" or ".join(starred["baseline"].unique()))),
+        (SAME_STATE not in set(frame["label"]) and starred["precision"].eq(OUR_PRECISION).any(), SAME_STATE_NOTE),
+    )
     return " ".join(note for shown, note in told if shown)
 
 

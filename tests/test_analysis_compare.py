@@ -139,6 +139,7 @@ def test_ratios_are_to_the_baseline_of_the_same_state_where_there_is_one() -> No
     names = ["zero3_offload", "streamed"]
     other = compare([TINY], names, H200, [STEP])
     assert other["same_state"].tolist() == [True, False]  # by itself it keeps an fp32 master
+    assert other["baseline"].tolist() == ["zero3_offload"] * 2
     same = compare([TINY], [*names, SAME_STATE], H200, [STEP])
     assert same["same_state"].all() and same["label"].tolist()[2] == "zero3_offload master=weights"
     assert same["ratio_to_zero3_offload"].iloc[1] == same["tokens_per_s"].iloc[1] / same["tokens_per_s"].iloc[2]
@@ -146,6 +147,20 @@ def test_ratios_are_to_the_baseline_of_the_same_state_where_there_is_one() -> No
         told = tables.markdown(found, tables.comparison_columns(found), note=tables.comparison_note(found))
         assert told.count("* |") == starred and ("--policy 'zero3_offload master=weights'" in told) == bool(starred)
         assert "| bf16_fp32 |" in told
+
+
+def test_a_ratio_to_other_state_says_to_whose_and_how_to_have_the_same_where_that_can_be() -> None:
+    """Gemini has room and ZeRO-3 with its fp32 master has none: the ratio is to the one without, and cannot but be."""
+    full = policies.build("zero3_offload", TINY, STEP, memory_of(H200)).allocated_bytes(Tier.HOST)
+    found = compare(
+        [TINY], ["gemini", "zero3_offload", SAME_STATE], H200, [STEP], replace(memory_of(H200), host_bytes=full - 1)
+    )
+    assert found["baseline"].tolist() == [SAME_STATE, "", SAME_STATE] and not found["same_state"][0]
+    told = "* to zero3_offload master=weights, which keeps other state than this row."
+    assert tables.comparison_note(found).endswith(told)
+    split = compare([TINY], ["zero3_offload", "streamed"], H200, [replace(STEP, precision="bf16_split")])
+    told = "* to zero3_offload, which keeps other state than this row."
+    assert tables.comparison_note(split).endswith(told)
 
 
 def test_what_a_measured_profile_lacks_is_a_row_beside_the_others() -> None:
