@@ -183,8 +183,9 @@ def _as_file(name: str) -> str:
 def step(table: pd.DataFrame, train_tokens: float) -> str:
     """What every point trains, in a sentence."""
     of = table.iloc[0]
+    clip = "" if pd.isna(of["grad_clip"]) else f", clipped to {of['grad_clip']:g}"
     return (
-        f"Steps of {of['tokens_per_step']:,} tokens in sequences of {of['seq_len']:,}, {of['precision']}; "
+        f"Steps of {of['tokens_per_step']:,} tokens in sequences of {of['seq_len']:,}, {of['precision']}{clip}; "
         f"{train_tokens:,.0f} tokens are trained."
     )
 

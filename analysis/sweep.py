@@ -57,6 +57,7 @@ class Point:
     seq_len: int
     tokens_per_step: int
     precision: str = "bf16"
+    grad_clip: float | None = None
     source: str = ""
 
     @property
@@ -69,6 +70,7 @@ class Point:
             "step": [self.policy, self.seq_len, self.tokens_per_step, self.precision],
             "told": FOUND,
             "version": _version(),
+            **({"grad_clip": self.grad_clip} if self.grad_clip is not None else {}),
             **({"source": self.source} if self.source else {}),
         }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
@@ -104,15 +106,16 @@ def points(
     seq_len: int,
     tokens_per_step: int,
     precision: str = "bf16",
+    grad_clip: float | None = None,
 ) -> list[Point]:
     """Every combination, once. `vary` is like ["host.memory=128GiB,256GiB", "links.h2d.bandwidth=25GB/s,50GB/s"].
 
     Raises:
         HardwareError: no such machine or number, or a value that no machine can have.
-        InputError: nothing is varied, or a number twice, or the step is no whole number of sequences, or there is no
-            such policy.
+        InputError: nothing is varied, or a number twice, or the step is no whole number of sequences or means nothing
+            otherwise, or there is no such policy.
     """
-    list(splits(seq_len, tokens_per_step, None, None, precision, None))  # tells what is wrong with the step
+    list(splits(seq_len, tokens_per_step, None, None, precision, grad_clip))  # tells what is wrong with the step
     axes: dict[str, list[str]] = {}
     for setting in vary:
         path, equals, values = (part.strip() for part in setting.partition("="))
@@ -133,6 +136,7 @@ def points(
             seq_len=seq_len,
             tokens_per_step=tokens_per_step,
             precision=precision,
+            grad_clip=grad_clip,
             source=sources[name],
         )
         found.setdefault(point.key, point)  # a value may have been given twice, in one spelling or another
@@ -150,6 +154,7 @@ def evaluate(point: Point) -> Row:
         "seq_len": point.seq_len,
         "tokens_per_step": point.tokens_per_step,
         "precision": point.precision,
+        "grad_clip": point.grad_clip,
         "host_memory": point.profile.host.memory.value,
         "h2d_bandwidth": point.profile.links.h2d.bandwidth.value,
         "fits": False,
@@ -215,6 +220,7 @@ def _planned(point: Point) -> Found:
         seq_len=point.seq_len,
         tokens_per_step=point.tokens_per_step,
         precision=point.precision,
+        grad_clip=point.grad_clip,
     )
     return found.prediction, found.chosen.knobs, found.lower_bound_ns
 
@@ -222,7 +228,7 @@ def _planned(point: Point) -> Found:
 def _named(point: Point) -> Found:
     """A policy with the knobs it was given, the fewest micro-batches that fit, and the recompute that suits them."""
     name, knobs = policies.with_knobs(point.policy)
-    steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, None))
+    steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, point.grad_clip))
     refused: Refused | MissingCost | TooLong | None = None
     for workload in steps:
         fitting: list[Prediction] = []
@@ -258,6 +264,7 @@ def _bound_ns(schedule: Schedule, point: Point) -> float:
             seq_len=point.seq_len,
             tokens_per_step=point.tokens_per_step,
             precision=point.precision,
+            grad_clip=point.grad_clip,
         )
     return _bounds[key]
 
@@ -282,7 +289,7 @@ def neighbours(points: Sequence[Point]) -> dict[str, list[str]]:
     groups: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
         if point.policy == PLAN:
-            step = (point.seq_len, point.tokens_per_step, point.precision, len(point.changes))
+            step = (point.seq_len, point.tokens_per_step, point.precision, point.grad_clip, len(point.changes))
             groups.setdefault((point.model, point.machine, *step), []).append(point)
     found: dict[str, list[str]] = {}
     for group in groups.values():
@@ -303,6 +310,7 @@ def hand_on(handed: Handed) -> Row:
             accumulation=other["accumulation"],
             seq_len=point.seq_len,
             precision=point.precision,
+            grad_clip=point.grad_clip,
             recompute=other["recompute"],
         )
         knobs = policies.parse_knobs(other["schedule"], other["knobs"].split())
@@ -376,8 +384,8 @@ def run(
 
 
 def _lacking(row: Row) -> Row:
-    """What rows of points that fit tell and this one does not: a table of rows has the columns of all."""
-    return {key: None for key in FOUND if key not in row}
+    """What other rows tell and this one does not: it fits nowhere, or was stored before steps could be clipped."""
+    return {key: None for key in ("grad_clip", *FOUND) if key not in row}
 
 
 def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, dask: str | None) -> Iterator[Row]:

@@ -169,14 +169,20 @@ def plan(
 
 
 def bound_of_any_split(
-    model: ModelSpec, profile: HardwareProfile, *, seq_len: int, tokens_per_step: int, precision: str = "bf16"
+    model: ModelSpec,
+    profile: HardwareProfile,
+    *,
+    seq_len: int,
+    tokens_per_step: int,
+    precision: str = "bf16",
+    grad_clip: float | None = None,
 ) -> float:
     """In ns, no exact schedule of this step is faster, however it is split; 0 where the bound knows of none.
 
     It knows of none where nothing could fit, a measured profile lacks a time, or all splits have ops that take
     too long.
     """
-    steps = splits(seq_len, tokens_per_step, None, None, precision, None)
+    steps = splits(seq_len, tokens_per_step, None, None, precision, grad_clip)
     return _least_bound(model, profile, _that_can_be_written(model, _all_ways(model, steps)))
 
 

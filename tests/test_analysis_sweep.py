@@ -24,7 +24,7 @@ from timed_profile import timed
 from analysis import buying, costs, prices, sweep, tables
 from analysis.figure import figure_of
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
-from schedules import presets
+from schedules import policies, presets
 from schedules.errors import InputError, Refused
 from schedules.flops import model_flops_per_step
 from schedules.workload import Workload
@@ -32,6 +32,7 @@ from sim import hardware
 from sim.hardware import HardwareError
 from sim.placement_bound import placement_bound
 from sim.plan import plan
+from sim.prediction import memory_of
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "prices.yaml"
@@ -275,6 +276,33 @@ def test_all_policies_of_a_point_have_one_bound_however_they_split_the_step() ->
     assert rows[0]["bound_of_any_schedule_s"] == rows[1]["bound_of_any_schedule_s"] > 0
 
 
+@pytest.mark.parametrize("name", ["streamed", sweep.PLAN])
+def test_gradients_are_clipped_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "plan", functools.partial(plan, effort=1))
+    (free,), (point,) = (some(["rtx4090"], names=[name], grad_clip=clip) for clip in (None, 1.0))
+    row, without = sweep.evaluate(point), sweep.evaluate(free)
+    assert row["grad_clip"] == 1.0 and row["step_s"] > without["step_s"] and row["bound_of_any_schedule_s"] > 0
+    workload = Workload(
+        micro_batch_size=row["micro_batch_size"], accumulation=row["accumulation"], seq_len=16, grad_clip=1.0,
+        recompute=row["recompute"],
+    )  # fmt: skip
+    knobs = policies.parse_knobs(row["schedule"], row["knobs"].split())
+    schedule = policies.build(row["schedule"], MODEL, workload, memory_of(point.profile), **knobs)
+    assert row["digest"] == schedule.short_digest
+    slower = {**row, "step_s": 2 * row["step_s"]}
+    assert sweep.hand_on(sweep.Handed(point, slower, (row,)))["digest"] == row["digest"]
+    assert "bf16, clipped to 1; " in buying.step(pd.DataFrame([row]), 1e9)
+    assert "bf16; " in buying.step(pd.DataFrame([without]), 1e9)
+
+
+def test_rows_that_were_stored_before_steps_could_be_clipped_are_read(tmp_path: Path) -> None:
+    (point,) = some(["h200"], names=["resident"])
+    before = sweep.evaluate(point)
+    del before["grad_clip"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(before) + "\n")
+    assert sweep.run([point], tmp_path / "rows.jsonl", workers=1, progress=quiet) == [{**before, "grad_clip": None}]
+
+
 def test_what_was_measured_for_one_policy_fits_without_a_bound() -> None:
     (point,) = some(["h200"], names=["resident"])
     point = replace(point, profile=timed(MODEL, [Workload(micro_batch_size=4, seq_len=16)], names=["resident"]))
@@ -332,9 +360,10 @@ def test_the_key_of_a_point_changes_with_whatever_decides_its_row() -> None:
         *some(["h200"], tokens_per_step=128)[:1],
         some(["h200"])[1],
         replace(base, precision="fp32"),
+        replace(base, grad_clip=1.0),
         replace(base, machine="mine.json"),  # the same numbers, perhaps at another price
     ]
-    assert len({point.key for point in [base, *others]}) == 7
+    assert len({point.key for point in [base, *others]}) == 8
 
 
 def test_a_row_that_tells_less_than_rows_do_now_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,6 +503,7 @@ def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
         ({"vary": ["links.h2d.bandwidth=0GB/s"]}, HardwareError, "above zero"),
         ({"vary": ["host.memory=0GB"]}, HardwareError, "above zero"),
         ({"tokens_per_step": 65}, InputError, "no whole number of sequences"),
+        ({"grad_clip": -1.0}, InputError, "grad_clip must be a positive finite number"),
     ],
 )
 def test_bad_input_is_told(changes: dict[str, Any], error: type[Exception], told: str) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from megatrain.cli.bars import goes_on, progress_bar
 from megatrain.cli.options import (
+    Clip,
     Json,
     Models,
     ModelsToo,
@@ -55,6 +56,7 @@ def sweep(
     tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
     seq: Seq = 4096,
     precision: Precision = "bf16",
+    clip: Clip = None,
     train_tokens: Annotated[
         float, typer.Option(min=1.0, max=1e18, help="Tokens to train on, for time and cost.")
     ] = 1e9,
@@ -85,6 +87,7 @@ def sweep(
         seq_len=seq,
         tokens_per_step=tokens,
         precision=precision,
+        grad_clip=clip,
     )
     for point in points:  # tells what is missing before anything is computed
         memory = point.profile.host.memory.value
