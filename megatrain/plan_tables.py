@@ -34,7 +34,7 @@ LESS = (
 
 
 def _step(record: Record) -> str:
-    return "-" if record["ns"] is None else seconds(record["ns"] / 1e9)
+    return "-" if record["step_s"] is None else seconds(record["step_s"])
 
 
 AS_THEY_COME = (
@@ -172,6 +172,7 @@ def record(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Or
         "placement": dict(placement(found.schedule)),
         "candidates": len(found.tried),
         "candidates_simulated": sum(tried.period_ns is not None for tried in found.tried),
+        "policies_without_knobs": _as_they_come(found),
         "planning_s": found.seconds,
         "finished": found.finished,
         "left_out": [
@@ -221,14 +222,9 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
     print_table("one step", ["", ""], rows + drive_rows(prediction))
     print_table("placement", ["", ""], [list(row) for row in placement(schedule)])
     print_memory(prediction)
-    others: dict[str, Tried] = {}  # each in the split and mode of recompute that suit it best, of those tried
-    for tried in sorted(found.tried, key=lambda tried: tried.period_ns or math.inf):
-        if not tried.knobs:
-            others.setdefault(tried.policy, tried)
-    named = [{"policy": name, "ns": tried.period_ns, "reason": tried.reason} for name, tried in others.items()]
     for line in _not_measured(found):
         print(line)
-    show_records(named, AS_THEY_COME, title="policies without knobs, in the best step that was tried")
+    show_records(_as_they_come(found), AS_THEY_COME, title="policies without knobs, in the best step that was tried")
     if proof is not None:
         known = "searched to the end" if proof.finished else "as far as the time went"
         print(
@@ -238,6 +234,22 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         )
     if answers is not None:
         _show_what_if(answers)
+
+
+def _as_they_come(found: Plan) -> list[Record]:
+    """The step of every policy without knobs, in the split and mode of recompute that suit it best of those tried."""
+    others: dict[str, Tried] = {}
+    for tried in sorted(found.tried, key=lambda tried: tried.period_ns or math.inf):
+        if not tried.knobs:
+            others.setdefault(tried.policy, tried)
+    return [
+        {
+            "policy": name,
+            "step_s": None if tried.period_ns is None else tried.period_ns / 1e9,
+            "reason": tried.reason,
+        }
+        for name, tried in others.items()
+    ]
 
 
 def _bound_rows(found: Plan) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatrain.terminal import print_table
@@ -94,6 +95,15 @@ def drive_rows(prediction: Prediction) -> list[list[str]]:
     return [["written to NVMe", f"{scaled(written, 'TB')} a day{worn}"]]
 
 
+def memory_record(peaks: Mapping[Tier, int], profile: HardwareProfile) -> dict[str, dict[str, int]]:
+    """What is needed of every tier, and what there is, for programs."""
+    has = memory_of(profile)
+    return {
+        "peak_bytes": {str(tier): nbytes for tier, nbytes in peaks.items()},
+        "available_bytes": {str(tier): has.of(tier) for tier in Tier},
+    }
+
+
 def prediction_record(prediction: Prediction) -> dict[str, Any]:
     """The same for programs; every key says its unit."""
     return {
@@ -113,7 +123,7 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
         "hfu": prediction.hfu,
         "nvme_bytes_per_day": prediction.nvme_bytes_per_day,
         "drive_days": prediction.drive_days,
-        "peak_bytes": {str(tier): nbytes for tier, nbytes in prediction.peak_bytes.items()},
+        **memory_record(prediction.peak_bytes, prediction.profile),
         "utilisation": prediction.utilisation,
         "idle_causes_ns": prediction.idle_causes_ns,
     }

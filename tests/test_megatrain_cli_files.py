@@ -337,6 +337,10 @@ def test_a_schedule_that_is_built_says_whether_it_fits() -> None:
     told = json.loads(called(*built, "-H", "rtx4090", "--json")[0])
     assert told["machine"] == "rtx4090" and told["fits"] is False and told["reason"].startswith("device memory is ")
     assert told["peak_bytes"]["device"] > told["allocated_bytes"]["device"] > 24e9 and told["peak_bytes"]["nvme"] == 0
+    simulated = json.loads(called("simulate", *built[1:], "-H", "rtx4090", "--json")[0])
+    assert told["peak_bytes"]["device"] > told["available_bytes"]["device"]
+    assert round(told["available_bytes"]["device"] / 1e9, 2) == 24.80
+    assert simulated["available_bytes"] == told["available_bytes"] and told["available_bytes"]["nvme"] > 0
 
 
 def test_compare_names_the_policies_that_it_leaves_out() -> None:
@@ -487,6 +491,13 @@ def test_a_full_disk_behind_the_output_is_told() -> None:
     command = f"{sys.executable} -m megatrain models > /dev/full"
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 2 and "cannot write what is printed: No space left on device" in done.stderr
+
+
+def test_an_adversary_ends_with_its_verdict_for_programs_too() -> None:
+    search = ("adversary", "megatrain", "streamed", "--points", "8", "--top", "1")
+    found = json.loads(called(*search, "--json")[0])
+    words = f"{found['shapes']} shapes at which both fit; at {found['first_is_faster']} of them megatrain is faster"
+    assert words in " ".join(called(*search)[0].split()) and found["shapes"] > len(found["losses"]) == 1
 
 
 def test_where_two_policies_fit_nowhere_the_answer_is_no() -> None:

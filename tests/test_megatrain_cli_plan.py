@@ -176,7 +176,12 @@ def test_an_interrupted_search_keeps_its_best_and_says_so(
 
 def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:
     told = megatrain("plan", "tiny", *STEP, "--json")
-    assert json.loads(told.stdout)["left_out"] == [] and json.loads(told.stdout)["measure_with"] is None
+    record = json.loads(told.stdout)
+    assert record["left_out"] == [] and record["measure_with"] is None
+    named = {row["policy"]: row for row in record["policies_without_knobs"]}
+    assert set(policies.comparable()) <= set(named) and named["streamed"]["step_s"] >= record["step_s"]
+    lacking = named["zero3_offload"]
+    assert lacking["step_s"] is None and lacking["reason"].startswith("cannot take less than")
 
 
 def test_what_a_profile_lacks_is_told_with_the_command(here: str) -> None:

@@ -46,17 +46,18 @@ def adversary(
             progress=lambda done, worst: bar.update(task, completed=done, note=_worst(worst)),
         )
     table = adversaries.frame(found)
+    wins = sum(loss.ratio < 1 for loss in found)
     try:  # first to the file, see `plan`
         if out is not None:
             write_text(out, table.to_csv(index=False))
     finally:
         if as_json:
-            print_json(tables.records(table.head(top)))
+            losses = tables.records(table.head(top))
+            print_json({"shapes": len(found), "first_is_faster": wins, "losses": losses})
         elif found:
             for loss in found[:top]:
                 print_words(loss.words())
                 print()
-            wins = sum(loss.ratio < 1 for loss in found)
             better = f"at {wins} of them {found[0].first} is faster wherever it was tried"
             print_words(
                 f"predicted, on machines around {machine.name}: {len(found)} shapes at which both fit; {better}. "

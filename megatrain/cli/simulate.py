@@ -110,7 +110,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build a policy's schedule for a model, verify it and write it to a file, whether or not it fits the machine."""
-    from megatrain.tables import print_fit, print_summary
+    from megatrain.tables import memory_record, print_fit, print_summary
     from schedules import codec
     from schedules.show import grid
     from schedules.verify import verify
@@ -132,8 +132,8 @@ def build(
     lacking = shortage(schedule, profile, budget)
     if as_json:
         fit = {"machine": profile.name, "fits": lacking is None, "reason": str(lacking or "")}
-        peaks = {str(tier): nbytes for tier, nbytes in peak_bytes(schedule, profile).items()}
-        print_json({**_record(schedule), "safe": True, **fit, "peak_bytes": peaks, "file": out})
+        memory = memory_record(peak_bytes(schedule, profile), profile)
+        print_json({**_record(schedule), "safe": True, **fit, **memory, "file": out})
         return
     if show:
         print(grid(schedule))
