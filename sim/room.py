@@ -203,12 +203,13 @@ class Room:
         return self._built(self.rebalanced(candidate)).allocated_bytes(Tier.NVME)
 
     def least(self, workload: Workload) -> dict[Tier, int]:
-        """Bytes that the thriftiest schedule takes, with as many layers on the device as that has room for."""
+        """Bytes that the thriftiest schedule takes, with as much on the device as that has room for."""
+        return min((self._taken(self.filled(least)) for least in self.thriftiest(workload)), key=self._lacking)
 
-        def taken(least: Candidate) -> dict[Tier, int]:
-            return self._taken(least.with_knobs({"resident": max(self.most_residents(least), 0)}))
-
-        return min(map(taken, self.thriftiest(workload)), key=self._lacking)
+    def filled(self, candidate: Candidate) -> Candidate:
+        """With as many layers on the device, and beside them parts of states, as that has room for."""
+        full = candidate.with_knobs({"resident": max(self.most_residents(candidate), 0)})
+        return full.with_knobs({"stay": self.stays(full)})
 
     def _lacking(self, peaks: Mapping[Tier, int]) -> int:
         return sum(max(peak - self.limits[tier], 0) for tier, peak in peaks.items())
@@ -221,13 +222,15 @@ class Room:
     def thriftiest(self, workload: Workload) -> list[Candidate]:
         """One block at a time on the device, its input on the host; on a drive, where there is one, all that can be.
 
-        In each order: micro-batches one by one take less of the device, and may take more of the host.
+        In each order: micro-batches one by one take less of the device, and may take more of the host. And with states
+        and gradients whole, and in as many parts as can be, of which the host's buffers are smaller.
         """
         least = Candidate(policy=OURS, workload=workload)
         least = least.with_knobs({"keep": 0, "inputs": self._model.num_hidden_layers, **ONE_BLOCK, **THRIFT[1]})
         if self._profile.nvme is not None:
             least = least.with_knobs(self._away(least))
-        return [least.with_knobs({"order": order}) for order in orders(workload)]
+        parts = dict.fromkeys((least.count("parts"), ways_to_part(self._model, workload)[-1]))
+        return [least.with_knobs({"order": order, "parts": count}) for count in parts for order in orders(workload)]
 
     def peaks(self, candidate: Candidate) -> dict[Tier, int] | None:
         """Bytes that a candidate takes; None if it cannot be built."""
@@ -244,12 +247,13 @@ class Room:
         `closest` is how many bytes that lacked, and where.
         """
         model = self._model
-        state = model.total_params * workload.bytes.per_param
+        # gradients come and go, a layer at a time
+        state = model.total_params * (workload.bytes.per_param - workload.bytes.grad)
         have = sum(self.limits.values())
         told = [f"no schedule of {model.name} fits {self._profile.name}"]
         if state > have:
             told.append(
-                f"weights, gradients and optimizer state take {scaled(state, 'GB')}, all its memory together is "
+                f"weights and optimizer state take {scaled(state, 'GB')}, all its memory together is "
                 f"{scaled(have, 'GB')}"
             )
         least = self.least(workload)

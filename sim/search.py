@@ -209,7 +209,8 @@ class Search:
     def thriftiest(self, steps: list[Workload]) -> None:
         """Try what takes the least memory, until something fits: smaller micro-batches than were searched may."""
         for workload in reversed(steps):
-            self.found.evaluate(*self.found.room.thriftiest(workload))
+            for least in self.found.room.thriftiest(workload):
+                self.found.evaluate(*dict.fromkeys((least, self.found.room.filled(least))))
             if self.found.best is not None:
                 return
 

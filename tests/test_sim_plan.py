@@ -667,6 +667,20 @@ def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
     assert "GB of device memory and" in str(told.value)
 
 
+def test_without_a_drive_states_in_parts_and_what_stays_on_the_device_make_room() -> None:
+    """Of a whole block's gradient the host's buffer is larger, and a part of a state may have room where none has."""
+    model, workload = presets.load("llama-3.2-3b"), step(1, 1024, recompute="pointwise")
+    profile = hardware.override(replace(hardware.load("rtx5060ti"), nvme=None), ["host.memory=18.9GB"])
+    thrifty: dict[str, Knob] = {"keep": 0, "slots": 1, "grad_slots": 1, "slabs": 1, "parts": 8, "inputs": 28}
+    knobs: dict[str, Knob] = {**thrifty, "resident": 10, "stay": 8}
+    assert predict(policies.build("streamed", model, workload, memory_of(profile), **knobs), profile).fits
+    found = plan(model, profile, seq_len=1024, micro_batch_size=1, effort=1)
+    assert found.prediction.fits
+    least = whatif.smallest_memory(model, profile, workload).host_bytes
+    assert least is not None and least < 18.9e9
+    assert whatif.largest_micro_batch(model, profile, workload) >= 1
+
+
 def test_placements_are_all_tried_where_they_are_few_and_quickly_judged() -> None:
     """With a thousand micro-batches each of a four-block model's 875 takes as long as a thousand of one."""
     profile = hardware.load("h200")
