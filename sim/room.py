@@ -204,12 +204,24 @@ class Room:
 
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes, with as much on the device as that has room for."""
-        return min((self._taken(self.filled(least)) for least in self.thriftiest(workload)), key=self._lacking)
+        filled = (full for least in self.thriftiest(workload) for full in self.filled(least))
+        return min(map(self._taken, filled), key=self._lacking)
 
-    def filled(self, candidate: Candidate) -> Candidate:
-        """With as many layers on the device, and beside them parts of states, as that has room for."""
-        full = candidate.with_knobs({"resident": max(self.most_residents(candidate), 0)})
-        return full.with_knobs({"stay": self.stays(full)})
+    def filled(self, least: Candidate) -> list[Candidate]:
+        """With as much on the device as that has room for: whole layers, then parts of states, then blocks' inputs; and
+        with all of these inputs first."""
+        found = []
+        for start in (least, least.with_knobs({"inputs": 0})):
+            full = start.with_knobs({"resident": max(self.most_residents(start), 0)})
+            full = full.with_knobs({"stay": self.stays(full)})
+            found.append(self._inputs_stay(full))
+        return found
+
+    def _inputs_stay(self, candidate: Candidate) -> Candidate:
+        """With no more blocks' inputs away from the device than it has no room for."""
+        away = range(candidate.count("inputs"))
+        fewest = bisect_left(away, True, key=lambda n: self.on(Tier.DEVICE, candidate.with_knobs({"inputs": n})))
+        return candidate.with_knobs({"inputs": fewest})
 
     def _lacking(self, peaks: Mapping[Tier, int]) -> int:
         return sum(max(peak - self.limits[tier], 0) for tier, peak in peaks.items())

@@ -210,7 +210,7 @@ class Search:
         """Try what takes the least memory, until something fits: smaller micro-batches than were searched may."""
         for workload in reversed(steps):
             for least in self.found.room.thriftiest(workload):
-                self.found.evaluate(*dict.fromkeys((least, self.found.room.filled(least))))
+                self.found.evaluate(*dict.fromkeys((least, *self.found.room.filled(least))))
             if self.found.best is not None:
                 return
 

@@ -231,7 +231,7 @@ def _frugal_in_mode(
     for start in dict.fromkeys(least.with_knobs(knobs) for least, knobs in ways):
         most = room.most_residents(start)
         there = [start.with_knobs({"resident": n}) for n in sorted({n for n in (0, 1, most // 2, most) if n <= most})]
-        for held in (*there, room.filled(start)):
+        for held in (*there, *room.filled(start)):
             for candidate in dict.fromkeys((held, room.rebalanced(held))):
                 peaks = room.peaks(candidate)
                 if peaks is not None and all(peaks[tier] <= budget.of(tier) for tier in Tier):
