@@ -1,0 +1,355 @@
+"""The figures that the README and docs/ tell, against the stored results that they come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis import validation
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "analysis" / "results"
+MODELS = {"1B": "llama-3.2-1b", "3B": "llama-3.2-3b", "7B": "qwen2.5-7b", "8B": "llama-3.1-8b", "14B": "qwen2.5-14b"}
+SPLITS = {"2k": "1x2x1024", "8k": "1x8x1024", "64k": "4x4x4096"}  # of a step on the GPU
+IN_12_GIB = {"8k": "2x1x4096", "64k": "16x1x4096"}
+CARDS = {
+    "H100": "h100",
+    "RTX PRO 6000": "rtxpro6000",
+    "RTX 4090": "rtx4090",
+    "RTX 5060 Ti": "rtx5060ti",
+    "GH200": "gh200",
+    "MI355X": "mi355x",
+}
+
+
+@cache
+def document(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def says(name: str, text: str) -> None:
+    """That a document has these words, wherever its lines break; of a percentage, with the space that ours have."""
+    text = re.sub(r"(?<=\d)%", " %", text)
+    assert text in " ".join(document(name).split()), f"{name} does not say: {text}"
+
+
+def table(name: str, *header: str) -> Iterator[list[str]]:
+    """The rows of the one table of a document whose header begins so."""
+    begins = "| " + " | ".join(header) + " |"
+    (found,) = (part for part in document(name).split("\n\n") if part.startswith(begins))
+    for line in found.strip().splitlines()[2:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def row(frame: pd.DataFrame, **values: object) -> pd.Series[Any]:
+    """The one row that has these values."""
+    for name, value in values.items():
+        frame = frame[frame[name] == value]
+    assert len(frame) == 1, values
+    return frame.iloc[0]
+
+
+def per_cent(share: float) -> str:
+    return f"{share:+.1%}".replace("%", " %")
+
+
+# ---- plans
+
+
+@pytest.fixture
+def plans() -> pd.DataFrame:
+    return pd.read_csv(RESULTS / "plans" / "plans.csv")
+
+
+def times(ratio: float) -> str:
+    return "-" if pd.isna(ratio) else f"{ratio:.2f}x"
+
+
+def test_plans_in_the_table_are_those_stored(plans: pd.DataFrame) -> None:
+    shown = list(table("README.md", "model", "machine", "plan, tokens/s"))
+    assert len(shown) > 10
+    for model, machine, *figures in shown:
+        of = row(plans, model=model, machine=machine)
+        named = of.best_named_tokens_per_s
+        assert figures == [
+            f"{of.tokens_per_s:,.0f}",
+            f"{1 / (1 + of.gap):.1%}",
+            "none fits" if pd.isna(named) else f"`{of.best_named}` {named:,.0f}",
+            times(of.tokens_per_s / named),
+            times(of.tokens_per_s / of.zero3_offload_tokens_per_s),
+        ], (model, machine)
+
+
+def test_what_is_said_of_plans(plans: pd.DataFrame) -> None:
+    against = (plans.tokens_per_s / plans.best_named_tokens_per_s).dropna()
+    assert against.min() >= 1.0
+    says("README.md", f"any of the {len(plans)} points; it is {against.median():.2f} times as fast")
+    says("README.md", f"On {sum(plans.gap <= 0.03)} points it is within 3 %; the median is {plans.gap.median():.1%}")
+    quick, slow = (plans[plans.model == name] for name in ("qwen2.5-7b", "llama-3.1-70b"))
+    seconds, usual, long = quick.planning_s, slow[slow.tokens_per_step == 16384].planning_s, slow.planning_s.max()
+    assert round(long, -1) == 200
+    says(
+        "README.md",
+        f"{seconds.min():.0f} to {seconds.max():.0f} s for a 7B model; {usual.min():.0f} to {usual.max():.0f} s",
+    )
+    desktop = row(plans, model="llama-3.1-70b", machine="rtx4090")
+    larger = row(plans, model="llama-3.1-70b", machine="rtx4090, 128k tokens")
+    says("README.md", f"{desktop.tokens_per_s:.0f} tokens/s for 70B, and {larger.tokens_per_s:.0f} in steps of 128k")
+    says("README.md", f"(MFU {larger.mfu:.0%})")
+    says("README.md", f"{1 / (1 + larger.gap):.1%} of the bound is a gap of {larger.gap:.0%}")
+    assert 0.35 < plans.gap.max() < 0.4
+    says("README.md", "the gaps are up to 40 %")
+
+
+def test_how_far_the_search_was_tried() -> None:
+    small, more = ((RESULTS / "plans" / f"{page}.md").read_text() for page in ("brute_force", "more_memory"))
+    found = re.search(r"(\d+) of [\d,]+ small instances .* all placements in none", small)
+    assert found, "some were planned slower: say so"
+    says("README.md", f"Of {found[1]} small instances that have room for anything none was planned slower")
+    found = re.search(r"(\d+) pairs .* slower in (\d+) of them, at most by ([\d.]+%)", more)
+    assert found
+    says(
+        "README.md",
+        f"in [{found[2]} of {found[1]} pairs](analysis/results/plans/more_memory.md), by {found[3]} at most",
+    )
+
+
+# ---- what others measured
+
+
+@pytest.fixture
+def published() -> pd.DataFrame:
+    return pd.read_csv(RESULTS / "published" / "published.csv", keep_default_na=False, na_values={"error": [""]})
+
+
+@pytest.fixture
+def compared(published: pd.DataFrame) -> pd.DataFrame:
+    """The runs that are known, each once."""
+    return published[(published.standing == "compared") & (published.same_run_as == "")]
+
+
+def test_what_is_said_of_published_numbers(published: pd.DataFrame, compared: pd.DataFrame) -> None:
+    standing = published.standing.value_counts()
+    says("README.md", f"{len(published)} points of the field as data")
+    says("README.md", f"The runs behind {standing['compared']} of them ({len(compared)} runs, on six kinds of GPU)")
+    assert compared.machine.nunique() == 6
+    error = compared.error
+    says(
+        "README.md",
+        f"median error {error.median():+.0%}, median size {error.abs().median():.0%}, worst {error.max():+.0%}",
+    )
+    assert error.max() == error.abs().max()
+    fit = compared[(compared.fits == "True") & (compared.machine != "mi355x")]
+    says("README.md", f"within {fit.error.abs().median():.1%} at the median, where the run fits")
+    says("README.md", f"{standing['assumed']} more points need an assumption")
+    says("README.md", f"{standing['not predicted']} are listed with the reason")
+
+
+def test_llmq_in_the_table_is_as_stored(compared: pd.DataFrame) -> None:
+    llmq = compared[compared.system == "LLM.Q"]
+    shown = list(table("README.md", "LLM.Q, bf16"))
+    assert len(shown) == 9
+    for where, _, *figures in shown:
+        size, card, *remark = where.replace(" (", ", (").split(", ", 2)
+        of = row(llmq, model=f"qwen2.5-{size.lower()}", machine=CARDS[card])
+        assert figures == [f"{float(of.published):,.0f}", f"{float(of.predicted):,.0f}", per_cent(of.error)], where
+        assert (of.fits == "True") == (not remark), where
+    left = llmq[[f"{of.model} {of.machine}" not in _shown(shown) for of in llmq.itertuples()]]
+    says("README.md", f"the others are {left.error.min():.0%} to {left.error.max():+.0%} off".replace("% to", " to", 1))
+
+
+def _shown(rows: list[list[str]]) -> set[str]:
+    pairs = (where.replace(" (", ", (").split(", ")[:2] for where, *_ in rows)
+    return {f"qwen2.5-{size.lower()} {CARDS[card]}" for size, card in pairs}
+
+
+def test_errors_by_gpu_are_those_stored(compared: pd.DataFrame) -> None:
+    for card, runs, errors in table("docs/accuracy.md", "GPU", "runs"):
+        of = compared[compared.machine == CARDS[card]]
+        assert len(of) == int(runs), card
+        told = [int(number) for number in re.findall(r"[+-]\d+", re.sub(r"\(.*?\)", "", errors))]
+        assert sorted(told) == sorted(round(100 * error) for error in of.error), card
+
+
+def test_what_is_said_of_the_nearest_rival() -> None:
+    cells = pd.read_csv(RESULTS / "rival" / "rival.csv")
+    says("README.md", f"measured {len(cells)} steps of Llama-3 8B on an H100 twice")
+    first, second = (cells.predicted_tokens_per_s / cells[of] for of in ("first_tokens_per_s", "tokens_per_s"))
+    says("README.md", f"at {first.min():.2f} to {first.max():.2f} of its first campaign, [median {first.median():.2f}]")
+    says("README.md", f"{second.min():.2f} to {second.max():.2f} of its second, median {second.median():.2f}")
+    step = cells[(cells.seq_len == 4096) & (cells.tokens_per_step == 65536) & (cells.device_GiB == 12)].iloc[0]
+    says("README.md", f"it measured {step.first_tokens_per_s:,.0f} and {step.tokens_per_s:,.0f}")
+    ours, (theirs,) = {}, [*table("analysis/results/plans/README.md", "kernels", "moments")][-1:]
+    for kernels, moments, rate, alone, *_ in table("analysis/results/plans/README.md", "kernels", "moments"):
+        ours[kernels.split(",")[0], moments] = rate, alone
+    plain, slowed = ours["not slower beside copies", "bf16"], ours["slower beside copies", "bf16"]
+    says("README.md", f"predicts {theirs[2]} tokens/s after {theirs[5]}")
+    says("README.md", f"predicts {plain[0]}, or {slowed[0]} where copies slow kernels")
+    says("README.md", f"Computing alone it counts {theirs[3]}, and we {plain[1]}")
+
+
+# ---- runs on CPUs
+
+
+def test_the_demonstration_is_that_stored() -> None:
+    runs = pd.read_csv(RESULTS / "cpu-demo" / "predicted_measured.csv")
+    shown = list(table("README.md", "policy", "predicted step", "measured step (median)"))
+    assert len(shown) == len(runs)
+    for policy, *figures in shown:
+        of = row(runs, policy=policy.strip("`"))
+        assert figures == [
+            f"{of.predicted_s * 1e3:.1f} ms",
+            f"{of.measured_s * 1e3:.1f} ms",
+            per_cent(of.predicted_s / of.measured_s - 1),
+            f"{of.predicted_rank:.0f} / {of.measured_rank:.0f}",
+        ], policy
+
+
+@pytest.fixture
+def validated() -> pd.DataFrame:
+    return pd.read_csv(RESULTS / "validation-cpu" / "predicted_measured.csv")
+
+
+def _summary(errors: pd.Series[float]) -> list[str]:
+    of = validation.summary(list(errors))
+    sizes = [f"{size:.1%}" for size in (of.median, of.p95)]
+    return [text.replace("%", " %") for text in (f"{of.bias:+.1%}", *sizes, f"{of.worst:+.1%}", f"{of.within_4:.0%}")]
+
+
+def test_the_validation_is_that_stored(validated: pd.DataFrame) -> None:
+    replay, predict, rounds = table("README.md", "level", "points", "bias")
+    assert replay[1:] == [str(len(validated)), *_summary(validated.replay_error)]
+    assert predict[1:] == [str(len(validated)), *_summary(validated.predict_error)]
+    middle, most = (f"{share:.1%}".replace("%", " %") for share in (validated.noise.median(), validated.noise.max()))
+    assert rounds[1:] == [str(len(validated)), "", middle, "", most, ""]
+    tau, regret = validation.ranking(validated)
+    says("README.md", f"Kendall's tau {tau:.2f}; the one chosen is {regret:.1%} slower than the fastest")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("validation-cpu", "timed (stored)"), ("validation-xeon", "2026-11-26, stored)")]
+)
+def test_stored_validations_stand_among_all(folder: str, name: str) -> None:
+    of = pd.read_csv(RESULTS / folder / "predicted_measured.csv")
+    (shown,) = (figures for what, *figures in table("docs/accuracy.md", "passes over memory") if what.endswith(name))
+    assert shown[1:] == [f"{of.noise.median():.1%}".replace("%", " %"), *_summary(of.predict_error)]
+
+
+# ---- a GPU of our own
+
+
+@pytest.fixture
+def gpu() -> dict[str, dict[str, Any]]:
+    return json.loads((RESULTS / "gpu" / "h200" / "gpu.json").read_text())["rows"]
+
+
+def test_rows_of_the_gpu_are_those_stored(gpu: dict[str, dict[str, Any]]) -> None:
+    def rate(rows: dict[str, Any], name: str) -> str:
+        return f"{rows[name]['tokens_per_s']:,.0f}"
+
+    shown = list(table("README.md", "model, tokens a step", "policy"))
+    assert len(shown) > 10
+    for where, how, *figures in shown:
+        size, tokens, *_ = where.split(", ")
+        splits, suffix = (IN_12_GIB, " in 12 GiB") if "12 GiB" in where else (SPLITS, "")
+        name, split = MODELS[size], splits[tokens]
+        policy, precision = how.split(",")[0], "bf16_16bit" if "bf16 moments" in how else "bf16"
+        step = gpu["steps"][f"{name} {policy} {split} {precision}{suffix}"]
+        speed, error, torch, deepspeed, paper = (figure.split(" (")[0].strip() for figure in figures)
+        assert speed == f"{step['tokens_per_s']:,.0f}", where
+        off = 1 / (1 + step["prediction_error"]) - 1
+        assert abs(float(error.split()[0]) - 100 * off) < (0.5 if "." not in error else 0.051), where
+        moments = "bf16_16bit" if "(+)" in figures[2] else precision
+        rivals = {
+            torch: (gpu["rivals"], f"{name} plain torch {split} {moments}"),
+            deepspeed: (gpu["rivals"], f"{name} deepspeed zero3 {split} {precision}"),
+            paper: (gpu["steps"], f"{name} megatrain_released {split} {precision}"),
+        }
+        for told, (rows, case) in rivals.items():
+            assert not told or told == rate(rows, case), (where, case)
+
+
+def test_rates_among_the_aims_are_those_stored(gpu: dict[str, dict[str, Any]]) -> None:
+    """Of each aim of docs/gpu.md, what was measured."""
+    steps, rivals = gpu["steps"], gpu["rivals"]
+
+    def rate(rows: dict[str, Any], name: str) -> float:
+        return rows[name]["tokens_per_s"]
+
+    whole, small = steps["llama-3.1-8b planned 4x4x4096 bf16_16bit"], "llama-3.1-8b planned {} bf16_16bit in 12 GiB"
+    peak = max(product["TFLOP_s"]["median"] for product in gpu["gemm"].values() if "TFLOP_s" in product)
+    share = whole["model_TFLOP_s"] / peak
+    says(
+        "docs/gpu.md",
+        f"{whole['tokens_per_s']:,.0f}; {share:.0%} of the fastest matrix product there, {peak:.0f} TFLOP/s",
+    )
+    says(
+        "docs/gpu.md",
+        f"{rate(steps, small.format(IN_12_GIB['64k'])):,.0f} with the plan that was found two hours later",
+    )
+    says("docs/gpu.md", f"not shown: {rate(steps, small.format(IN_12_GIB['8k'])):,.0f} tokens/s")
+    says(
+        "docs/gpu.md", f"{rate(steps, 'qwen2.5-14b planned 4x4x4096 bf16'):,.0f} tokens/s, 84 % of the fastest product"
+    )
+
+    def over(rows: dict[str, Any], size: str, rival: str, tokens: str, policy: str = "planned") -> float:
+        split = SPLITS[tokens]
+        ours = rate(steps, f"{MODELS[size]} {policy} {split} bf16")
+        return ours / rate(rows, f"{MODELS[size]} {rival} {split} bf16")
+
+    zero3 = {
+        (size, n): f"{over(rivals, size, 'deepspeed zero3', n):.1f}" for size in ("3B", "7B") for n in ("2k", "8k")
+    }
+    says("docs/gpu.md", f"3B: {zero3['3B', '2k']} times at 2k tokens a step, {zero3['3B', '8k']} at 8k")
+    says("docs/gpu.md", f"7B: {zero3['7B', '2k']} and {zero3['7B', '8k']}, beside DeepSpeed")
+    streamed = over(rivals, "3B", "deepspeed zero3", "8k", "streamed")
+    says("docs/gpu.md", f"`streamed`, whose state is all on the host: {streamed:.2f}, 3B at 8k")
+    paper = [over(steps, "3B", "megatrain_released", "8k", policy) for policy in ("planned", "streamed")]
+    says("docs/gpu.md", f"{paper[0]:.1f} (`streamed` {paper[1]:.2f}), 3B at 8k tokens")
+
+
+def test_compiled_rivals_are_those_stored(gpu: dict[str, dict[str, Any]]) -> None:
+    compiled = {
+        tokens: gpu["rivals"][f"llama-3.2-3b plain torch compiled=blocks {SPLITS[tokens]} bf16_16bit"]["tokens_per_s"]
+        for tokens in ("2k", "8k")
+    }
+    says("README.md", f"{compiled['2k']:,.0f} tokens/s of the 3B at 2k and {compiled['8k']:,.0f} at 8k")
+
+
+# ---- docs/buying.md and docs/training.md
+
+
+def test_the_worked_example_is_the_sweep_stored() -> None:
+    sweep = pd.read_csv(RESULTS / "buying" / "sweep.csv")
+    shown = list(table("docs/buying.md", "machine", "host memory"))
+    assert len(shown) > 10
+    for machine, memory, link, *figures in shown:
+        size, unit = memory.split()
+        nbytes = float(size) * {"GB": 1e9, "TB": 1e12}[unit]
+        of = row(sweep, machine=machine, host_memory=nbytes, h2d_bandwidth=float(link.split()[0]) * 1e9)
+        drives = f"{of.drives:.1f}" if round(of.drives, 1) else "0"
+        assert figures == [f"{of.tokens_per_s:,.0f}", f"{of.days:.1f}", drives, f"{of.cost:,.0f}"], (
+            machine,
+            memory,
+            link,
+        )
+
+
+def test_losses_by_precision_are_those_stored() -> None:
+    stored = {
+        (precision, float(rate)): loss
+        for precision, rate, *_, loss in table("analysis/results/precision/README.md", "precision", "learning rate")
+    }
+    for rate, exact, stochastic, nearest in table("docs/training.md", "learning rate"):
+        at = float(rate)
+        told = [stored["fp32", at], stored["bf16_16bit", at], stored["bf16_16bit, to nearest", at]]
+        assert [exact, stochastic, nearest] == told, rate
+        for precision in ("bf16_split", "bf16_fp32"):
+            assert abs(float(stored[precision, at].split()[-1]) - float(exact.split()[-1])) < 0.00101, precision
