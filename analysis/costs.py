@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from analysis.sweep import Row
+from schedules.workload import Workload
 from sim import hardware
+from sim.cost import peak_flops
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,8 +54,9 @@ def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
     if not row["fits"]:
         return nothing | months
     hours = train_tokens / row["tokens_per_s"] / 3600
+    step = Workload(micro_batch_size=row["micro_batch_size"], seq_len=row["seq_len"], precision=row["precision"])
     for rental in prices.rentals:
-        peak = hardware.load(rental.machine).gpu.matmul_flops.value
+        peak = peak_flops(hardware.load(rental.machine), step)
         rented = rental.gpus * rental.mfu * peak / row["flops_per_token"]  # tokens/s
         months[months_column(rental.name)] = prices.break_even_months(
             price, row["tokens_per_s"], rental.rent_per_hour / 3600 / rented, wear

@@ -145,6 +145,7 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
             "model": "qwen2.5-7b", "machine": machine, "tokens_per_s": rate, "fits": rate is not None,
             "reason": "" if rate else "too large", "seq_len": 1024, "host_memory": memory,
             "drive_days": 10.0 if machine == "rtx4090" else None, "flops_per_token": flops,
+            "micro_batch_size": 1, "precision": "bf16",
         }  # fmt: skip
 
     flops = model_flops_per_step(presets.load("qwen2.5-7b"), Workload(micro_batch_size=1, seq_len=1024)) / 1024
@@ -165,6 +166,18 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
     expected = with_rent.break_even_months(with_rent.of("h200"), 1000.0, per_token)
     assert fast[costs.months_column("node")] == pytest.approx(expected, rel=0.01)
     assert nothing["cost"] is None or math.isnan(nothing["cost"])
+
+
+def test_a_rental_reaches_its_share_of_the_peak_of_the_rows_precision() -> None:
+    """An H100 has 989 TFLOP/s in bf16 and 67 in fp32; of 9.89 GFLOP a token, half is 50,000 and 3,387 tokens/s."""
+    (row,) = (sweep.evaluate(point) for point in some(["h200"], names=["resident"]))
+    rental = Rental(name="node", machine="h100", gpus=1, mfu=0.5, rent_per_hour=36.0, source="made up")
+    free = MachinePrice(source="made up", watts=0, buy=36525.0)
+    for precision, rented in (("bf16", 50_000), ("fp32", 0.5 * 67e12 / 9.89e9)):
+        told = {**row, "precision": precision, "tokens_per_s": 10_000.0, "flops_per_token": 9.89e9}
+        table = costs.priced([told], some_prices(machines={"h200": free}, rentals=(rental,)), 1e9)
+        saved_per_month = 36.0 * 10_000 / rented * 0.5 * HOURS_A_MONTH
+        assert table[costs.months_column("node")].tolist() == pytest.approx([36525.0 / saved_per_month])
 
 
 def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
