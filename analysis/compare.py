@@ -164,6 +164,11 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
     return table
 
 
+def several_baselines(found: pd.DataFrame) -> bool:
+    """Whether ratios are to rows of the baseline that keep different state."""
+    return len(set(found.loc[found["ratio_to_zero3_offload"].notna(), "baseline"])) > 1
+
+
 def row_of(prediction: Prediction) -> Row:
     """What a prediction says, as a row; the ratio to the baseline is left open."""
     lacking = prediction.does_not_fit

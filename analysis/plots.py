@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from analysis.compare import several_baselines
 from analysis.figure import FONT_PT, figure_of, new_axes, plain_ticks, stacked_axes
 from analysis.labels import Labels, drawn_at
 from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
@@ -109,7 +110,7 @@ def _what_is_written(rows: pd.DataFrame) -> str:
     compared = rows[rows["fits"].eq(True) & rows["ratio_to_zero3_offload"].notna()]
     told = "model, by size"
     if len(compared):
-        told += "; (x) is the ratio to zero3_offload"
+        told += "; (x) is the ratio to zero3_offload" + (" of the same state" if several_baselines(compared) else "")
     if compared["same_state"].eq(False).any():
         told += ", * where that keeps other state"
     return told if rows["fits"].eq(True).all() else f"{told}\ndashed: does not fit, by how much"

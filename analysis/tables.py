@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from analysis.compare import OUR_PRECISION, SAME_STATE
+from analysis.compare import OUR_PRECISION, SAME_STATE, several_baselines
 from megatrain.terminal import Column, Record, show_records
 from sim.units import rate, seconds
 
@@ -94,6 +94,7 @@ COMPARISON_NOTE = (
     "device, host: memory at the peak, workspace included; GB is 10^9 bytes, MB 10^6; 1 GiB = 1.074 GB."
 )
 TO_ANY_NOTE = "gap to any: to the bound of any exact schedule of these micro-batches that keeps this state."
+EACH_STATE_NOTE = "x zero3: to the row of ZeRO-3 that keeps the same state."
 OTHER_STATE_NOTE = "* to {}, which keeps other state than this row."
 SAME_STATE_NOTE = f"To compare with {OUR_PRECISION} too: --policy '{SAME_STATE}', and others."
 
@@ -122,6 +123,7 @@ def comparison_note(frame: pd.DataFrame) -> str:
     told = (
         (True, COMPARISON_NOTE),
         (frame["gap_to_any_schedule"].notna().any(), TO_ANY_NOTE),
+        (several_baselines(frame), EACH_STATE_NOTE),
         (len(starred), OTHER_STATE_NOTE.format(" or ".join(starred["baseline"].unique()))),
         (SAME_STATE not in set(frame["label"]) and starred["precision"].eq(OUR_PRECISION).any(), SAME_STATE_NOTE),
     )

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from timed_profile import timed
 
-from analysis import tables
+from analysis import plots, tables
 from analysis.compare import COLUMNS, SAME_STATE, compare, frame, measured_row, ranked, rows
 from schedules import policies, presets
 from schedules.errors import InputError
@@ -147,6 +147,17 @@ def test_ratios_are_to_the_baseline_of_the_same_state_where_there_is_one() -> No
         told = tables.markdown(found, tables.comparison_columns(found), note=tables.comparison_note(found))
         assert told.count("* |") == starred and ("--policy 'zero3_offload master=weights'" in told) == bool(starred)
         assert "| bf16_fp32 |" in told
+
+
+def test_ratios_to_two_rows_of_the_baseline_are_told_to_be_to_that_of_the_same_state() -> None:
+    """ZeRO-Offload keeps an fp32 master as ZeRO-3 does by itself, streamed none: their ratios are to two rows."""
+    told, names = "x zero3: to the row of ZeRO-3 that keeps the same state.", ["streamed", SAME_STATE]
+    for more, several in ((["zero_offload", "zero3_offload"], True), ([], False)):
+        found = compare([TINY], [*names, *more], H200, [STEP])
+        assert found["same_state"].all() and found["baseline"].tolist()[2:] == ["zero3_offload"] * len(more)
+        assert (told in tables.comparison_note(found)) == several
+        written = plots.throughput(found).get_xlabel()
+        assert written == "model, by size; (x) is the ratio to zero3_offload" + " of the same state" * several
 
 
 def test_a_ratio_to_other_state_says_to_whose_and_how_to_have_the_same_where_that_can_be() -> None:
