@@ -122,7 +122,7 @@ def heat_map(table: pd.DataFrame) -> Axes:
     ax.set_xlabel("link, host to device (GB/s)")
     ax.set_ylabel("host memory (GB)")
     first, more = table.iloc[0], table.duplicated(list(HEAT)).any()
-    marked = max(map(_schedule, table.to_dict("records")), key=len)  # what does not fit is not marked
+    marked = max(map(_schedule, tables.records(table)), key=len)  # what does not fit is not marked
     by = "the best plan" if _planned(table) else marked
     title = f"{first['model']} on {first['machine']}, predicted tokens/s of {by}"
     ax.set_title(title + ("; of several the best" if more else ""), loc="left")
@@ -136,7 +136,7 @@ def _planned(table: pd.DataFrame) -> bool:
 
 def _schedule(row: Record) -> str:
     """The policy that was asked for, marked where its training is not exact."""
-    stale = row.get("stale") or 0  # NaN where nothing fits
+    stale = row.get("stale") or 0  # None where nothing fits
     return f"{row['policy']} (stale by {stale:.0f})" if stale > 0 else str(row["policy"])
 
 

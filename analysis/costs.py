@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from analysis.prices import Prices
 
+WHOLE = ("stale", "micro_batch_size", "accumulation")  # numbers that a row lacks where nothing fits
+
 
 def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataFrame:
     """Rows with price, time, cost and energy of training that many tokens, and months to break even.
@@ -23,12 +25,12 @@ def priced(rows: Sequence[Row], prices: Prices, train_tokens: float) -> pd.DataF
     Columns added: buy, cost_per_hour, hour ("owned" or "rented", whichever is cheaper), memory_for_nothing (a rented
     machine's, which was changed), drives_for_nothing (an owned machine's, which wear out and have no price), days,
     drives (worn out meanwhile), cost, energy_kwh, pareto (no point of the model is done sooner for as little), and a
-    column of months for every rental. Raises PriceError.
+    column of months for every rental. Whole numbers stay whole where some are missing. Raises PriceError.
     """
     import pandas as pd
 
     found = [{**row, **_cost(row, prices, train_tokens)} for row in rows]
-    table = pd.DataFrame(found)
+    table = pd.DataFrame(found).astype(dict.fromkeys(WHOLE, "Int64"))  # by itself 8 would be 8.0 beside a missing one
     table["pareto"] = False
     for _, group in table[table["fits"]].groupby("model"):
         table.loc[_pareto(group), "pareto"] = True

@@ -268,7 +268,8 @@ def classes(heading: str) -> tuple[Column, ...]:
 
 def records(frame: pd.DataFrame) -> list[Record]:
     """Rows for programs: plain Python values, None for what is not a number."""
-    return [{str(key): _plain(value) for key, value in row.items()} for row in frame.astype(object).to_dict("records")]
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(key): _plain(value) for key, value in row.items()} for row in rows]
 
 
 def _plain(value: Any) -> Any:

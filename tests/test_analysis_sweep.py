@@ -145,7 +145,7 @@ def test_cost_and_energy_of_training_and_the_front() -> None:
             "model": "qwen2.5-7b", "machine": machine, "tokens_per_s": rate, "fits": rate is not None,
             "reason": "" if rate else "too large", "seq_len": 1024, "host_memory": memory,
             "drive_days": 10.0 if machine == "rtx4090" else None, "flops_per_token": flops,
-            "micro_batch_size": 1, "precision": "bf16",
+            "micro_batch_size": 1, "accumulation": 1, "stale": 0, "precision": "bf16",
         }  # fmt: skip
 
     flops = model_flops_per_step(presets.load("qwen2.5-7b"), Workload(micro_batch_size=1, seq_len=1024)) / 1024
@@ -494,6 +494,20 @@ def test_where_nothing_fits_the_table_and_the_page_say_why(tmp_path: Path, capsy
     tables.show(table, buying.columns(found, table))
     assert "device memory is" in capsys.readouterr().out
     assert "device memory is" in buying.write(tmp_path, table, found, 1e9, "megatrain sweep").read_text()
+
+
+def test_whole_numbers_stay_whole_beside_a_point_that_does_not_fit(tmp_path: Path) -> None:
+    vary = ["gpu.memory=100kB,1GB", "host.memory=1GB,2TB", "links.h2d.bandwidth=10GB/s,50GB/s"]
+    rows = sweep.run(some(["h200"], vary=vary, names=["zenflow"]), tmp_path / "rows.jsonl", workers=1, progress=quiet)
+    found = some_prices(host_memory_per_gb=1.0)
+    table = costs.priced(rows, found, 1e9)
+    names = ["stale", "micro_batch_size", "accumulation"]
+    told = [[record[name] for name in names] for record in tables.records(table)]
+    assert json.dumps(told) == json.dumps([[None, None, None]] * 4 + [[1, 4, 1]] * 4)
+    buying.write(tmp_path, table, found, 1e9, "megatrain sweep")
+    text = pd.read_csv(tmp_path / "sweep.csv", dtype=str, keep_default_na=False)[names]
+    assert text.to_numpy().tolist() == [["" if one is None else str(one) for one in of] for of in told]
+    assert "zenflow (stale by 1)" in buying.heat_map(table).get_title(loc="left")
 
 
 def test_rows_computed_on_a_cluster_are_the_same(tmp_path: Path) -> None:
