@@ -30,6 +30,7 @@ FOR_NOTHING = (
     "A rented machine's hour costs the same here with any host memory: give rent_host_memory_per_gb_hour in the price "
     "file."
 )
+NEVER = "never"  # in place of months: energy and worn drives alone cost more than that rental
 DRIVES_FOR_NOTHING = "A drive that is worn out is bought again for nothing here: give drive in the prices of: {}."
 NAMED = 30  # points; of more, only those of the front have their names written
 HEAT = ("host_memory", "h2d_bandwidth")  # what the heat map is over, if both vary
@@ -159,7 +160,7 @@ def write(folder: Path, table: pd.DataFrame, prices: Prices, train_tokens: float
             figure.save(figure.figure_of(ax), picture, of_model)
             parts.append(f"![cost against days]({picture.name}.png)")
         ordered = of_model.sort_values("cost", na_position="last")
-        parts.append(tables.markdown(ordered, columns(prices, table)))
+        parts.append(tables.markdown(with_never(ordered, prices), columns(prices, table)))
         for (machine, policy), alike in of_model.groupby(["machine", "policy"], sort=False):
             if all(alike[axis].nunique() > 1 for axis in HEAT):
                 by = "" if of_model["policy"].nunique() == 1 else f"-{policy}"
@@ -198,11 +199,21 @@ def note(table: pd.DataFrame) -> str:
     return " ".join(told)
 
 
+def with_never(table: pd.DataFrame, prices: Prices) -> pd.DataFrame:
+    """With a word in place of infinite months: tables and JSON would tell them as those of what cannot be bought."""
+    months = [months_column(rental.name) for rental in prices.rentals]
+    return table.assign(**{name: table[name].astype(object).mask(table[name].eq(np.inf), NEVER) for name in months})
+
+
 def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
-    """Of the table of a sweep: * marks the front of cost against days."""
+    """Of the table of a sweep, as `with_never` returns it: * marks the front of cost against days."""
 
     def money(key: str) -> Column:
         return Column(heading=f"{key.replace('_', ' ')} ({prices.currency})", cell=tables.number(key, ",.2f"))
+
+    def months(key: str) -> Column:
+        number = tables.number(key, ",.1f")
+        return Column(heading=key, cell=lambda row: NEVER if row[key] == NEVER else number(row), spare=True)
 
     return (
         Column(heading="machine", cell=lambda row: row["machine"] + (" *" if row["pareto"] else ""), number=False),
@@ -218,11 +229,6 @@ def columns(prices: Prices, table: pd.DataFrame) -> tuple[Column, ...]:
         Column(heading="drives worn out", cell=tables.number("drives", ",.1f"), spare=True),
         money("cost"),
         Column(heading="MWh", cell=tables.number("energy_kwh", ",.2f", 1e-3), spare=True),
-        *(
-            Column(
-                heading=months_column(rental.name), cell=tables.number(months_column(rental.name), ",.1f"), spare=True
-            )
-            for rental in prices.rentals
-        ),
+        *(months(months_column(rental.name)) for rental in prices.rentals),
         Column(heading="why not", cell=lambda row: row["reason"] or "", number=False, folds=True),
     )

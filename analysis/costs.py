@@ -73,7 +73,7 @@ def _cost(row: Row, prices: Prices, train_tokens: float) -> Row:
 
 
 def months_column(rental: str) -> str:
-    """The column of months after which a machine has cost less than that rental."""
+    """The column of months after which a machine has cost less than that rental; infinite where it never has."""
     return f"months until cheaper than {rental}"
 
 

@@ -180,6 +180,23 @@ def test_a_rental_reaches_its_share_of_the_peak_of_the_rows_precision() -> None:
         assert table[costs.months_column("node")].tolist() == pytest.approx([36525.0 / saved_per_month])
 
 
+def test_what_never_becomes_cheaper_than_a_rental_is_told_from_what_cannot_be_bought(tmp_path: Path) -> None:
+    """Energy is 100 an hour on the first, and the rental 36 for as many tokens; the second is only rented."""
+    rental = Rental(name="node", machine="h100", gpus=1, mfu=0.5, rent_per_hour=36.0, source="made up")
+    owned = MachinePrice(source="made up", watts=200_000, buy=1.0)
+    rented = MachinePrice(source="made up", watts=0, rent_per_hour=1.0)
+    found = some_prices(machines={"h200": owned, "gh200": rented}, rentals=(rental,))
+    rows = [sweep.evaluate(point) for point in some(["h200", "gh200"], names=["resident"])]
+    table = costs.priced([{**row, "tokens_per_s": 50_000.0, "flops_per_token": 9.89e9} for row in rows], found, 1e9)
+    told = tables.records(buying.with_never(table, found))
+    assert [record[costs.months_column("node")] for record in told] == ["never", None]
+    page = buying.write(tmp_path, table, found, 1e9, "megatrain sweep").read_text()
+    for machine, cell in (("h200", "never"), ("gh200", "-")):
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {machine} "))
+        assert line.endswith(f"| {cell} |  |")
+    assert pd.read_csv(tmp_path / "sweep.csv")[costs.months_column("node")][0] == math.inf
+
+
 def test_a_point_that_is_dearer_and_no_faster_is_not_on_the_front() -> None:
     """The last costs least by the hour, and most by the time that it is done."""
     group = pd.DataFrame(

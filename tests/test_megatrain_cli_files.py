@@ -366,6 +366,14 @@ def test_a_sweep_takes_models_and_machines_in_any_spelling(tmp_path: Path) -> No
     assert found[0] == found[1] == found[2] and found[0][0]["model"] == "tiny"
 
 
+def test_a_sweep_says_what_never_becomes_cheaper_than_a_rental(tmp_path: Path) -> None:
+    """Steps of 16 tokens of a tiny model keep no machine busy, and rented ones are taken to be."""
+    step = ["-p", "resident", "-t", "16", "-s", "16", "--prices", "docs/prices.yaml", "--workers", "1"]
+    words = ["sweep", "tiny", "-H", "h200", *step, "-o", str(tmp_path / "out")]
+    assert json.loads(called(*words, "--json")[0])[0]["months until cheaper than 8 x H100"] == "never"
+    assert " never " in called(*words)[0]
+
+
 def test_a_price_of_memory_that_is_missing_is_told_before_the_sweep(tmp_path: Path) -> None:
     """A sweep takes minutes: what it cannot be priced without is better known before."""
     example = (ROOT / "docs" / "prices.yaml").read_text(encoding="utf-8")

@@ -109,12 +109,13 @@ def sweep(
     try:  # first to the files, see `plan`
         page = buying.write(out, table, paid, train_tokens, command_line())
     finally:
+        told = buying.with_never(table, paid)
         if as_json:
-            print_json(tables.records(table))
+            print_json(tables.records(told))
         else:
             note = f"{buying.step(table, train_tokens)} {buying.note(table)} Predicted; prices are those of your file."
             columns = buying.columns(paid, table)
-            for model, of_model in table.groupby("model", sort=False):
+            for model, of_model in told.groupby("model", sort=False):
                 tables.show(of_model.sort_values("cost", na_position="last"), columns, title=str(model), note=note)
             if page is not None:
                 print(f"pictures and all numbers: {page}")
