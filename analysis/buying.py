@@ -46,7 +46,8 @@ _TURN = 15
 def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float) -> Axes:
     """Of one model: what it costs to train that many tokens, in `currency`, against days, and the front.
 
-    Points have numbers, the cheapest first, and the legend their names; those that lie on one another have one label.
+    Points have numbers, the cheapest first, those of the front in bold, and the legend their names; those that lie on
+    one another have one label, if all or none of them are of the front.
     """
     fits = table[table["fits"].astype(bool)].sort_values(["cost", "days"])
     front, beaten = fits[fits["pareto"].astype(bool)], fits[~fits["pareto"].astype(bool)]
@@ -85,7 +86,8 @@ def _write_numbers(ax: Axes, named: pd.DataFrame) -> None:
     best = named["pareto"].astype(bool).tolist()
     labels = list[list[int]]()  # each stands at the first of its points
     for point in sorted(range(len(places)), key=lambda point: not best[point]):
-        near = [label for label in labels if np.hypot(*(marks[label[0]] - marks[point])) < _SAME]
+        alike = (label for label in labels if best[label[0]] == best[point])
+        near = [label for label in alike if np.hypot(*(marks[label[0]] - marks[point])) < _SAME]
         if near:
             near[0].append(point)
         else:
