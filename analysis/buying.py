@@ -67,7 +67,8 @@ def cost_against_days(table: pd.DataFrame, currency: str, train_tokens: float) -
         ("days", ax.yaxis, ax.set_yscale, ax.set_ylim),
     ):
         least, most = float(fits[key].min()), float(fits[key].max())
-        limit(least * _BEYOND, most / _BEYOND)
+        if most:  # else all costs nothing, and an axis from 0 to 0 is none
+            limit(least * _BEYOND, most / _BEYOND)
         if most > _WIDE * least > 0:
             scale("log")
             figure.plain_ticks(axis)

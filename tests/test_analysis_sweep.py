@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -573,6 +574,20 @@ def test_the_picture_of_prices_says_their_currency_and_what_every_colour_means()
     assert told[0] == "no other beats it" and told[1].startswith("beaten") and told[2:] == ["1  m0"]
     alone = buying.cost_against_days(table[:1], "EUR", 1e9).get_legend()
     assert alone is not None and not any("beaten" in text.get_text() for text in alone.get_texts())
+
+
+def test_machines_that_cost_nothing_are_drawn_without_a_warning() -> None:
+    table = pd.DataFrame(
+        {
+            "model": "tiny", "machine": ["a", "b"], "changes": "", "fits": True, "policy": sweep.PLAN,
+            "cost": [0.0, 0.0], "days": [5.0, 6.0], "pareto": [True, False],
+        }
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ax = buying.cost_against_days(table, "EUR", 1e9)
+    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+    assert left < 0 < right and low < 5 < 6 < high
 
 
 def test_a_model_that_is_no_preset_is_priced(tmp_path: Path) -> None:
