@@ -51,7 +51,7 @@ def plot(frame: pd.DataFrame) -> Axes:
             ax.plot(row["speed"], y, style.marker, color=style.colour, markerfacecolor=face, markersize=7, zorder=3)
             faster = row["error"] >= 0
             ax.annotate(
-                f"{row['error']:+.0%}{'' if row['fits'] else ', does not fit'}", (row["speed"], y),
+                f"{row['error']:+.1%}{'' if row['fits'] else ', does not fit'}", (row["speed"], y),
                 xytext=(8 if faster else -8, 0), textcoords="offset points", ha="left" if faster else "right",
                 va="center", fontsize=FONT_PT,
             )  # fmt: skip

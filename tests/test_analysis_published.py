@@ -167,6 +167,15 @@ def test_the_picture_has_a_mark_per_prediction(table: pd.DataFrame) -> None:
     assert len(hollow) == (known["standing"] == "assumed").sum()
 
 
+def test_errors_in_the_picture_are_those_of_the_tables(table: pd.DataFrame) -> None:
+    """In whole per cent -0.2 would be -0."""
+    known = table[table["speed"].notna()]
+    (column,) = (column for column in tables.PUBLISHED if column.heading == "error")
+    shown = [text.get_text().split(",")[0] for text in published_report.plot(table).texts]
+    assert sorted(shown) == sorted(column.cell(row).replace(" %", "%") for row in tables.records(known))
+    assert not {"-0%", "-0.0%"} & set(shown)
+
+
 def test_an_unknown_batch_is_the_largest_that_fits() -> None:
     point = Point(
         system="x", policy="resident", model="qwen2.5-0.5b", machine="rtx3090", value=1, unit="tokens/s", source="none"

@@ -174,8 +174,9 @@ def test_errors_by_gpu_are_those_stored(compared: pd.DataFrame) -> None:
     for card, runs, errors in table("docs/accuracy.md", "GPU", "runs"):
         of = compared[compared.machine == CARDS[card]]
         assert len(of) == int(runs), card
-        told = [int(number) for number in re.findall(r"[+-]\d+", re.sub(r"\(.*?\)", "", errors))]
-        assert sorted(told) == sorted(round(100 * error) for error in of.error), card
+        told = re.findall(r"[+-]?\d+", re.sub(r"\(.*?\)", "", errors))
+        stored = [round(100 * error) for error in of.error]
+        assert sorted(told) == sorted(f"{error:+}" if error else "0" for error in stored), card
 
 
 def test_what_is_said_of_the_nearest_rival() -> None:
