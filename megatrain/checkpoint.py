@@ -37,6 +37,8 @@ from schedules.workload import Workload
 FORMAT = 3
 LAST = "training.json"
 STEP = re.compile(r"step-\d{8,}")
+# the files that a save writes, and safetensors on the way to one
+OF_A_SAVE = re.compile(rf"(embed|head|\d+)\.safetensors|{re.escape(LAST)}(\.partial)?|\.tmp\w*")
 FINITE_CHUNK = 1 << 20  # elements
 
 Kept = Callable[[int], tuple[Tensor, Tensor]]  # layer -> what is trained of it, flat, and its optimizer state, uint8
@@ -153,6 +155,9 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
         NotSaved: the folder cannot be made.
     """
     complete = _complete(folder)
+    others = [path for path in _named_so(folder) if not _is_ours(path)]
+    if others:
+        raise CheckpointError(f"{others[0]} is no checkpoint of ours, though it is called so: save to another folder")
     if complete and (resumed is None or complete[-1].resolve() != resumed.folder.resolve()):
         raise CheckpointError(
             f"{complete[-1]} is a checkpoint that this training does not go on from, and would be removed: "
@@ -184,7 +189,10 @@ def drop(folder: Path, step: int) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """First what makes it a checkpoint: one that is half removed is none. Raises OSError."""
+    """First what makes it a checkpoint: one that is half removed is none. Or the link to one. Raises OSError."""
+    if path.is_symlink():
+        path.unlink()
+        return
     (path / LAST).unlink(missing_ok=True)
     shutil.rmtree(path)
 
@@ -334,8 +342,17 @@ def _complete(folder: Path) -> list[Path]:
 
 def _steps(folder: Path) -> list[Path]:
     """Checkpoints, complete or not, the newest last. What else lies beside them is not ours to remove."""
-    found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step)
+    return sorted(filter(_is_ours, _named_so(folder)), key=_step)
+
+
+def _named_so(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or all in it is of a save that was interrupted; other trainers name theirs so,
+    too."""
+    return (path / LAST).is_file() or all(OF_A_SAVE.fullmatch(file.name) for file in path.iterdir())
 
 
 def _step(path: Path) -> int:

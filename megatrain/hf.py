@@ -32,8 +32,8 @@ from schedules.workload import Workload
 HEAD = "lm_head.weight"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (  # what a folder of weights has beside them that training leaves as it is
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
-    "generation_config.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.bpe.model",
+    "tekken.json", "chat_template*", "generation_config.json",
 )  # fmt: skip
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json, which no schedule depends on
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
@@ -315,18 +315,25 @@ def _write_model(
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     if base is not None:
         config = {**config, **_special_tokens(base)}
-        for path in {path for pattern in BESIDE for path in base.glob(pattern) if path.is_file()}:
-            shutil.copyfile(path, folder / path.name)
+        _copy_what_lies_beside(base, folder)
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
+
+
+def _copy_what_lies_beside(base: Path, folder: Path) -> None:
+    """Warns of a file that cannot be copied: what was trained is worth more."""
+    for path in sorted({path for pattern in BESIDE for path in base.glob(pattern) if path.is_file()}):
+        try:
+            shutil.copyfile(path, folder / path.name)
+        except OSError as error:
+            (folder / path.name).unlink(missing_ok=True)
+            warnings.warn(f"the export lacks {path}, which cannot be copied: {error.strerror or error}", stacklevel=2)
 
 
 def _special_tokens(base: Path) -> dict[str, Any]:
     """What the config.json of a folder says of them; nothing where there is none."""
-    if not (file := base / "config.json").is_file():
-        return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # weights alone were asked of that folder
+        found = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # weights alone were asked of that folder
         return {}
     return {key: found[key] for key in TOKENS if key in found} if isinstance(found, dict) else {}
 

@@ -366,13 +366,36 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(
         patched.setattr(checkpoint, "save_file", on_third_layer(killed))
         with pytest.raises(Killed):
             train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
-    assert (folder / "step-00000002").is_dir()
+    (folder / "step-00000002" / ".tmpzqyx4j").touch()  # safetensors writes to a file so named first
     (folder / "step-00000000").mkdir()  # older than what is read: no training is told of it
     found = checkpoint.read(folder, of)
     assert found.step == 1 and found.skipped == [folder / "step-00000002"]
     _, right = train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
     found = checkpoint.read(folder, of)
     assert found.step == 2 and same({i: found.layer(i) for i in of.model.layers}, right)
+
+
+def test_a_folder_of_another_trainer_is_left_alone(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    (folder / "step-00001000").mkdir(parents=True)
+    (folder / "step-00001000" / "lit_model.pth").write_text("theirs")
+    with pytest.raises(CheckpointError, match="step-00001000 is no checkpoint of ours, though it is called so"):
+        checkpoint.require_folder(folder, of, None, 1)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*checkpoints$"):
+        checkpoint.read(folder, of)
+    train(of, 1, tmp_path, save=True)
+    assert (folder / "step-00001000" / "lit_model.pth").read_text() == "theirs"
+
+
+def test_a_checkpoint_behind_a_link_stays_whole_when_the_link_goes(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    elsewhere = Path(shutil.move(folder / "step-00000001", tmp_path / "larger drive"))
+    (folder / "step-00000001").symlink_to(elsewhere)
+    for step in (2, 3):
+        checkpoint.save(folder, of, step, lambda i: right[i])
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+    assert checkpoint.read(elsewhere, of).step == 1
 
 
 def test_what_an_interrupted_save_left_goes_with_the_next(tmp_path: Path) -> None:

@@ -166,6 +166,18 @@ def test_an_export_has_the_tokenizer_and_the_special_tokens_of_where_it_began(tm
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
 
 
+def test_a_tokenizer_that_cannot_be_read_does_not_cost_the_weights(tmp_path: Path) -> None:
+    """The folder may lie on another machine, which is gone when the training ends."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    hf.write(base, TINY, WORKLOAD, parameters(TINY))
+    (base / "tokenizer.json").symlink_to("/proc/self/mem")  # which nobody reads from its beginning
+    (base / "vocab.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"the export lacks .*tokenizer\.json, which cannot be copied: Input/output"):
+        hf.write(out, TINY, WORKLOAD, parameters(TINY), base)
+    assert not (out / "tokenizer.json").exists() and (out / "vocab.json").exists()
+    assert torch.equal(hf.parameters(out, TINY)(0), hf.parameters(base, TINY)(0))
+
+
 def test_one_file_without_an_index_is_read_too(tmp_path: Path) -> None:
     source = parameters(TINY)
     whole = {
