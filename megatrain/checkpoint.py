@@ -197,6 +197,11 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def is_there(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint, or has a complete one in it."""
+    return (folder / LAST).is_file() or bool(_complete(folder))
+
+
 def told(folder: Path | None) -> str:
     """A phrase that names the newest checkpoint in `folder`."""
     complete = [] if folder is None else _complete(folder)

@@ -1,12 +1,15 @@
 """Where training tokens come from: a file of them, text that every Python brings along, or random numbers.
 
-A batch is a function of (seed, step) alone, so a run resumes at any step without replaying those before.
+A batch is a function of (seed, step) alone, so a run resumes at any step without replaying those before. Training goes
+over all of a text before it comes back to any of it; an evaluation reads it from its beginning.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -32,6 +35,16 @@ class TokenSource(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def sequences(self) -> int | None:
+        """How many there are before the first comes again; None if none does."""
+        ...
+
+    @property
+    def known_by(self) -> str:
+        """What tells this text from another, in words."""
+        ...
 
     def batch(self, step: int) -> Tensor:
         """int64 [accumulation, micro_batch_size, seq_len + 1] on the host: inputs and, one later, targets."""
@@ -60,7 +73,7 @@ def standard_library() -> Path:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByteText:
-    """Sequences from random places of a text, a token per byte. Raises DataError if it is too short."""
+    """Sequences of a text, a token per byte. Raises DataError if it is too short."""
 
     text: Tensor  # uint8 [bytes]
     workload: Workload
@@ -75,16 +88,25 @@ class ByteText:
                 f"of {self.workload.seq_len} tokens and the one that follows"
             )
 
+    @property
+    def sequences(self) -> int:
+        """See TokenSource."""
+        return _sequences_in(len(self.text), self.workload)
+
+    @property
+    def known_by(self) -> str:
+        """See TokenSource."""
+        return _known_by(self.text.numpy())
+
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
-        length = self.workload.seq_len + 1
-        places = _integers(self.seed, step, len(self.text) - length + 1, _sequences(self.workload))
-        return self.text[places[..., None] + torch.arange(length)].long()
+        places = _places(self.seed, step, len(self.text), self.workload)
+        return self.text[places[..., None] + torch.arange(self.workload.seq_len + 1)].long()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFile:
-    """Sequences from random places of a `.npy` file of token numbers, one dimension, of any integer type.
+    """Sequences of a `.npy` file of token numbers, one dimension, of any integer type.
 
     The file is mapped: it may be larger than memory. All of it is looked at once, so that no token is met hours later
     that a vocabulary of `vocab_size` does not have. Raises DataError for one, and for a file that is missing, too
@@ -128,13 +150,22 @@ class TokenFile:
             raise DataError(f"{self.path} is {what}: give one array of token numbers, saved with numpy.save")
         return found
 
+    @property
+    def sequences(self) -> int:
+        """See TokenSource."""
+        return _sequences_in(len(self._tokens), self.workload)
+
+    @property
+    def known_by(self) -> str:
+        """See TokenSource."""
+        return _known_by(self._tokens)
+
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
         length = self.workload.seq_len + 1
-        shape = _sequences(self.workload)
-        places = _integers(self.seed, step, len(self._tokens) - length + 1, shape).flatten().tolist()
-        found = np.stack([self._tokens[place : place + length] for place in places]).astype(np.int64)
-        return torch.from_numpy(found.reshape(*shape, length))
+        places = _places(self.seed, step, len(self._tokens), self.workload)
+        found = np.stack([self._tokens[place : place + length] for place in places.flatten().tolist()]).astype(np.int64)
+        return torch.from_numpy(found.reshape(*places.shape, length))
 
 
 def from_file(path: Path, vocab_size: int, workload: Workload, seed: int = 0) -> TokenFile | ByteText:
@@ -166,18 +197,58 @@ class RandomTokens:
     workload: Workload
     seed: int = 0
 
+    sequences = None
+    known_by = "random numbers"
+
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
-        return _integers(self.seed, step, self.vocab_size, (*_sequences(self.workload), self.workload.seq_len + 1))
+        _require_number(self.seed, step)
+        shape = (*_of_a_step(self.workload), self.workload.seq_len + 1)
+        found = np.random.default_rng((self.seed, step)).integers(self.vocab_size, size=shape, dtype=np.int64)
+        return torch.from_numpy(found)
 
 
-def _sequences(workload: Workload) -> tuple[int, int]:
+def _of_a_step(workload: Workload) -> tuple[int, int]:
     return workload.accumulation, workload.micro_batch_size
 
 
-def _integers(seed: int, step: int, below: int, shape: tuple[int, ...]) -> Tensor:
-    """Uniform int64 in [0, below), a function of the arguments alone, independent between steps and seeds."""
+def _require_number(seed: int, step: int) -> None:
     if step < 0 or seed < 0:
         raise DataError(f"steps and seeds count from 0, not step {step}, seed {seed}")
+
+
+def _sequences_in(tokens: int, workload: Workload) -> int:
+    """How many sequences follow each other in so many tokens; the last one's last token is only predicted."""
+    return (tokens - 1) // workload.seq_len
+
+
+def _places(seed: int, step: int, tokens: int, workload: Workload) -> Tensor:
+    """Where the sequences of a step begin in a text of so many tokens, int64 [accumulation, micro_batch_size].
+
+    A pass cuts the text into sequences that follow each other, from a random place on, and takes each once, in random
+    order. Where nothing is trained they are taken as they come, and again from the beginning after the last.
+    """
+    _require_number(seed, step)
+    shape, sequences = _of_a_step(workload), _sequences_in(tokens, workload)
+    numbers = np.arange(math.prod(shape)) + step * math.prod(shape)
+    passes, numbers = np.divmod(numbers, sequences)
+    places = numbers * workload.seq_len
+    if workload.task == "train":
+        spare = tokens - sequences * workload.seq_len  # places at which the first may begin
+        for number in np.unique(passes).tolist():
+            begin, order = _pass(seed, number, sequences, spare)
+            here = passes == number
+            places[here] = begin + order[numbers[here]] * workload.seq_len
+    return torch.from_numpy(places.reshape(shape))
+
+
+@functools.lru_cache(maxsize=2)  # a step may end one and begin another
+def _pass(seed: int, number: int, sequences: int, spare: int) -> tuple[int, np.ndarray[Any, Any]]:
+    """Where a pass over a text begins, and the order of its sequences."""
     # not torch's generator: on the CPU it reads only 32 bits of a seed, too few for both numbers
-    return torch.from_numpy(np.random.default_rng((seed, step)).integers(below, size=shape, dtype=np.int64))
+    chance = np.random.default_rng((seed, number))
+    return int(chance.integers(spare)), chance.permutation(sequences)
+
+
+def _known_by(tokens: np.ndarray[Any, Any]) -> str:
+    return f"{len(tokens):,} tokens, {zlib.crc32(np.ascontiguousarray(tokens[:CHECKED]).data):08x}"

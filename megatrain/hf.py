@@ -94,7 +94,9 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i).items()}
     for name in wanted:
         if name not in files:
-            raise WeightsError(f"the weights in {folder} lack {name}{_quantized(files)}")
+            raise WeightsError(
+                f"the weights in {folder} lack {name}{_quantized(files) or _by_other_names(name, files)}"
+            )
     for name in files:
         if name not in wanted and not _not_needed(name, model):
             raise WeightsError(
@@ -216,6 +218,12 @@ def _quantized(files: Mapping[str, str]) -> str:
     return f": the weights are quantized; {PLAIN_ONLY}" if quantized else ""
 
 
+def _by_other_names(name: str, files: Mapping[str, str]) -> str:
+    """What the files call a parameter that may be this one; nothing where they have none like it."""
+    like = [other for other in files if other.endswith(f".{name.removeprefix('model.')}") or f"model.{other}" == name]
+    return f": they have {like[0]}; names must be those of a causal language model alone" if like else ""
+
+
 def _files(folder: Path) -> dict[str, str]:
     """The file that each tensor lies in."""
     try:
@@ -228,8 +236,11 @@ def _files(folder: Path) -> dict[str, str]:
         with safetensors.safe_open(folder / WHOLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), WHOLE)
     except FileNotFoundError:
-        what = f"{folder} has neither {INDEX} nor {WHOLE}" if folder.is_dir() else f"there is no folder {folder}"
-        raise WeightsError(what) from None
+        if not folder.is_dir():
+            raise WeightsError(f"there is no folder {folder}") from None
+        others = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pth") for path in folder.glob(pattern))
+        how = f", but {others[0]}: transformers' save_pretrained makes such files of it" if others else ""
+        raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}{how}") from None
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
 

@@ -24,6 +24,7 @@ from megatrain.this_machine import backend_of
 from megatrain.train import Debug, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError
+from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
@@ -31,6 +32,7 @@ from schedules.workload import Workload
 
 FileEvent = Literal["skipped", "resumed", "saved", "removed", "exported"]
 
+OWN_SOURCES = "Python's own sources"
 TEXT_BYTES = 8_000_000  # of source text; a demonstration sees a fraction of it
 DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
 
@@ -76,7 +78,7 @@ def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Chec
     if files.every is not None and files.save is None:
         raise InputError("--every saves checkpoints on the way: say where to, with --save FOLDER")
     wanted = []
-    if files.save is not None:
+    if files.save is not None and steps:
         every = files.every or steps
         saves, apart = -(-steps // every), min(every, steps % every or every)
         needed = checkpoint.require_folder(files.save, schedule, resumed, saves, apart=apart)
@@ -103,7 +105,7 @@ def train(
     on_files: Callable[[FileEvent, Path], None] = unheard,
     stop: Callable[[], bool] = never,
 ) -> Trained:
-    """Train so many steps, more of them where `files` say to resume.
+    """Train so many steps, more of them where `files` say to resume; none where a checkpoint is only to be exported.
 
     `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer, and ops are computed in this `way`. `on_stage` is
     told what begins before the first step, the first time when all has been checked; `on_loss` is as in Trainer.run,
@@ -124,6 +126,8 @@ def train(
         raise InputError(
             "--resume goes on with the checkpoint's weights: leave out --weights, or begin anew without it"
         )
+    if not steps and (files.resume is None or files.export is None):
+        raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         way.require(on_gpu=machine.device.type == "cuda")
@@ -137,16 +141,7 @@ def train(
         require_drive(verified, nvme)
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload
-        data: TokenSource
-        if files.tokens is not None:
-            data = from_file(files.tokens, model.vocab_size, workload, seed)
-        elif model.vocab_size < ByteText.vocab_size:
-            raise DataError(
-                f"{model.name} knows {model.vocab_size} tokens, fewer than there are bytes: give a .npy file of its "
-                "tokens, with --data"
-            )
-        else:
-            data = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
+        data = _tokens(files, model, workload, seed, steps)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
         there = files.save is not None and files.save.is_dir()
         if files.save is not None and there:  # before it is looked at: another may be saving to it
@@ -156,13 +151,20 @@ def train(
         _require_room_for(files, schedule, resumed, steps)
         if files.save is not None and not there:
             opened.enter_context(alone_in(files.save))
-        settings = functools.partial(_settings, schedule.workload, hyper, seed, files.tokens)
+        of_data = f"{files.tokens.resolve() if files.tokens else OWN_SOURCES} ({data.known_by})"
+        settings = functools.partial(_settings, schedule.workload, hyper, seed, of_data)
         if resumed is not None:
             for folder in resumed.skipped:
                 on_files("skipped", folder)
             on_files("resumed", resumed.folder)
             if workload.task == "train" and (told := checkpoint.other_settings(resumed, settings(resumed.step - 1))):
                 warnings.warn(told, stacklevel=2)
+            if schedule.staleness:
+                warnings.warn(
+                    "the first step computes with weights that are up to date, where a run that was not stopped has "
+                    f"them stale by {schedule.staleness}",
+                    stacklevel=2,
+                )
         trainer = opened.enter_context(
             Trainer(
                 verified,
@@ -186,14 +188,40 @@ def train(
         return _train_and_save(trainer, schedule, steps, files, began, on_loss, on_files, stop)
 
 
+def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps: int) -> TokenSource:
+    """What is read in so many steps. Raises DataError."""
+    found: TokenSource
+    if files.tokens is not None:
+        found = from_file(files.tokens, model.vocab_size, workload, seed)
+    elif model.vocab_size < ByteText.vocab_size:
+        raise DataError(
+            f"{model.name} knows {model.vocab_size} tokens, fewer than there are bytes: give a .npy file of its "
+            "tokens, with --data"
+        )
+    elif files.weights is not None and model.vocab_size != ByteText.vocab_size:
+        raise DataError(
+            f"{files.weights} was trained on tokens, not on bytes of {OWN_SOURCES}: give a .npy file made by its "
+            "tokenizer, with --data, as docs/training.md shows"
+        )
+    else:
+        found = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
+    of_a_step = workload.accumulation * workload.micro_batch_size
+    if workload.task == "evaluate" and found.sequences is not None and steps * of_a_step > found.sequences:
+        raise DataError(
+            f"there are {found.sequences:,} sequences of {workload.seq_len:,} tokens, and {steps:,} steps would read "
+            f"some again: evaluate up to {found.sequences // of_a_step:,} steps of {of_a_step:,}"
+        )
+    return found
+
+
 def _settings(
-    workload: Workload, hyper: Adam | Callable[[int], Adam], seed: int, tokens: Path | None, step: int
+    workload: Workload, hyper: Adam | Callable[[int], Adam], seed: int, of_data: str, step: int
 ) -> dict[str, object]:
     """What a step is trained with, and no schedule or weights tell; in words."""
     adam = hyper if isinstance(hyper, Adam) else hyper(step)
     return {
         "seed": seed,
-        "data": "Python's own sources" if tokens is None else str(tokens.resolve()),
+        "data": of_data,
         "steps of": f"{workload.micro_batch_size * workload.accumulation} x {workload.seq_len} tokens",
         "learning rate": adam.lr,
         "weight decay": adam.weight_decay,

@@ -151,7 +151,8 @@ class Trainer(Generic[E]):
                 delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
                 record=record,
             )
-            self.step = resume.step if resume is not None else 0  # how many steps have been trained
+            # how many steps have been trained; whatever is evaluated reads the same text
+            self.step = resume.step if resume is not None and workload.task == "train" else 0
             opened.pop_all()
 
     def __enter__(self) -> Trainer[E]:

@@ -49,9 +49,16 @@ def schedule(policy: str = "streamed", precision: str = "fp32", **changes: Any) 
 
 
 def train(
-    of: Schedule, steps: int, folder: Path, *, resume: Checkpoint | None = None, save: bool = False, seed: int = 0
+    of: Schedule,
+    steps: int,
+    folder: Path,
+    *,
+    resume: Checkpoint | None = None,
+    save: bool = False,
+    seed: int = 0,
+    batch: int | None = None,
 ) -> tuple[list[float], Layers]:
-    """Losses and what is kept of every layer after so many steps."""
+    """Losses and what is kept of every layer after so many steps, which read that `batch` first."""
     data = RandomTokens(vocab_size=of.model.vocab_size, workload=of.workload, seed=3)
     with Trainer(
         verify(of),
@@ -62,6 +69,8 @@ def train(
         resume=resume,
         nvme=folder,
     ) as trainer:
+        if batch is not None:
+            trainer.step = batch
         losses = trainer.run(steps)
         if save:
             trainer.save(folder / "checkpoints")
@@ -234,7 +243,8 @@ def test_an_evaluation_is_of_the_weights_that_the_checkpoint_has(
 ) -> None:
     of = schedule(precision=precision)
     train(of, 2, tmp_path, save=True)
-    right, _ = train(of, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", of))  # before its update
+    # before its update; whatever is evaluated reads the first batch
+    right, _ = train(of, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", of), batch=0)
     evaluation = policies.build("flexgen_block", of.model, of.workload, MEMORY, **knobs)
     losses, _ = train(evaluation, 1, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", evaluation))
     assert losses == pytest.approx(right, rel=1e-6)

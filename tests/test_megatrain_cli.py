@@ -226,7 +226,7 @@ def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path:
     np.save(tokens, np.arange(5000) % 256)
     folder = tmp_path / "run"
     rates = ["--lr", "0.01", "--warmup", "2", "--decay-until", "9", "--weight-decay", "0.1"]
-    step = ["run", "tiny", "--batch", "1", "--seq", "32", *rates, "--data", str(tokens), "--json"]
+    step = ["run", "tiny", "--batch", "8", "--seq", "32", *rates, "--data", str(tokens), "--json"]
 
     def losses(*options: str) -> list[float]:
         done = megatrain(*step, *options)
@@ -252,6 +252,53 @@ def test_a_run_stops_goes_on_and_leaves_weights_that_a_run_begins_with(tmp_path:
     noted = megatrain(*step, "--steps", "1", "--weights", str(tmp_path / "hf")).stderr.splitlines()
     told = "trained as: rope_theta is 20000.0, not 10000.0"  # without the place in our code that says so
     assert [line for line in noted if line.startswith("note: tiny is not quite what") and line.endswith(told)]
+
+
+def test_the_same_command_begins_goes_on_and_ends(tmp_path: Path) -> None:
+    """What a queue does with a job that it interrupts; and a checkpoint is exported as it is."""
+    folder = str(tmp_path / "run")
+    job = ["run", "tiny", "--batch", "1", "--seq", "16", "--lr", "0.01", "--save", folder, "--resume", folder, "--json"]
+    begun = megatrain(*job, "--until", "2")
+    assert f"note: there is no checkpoint in {folder} yet: the training begins" in begun.stderr
+    rest = megatrain(*job, "--until", "5")
+    assert f"resumed from {folder}/step-00000002" in rest.stderr
+    losses = [loss for done in (begun, rest) for loss in json.loads(done.stdout)["losses"]]
+    whole = megatrain("run", "tiny", "--batch", "1", "--seq", "16", "--lr", "0.01", "--steps", "5", "--json")
+    assert losses == json.loads(whole.stdout)["losses"]
+    again = megatrain(*job, "--until", "5")
+    assert again.returncode == 0 and f"{folder} has 5 steps or more: nothing is left to train" in again.stderr
+    assert megatrain(*job, "--until", "5", "--steps", "5").returncode == 2
+    assert megatrain(*job, "--steps", "0").returncode == 2
+    for more, hf in (["--steps", "0"], "as_it_is"), (["--until", "5"], "ended"):
+        done = megatrain(*job, *more, "--export", str(tmp_path / hf))
+        assert done.returncode == 0 and json.loads(done.stdout)["losses"] == [], done.stderr
+    end = ["--weights", str(tmp_path / "as_it_is"), "--policy", "flexgen_block", "--steps", "2", "--json"]
+    evaluated = json.loads(megatrain("run", "tiny", "--batch", "1", "--seq", "16", *end).stdout)
+    assert evaluated["tokens"] == 32 and evaluated["mean_loss"] == pytest.approx(sum(evaluated["losses"]) / 2)
+    of_checkpoint = ["--resume", folder, "--policy", "flexgen_block", "--steps", "2"]
+    told = megatrain("run", "tiny", "--batch", "1", "--seq", "16", *of_checkpoint).stdout
+    assert f"loss {evaluated['mean_loss']:.4f}, perplexity " in told and "over 32 tokens" in told
+
+
+def test_what_stands_to_be_read_and_is_not_is_told(tmp_path: Path) -> None:
+    hf, book = tmp_path / "hf", tmp_path / "book.txt"
+    step = ["--batch", "1", "--seq", "16", "--steps", "1"]
+    assert megatrain("run", "tiny", *step, "--export", str(hf)).returncode == 0
+    noted = megatrain("run", str(hf), *step).stderr
+    assert f"note: the weights in {hf} are not read: give --weights {hf} to begin with them" in noted
+    assert "are not read" in megatrain("run", str(hf / "config.json"), *step).stderr
+    assert "are not read" not in megatrain("run", str(hf), *step, "--weights", str(hf)).stderr
+    assert "note: adapters are trained beside random" in megatrain("run", "tiny", "-p", "lora_streamed", *step).stderr
+    assert "note: these are random weights that are" in megatrain("run", "tiny", "-p", "flexgen_block", *step).stderr
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    done = megatrain("run", str(hf / "config.json"), *step)
+    assert done.returncode == 0 and "note: without --data Python's own sources are read, byte by byte" in done.stderr
+    done = megatrain("run", str(hf / "config.json"), *step, "--weights", str(hf))
+    assert done.returncode == 2 and "was trained on tokens, not on bytes of Python's own sources" in done.stderr
+    book.write_text("words " * 20)
+    done = megatrain("run", "tiny", "-p", "flexgen_block", *step, "--steps", "9", "--data", str(book))
+    assert done.returncode == 2 and "there are 7 sequences of 16 tokens, and 9 steps would read some" in done.stderr
 
 
 def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:

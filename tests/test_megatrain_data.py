@@ -46,11 +46,49 @@ def test_sequences_are_consecutive_bytes_of_the_text():
     assert torch.equal(inputs + 1, targets) and inputs.is_contiguous() and targets.is_contiguous()
 
 
+def starts_of(source, steps):
+    return [int(first) for step in steps for first in source.batch(step)[..., 0].flatten()]
+
+
 def test_every_place_can_be_drawn_even_the_last():
     text = torch.arange(18, dtype=torch.uint8)
     source = ByteText(text=text, workload=WORKLOAD)
-    starts = {int(s) for step in range(20) for s in source.batch(step)[..., 0].flatten()}
-    assert starts == {0, 1}
+    assert set(starts_of(source, range(20))) == {0, 1}
+
+
+def test_a_pass_takes_every_sequence_once_and_the_next_cuts_anew():
+    """200 tokens are twelve sequences of 16 and one to predict, with places 0 to 7 to begin at: two steps of six."""
+    source = ByteText(text=TEXT, workload=WORKLOAD, seed=2)
+    assert source.sequences == 12
+    begun = set()
+    for first in range(0, 40, 2):
+        starts = starts_of(source, range(first, first + 2))
+        assert sorted(starts) == list(range(min(starts), min(starts) + 192, 16))
+        assert starts != sorted(starts)
+        begun.add(min(starts))
+    assert len(begun) > 4 and begun <= set(range(8))
+
+
+def test_a_step_may_end_a_pass_and_begin_another():
+    """Five sequences of 16 in 90 tokens, six to a step: five steps are six passes."""
+    source = ByteText(text=TEXT[:90], workload=WORKLOAD)
+    starts = starts_of(source, range(5))
+    for number in range(6):
+        of_pass = sorted(starts[5 * number : 5 * number + 5])
+        assert of_pass == list(range(of_pass[0], of_pass[0] + 80, 16))
+
+
+def test_an_evaluation_reads_from_the_beginning():
+    source = ByteText(text=TEXT, workload=dataclasses.replace(WORKLOAD, task="evaluate"), seed=2)
+    assert starts_of(source, range(3)) == [*range(0, 192, 16), *range(0, 96, 16)]
+
+
+def test_another_text_is_known_by_other_words(tmp_path):
+    right = ByteText(text=TEXT, workload=WORKLOAD).known_by
+    assert right.startswith("200 tokens, ")
+    assert ByteText(text=TEXT.flip(0), workload=WORKLOAD).known_by != right
+    assert token_file(tmp_path, TEXT.numpy()).known_by == right
+    assert token_file(tmp_path, TEXT.numpy()[1:]).known_by != right
 
 
 def test_a_text_shorter_than_one_sequence_is_refused(tmp_path):

@@ -365,6 +365,24 @@ def test_an_export_takes_what_it_says(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has neither model\.safetensors\.index\.json nor model\.safetensors"):
         hf.parameters(tmp_path, TINY)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r", but pytorch_model\.bin: transformers' save_pretrained makes such files"):
+        hf.parameters(tmp_path, TINY)
+
+
+@pytest.mark.parametrize("before", ["", "model.language_model."])
+def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) -> None:
+    source = parameters(TINY)
+    names = {
+        f"{before}{hf.global_name(TINY, i, name).removeprefix('model.')}": part.clone()
+        for i in TINY.layers
+        for name, part in views(source(i), TINY.parameter_shapes(i)).items()
+    }
+    save_file(names, tmp_path / "model.safetensors")
+    with pytest.raises(
+        WeightsError, match=rf"lack model\.embed_tokens\.weight: they have {before}embed_tokens\.weight;"
+    ):
+        hf.parameters(tmp_path, TINY)
 
 
 def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:

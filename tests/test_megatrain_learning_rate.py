@@ -18,6 +18,13 @@ def test_it_rises_in_equal_parts_and_falls_along_a_cosine() -> None:
     assert at(3).weight_decay == HYPER.weight_decay
 
 
+def test_it_may_end_above_zero() -> None:
+    at = by_step(HYPER, until=6, least=2.0)
+    assert [at(step).lr for step in (0, 2, 3, 4, 6, 7)] == pytest.approx([8.0, 6.5, 5.0, 3.5, 2.0, 2.0])
+    with pytest.raises(ValueError, match="decays from 8, and cannot end at 9"):
+        by_step(HYPER, until=6, least=9.0)
+
+
 def test_without_more_said_it_stays() -> None:
     assert {by_step(HYPER)(step) for step in (0, 1, 1000)} == {HYPER}
     assert [by_step(HYPER, warmup=2)(step).lr for step in (0, 1, 2, 99)] == [4.0, 8.0, 8.0, 8.0]

@@ -141,6 +141,23 @@ def test_who_goes_on_with_other_settings_is_told(tmp_path: Path, recwarn: pytest
         session.train(step, steps=1, hyper=Adam(lr=0.1), files=session.Files(resume=run))
 
 
+def test_who_goes_on_with_another_text_by_the_same_name_is_told(tmp_path: Path) -> None:
+    run, text = tmp_path / "run", tmp_path / "text.npy"
+    np.save(text, np.arange(300) % 256)
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=session.Files(tokens=text, save=run))
+    np.save(text, np.arange(300) % 200)
+    told = r"trained with data .*text\.npy \(300 tokens, \w+\); this run goes on with data .*text\.npy \(300 tokens"
+    with pytest.warns(UserWarning, match=told):
+        session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=session.Files(tokens=text, resume=run))
+
+
+def test_going_on_with_a_stale_schedule_is_told_to_be_another_run(tmp_path: Path) -> None:
+    run, stale = tmp_path / "run", verified("roundpipe")
+    session.train(stale, steps=1, hyper=Adam(lr=1e-3), files=session.Files(save=run))
+    with pytest.warns(UserWarning, match="where a run that was not stopped has them stale by 1"):
+        session.train(stale, steps=1, hyper=Adam(lr=1e-3), files=session.Files(resume=run))
+
+
 def test_no_checkpoint_is_looked_at_while_another_training_may_replace_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

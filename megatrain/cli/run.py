@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,12 +39,14 @@ from schedules.errors import InputError, Refused
 
 if TYPE_CHECKING:
     from megatrain.adam import Adam
-    from megatrain.session import FileEvent, Trained
+    from megatrain.session import FileEvent, Files, Trained
     from megatrain.way import Way
     from schedules.schedule import Schedule
     from schedules.workload import Workload
     from sim.prediction import Prediction
 
+USUAL_STEPS = 20
+BYTES = 256  # tokens of a model that reads bytes
 SHORT = 8192  # tokens of a micro-batch, up to which a GPU waits for launches (docs/gpu.md)
 HAPPENED = {"resumed": "resumed from", "skipped": "skipped, since its save was interrupted:"}  # where the word is short
 
@@ -77,12 +80,22 @@ def run(
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train; with --resume, this many more.")] = 20,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps to train, 20 if left out; with --resume, this many more: 0 to --export a checkpoint as it is.",
+        ),
+    ] = None,
+    until: Annotated[
+        int | None, typer.Option(min=1, help="In place of --steps: train until so many are done, the resumed included.")
+    ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up to --lr.")] = 0,
     decay_until: Annotated[
-        int | None, typer.Option(help="Cosine decay to zero: the learning rate after so many steps.")
+        int | None, typer.Option(help="Cosine decay of the learning rate, which ends after so many steps at --min-lr.")
     ] = None,
+    min_lr: Annotated[float, typer.Option(help="Where the decay ends.")] = 0.0,
     weight_decay: Annotated[float, typer.Option(help="AdamW weight decay, for matrices only.")] = 0.0,
     beta1: Annotated[float, typer.Option(help="AdamW's decay of the first moment.")] = 0.9,
     beta2: Annotated[float, typer.Option(help="AdamW's decay of the second moment.")] = 0.95,
@@ -98,7 +111,11 @@ def run(
         ),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue from this checkpoint, or the newest in a folder.")
+        Path | None,
+        typer.Option(
+            help="Continue from this checkpoint, or the newest in a folder. With the same folder to --save to, begin "
+            "there if it has none."
+        ),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write a checkpoint to this folder at the end.")] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Also save every N steps.")] = None,
@@ -148,11 +165,19 @@ def run(
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
 
-    hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until)
+    hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until, min_lr)
+    files = _files(Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export), schedule)
+    steps = _steps(steps, until, files, schedule)
+    if until is not None and not steps and export is None:
+        print(f"{files.resume} has {until} steps or more: nothing is left to train", file=sys.stderr)
+        return
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
-    for note in _notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()):
+    for note in (
+        *_notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()),
+        *_unread(target, schedule, files),
+    ):
         print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
     trained, neighbours = False, None
@@ -169,7 +194,11 @@ def run(
                     nonlocal neighbours  # not before: processes of its own may have compiled for the first step
                     neighbours = neighbours or Neighbours()
                     first = not progress.losses
-                    if decay_until is not None and (step == decay_until or (first and step > decay_until)):
+                    if (
+                        decay_until is not None
+                        and not min_lr
+                        and (step == decay_until or (first and step > decay_until))
+                    ):
                         progress.say(f"note: the learning rate is 0 since step {decay_until}, see --decay-until")
                     progress.loss(step, loss, hyper(step).lr)
 
@@ -190,7 +219,7 @@ def run(
                         backend=backend,
                         nvme=nvme,
                         way=way,
-                        files=Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export),
+                        files=files,
                         on_stage=progress.stage,
                         on_loss=on_loss,
                         on_files=on_files,
@@ -221,6 +250,48 @@ def _notes(workload: Workload, way: Way, *, on_gpu: bool) -> Iterator[str]:
         yield "--fused compiles what lies between matrix products, for up to a quarter less time a step (docs/gpu.md)"
 
 
+def _unread(target: str, schedule: Schedule, files: Files) -> Iterator[str]:
+    """That what stands to be read is not: weights beside the model, text that is the model's."""
+    workload, model = schedule.workload, schedule.model
+    folder = Path(target).parent if Path(target).name == "config.json" else Path(target)
+    if files.weights is None and files.resume is None:
+        if any(folder.glob("*.safetensors")):
+            yield f"the weights in {folder} are not read: give --weights {folder} to begin with them"
+        elif workload.task == "evaluate":
+            yield "these are random weights that are evaluated: give --weights, or --resume with a checkpoint"
+        elif workload.lora_rank is not None:
+            yield "adapters are trained beside random weights: give those of a model with --weights"
+    if files.tokens is None and model.vocab_size != BYTES:
+        yield (
+            f"without --data Python's own sources are read, byte by byte, whatever the {model.vocab_size:,} tokens of "
+            f"{model.name} mean: enough to see how fast it trains"
+        )
+
+
+def _files(files: Files, schedule: Schedule) -> Files:
+    """The same, where a training that is to go on in the folder that it saves to has yet to begin, or has begun."""
+    from megatrain import checkpoint
+
+    if files.resume is None or files.save is None or files.resume.resolve() != files.save.resolve():
+        return files
+    if not checkpoint.is_there(files.resume):
+        print(f"note: there is no checkpoint in {files.resume} yet: the training begins", file=sys.stderr)
+        return replace(files, resume=None)
+    return files if schedule.workload.lora_rank is not None else replace(files, weights=None)
+
+
+def _steps(steps: int | None, until: int | None, files: Files, schedule: Schedule) -> int:
+    """How many are to be trained now. Raises InputError, CheckpointError."""
+    from megatrain import checkpoint
+
+    if until is None:
+        return USUAL_STEPS if steps is None else steps
+    if steps is not None:
+        raise InputError("--steps says how many more, --until how many in all: give one of them")
+    done = checkpoint.read(files.resume, schedule).step if files.resume is not None else 0
+    return max(until - done, 0)
+
+
 @contextmanager
 def _left_by(interrupted: Callable[[], typer.Exit]) -> Iterator[None]:
     """Whoever interrupts what is done within is told how far it came."""
@@ -231,19 +302,26 @@ def _left_by(interrupted: Callable[[], typer.Exit]) -> Iterator[None]:
 
 
 def _hyper(
-    lr: float, weight_decay: float, betas: tuple[float, float], eps: float, warmup: int, until: int | None
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    warmup: int,
+    until: int | None,
+    least: float,
 ) -> Callable[[int], Adam]:
     from megatrain.adam import Adam
     from megatrain.learning_rate import by_step
 
-    for name, value in (("--lr", lr), ("--weight-decay", weight_decay), ("--eps", eps)):
+    for name, value in (("--lr", lr), ("--min-lr", least), ("--weight-decay", weight_decay), ("--eps", eps)):
         if not 0 <= value < math.inf:
             raise InputError(f"{name} {value}: give a number from 0 up that is not infinite")
     for name, value in zip(("--beta1", "--beta2"), betas, strict=True):
         if not 0 <= value < 1:
             raise InputError(f"{name} {value}: give a number from 0 up and below 1")
     try:
-        return by_step(Adam(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), warmup=warmup, until=until)
+        adam = Adam(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        return by_step(adam, warmup=warmup, until=until, least=least)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -267,6 +345,9 @@ def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
     if len(result.losses) > 2 and result.step_ns:
         record["measured_step_s"] = statistics.median(result.step_ns) / 1e9
         record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
+    if schedule.workload.task == "evaluate":
+        record["mean_loss"] = statistics.fmean(result.losses)
+        record["tokens"] = schedule.workload.tokens_per_step * len(result.losses)
     return record
 
 
@@ -282,8 +363,12 @@ def _predicted(prediction: Prediction) -> dict[str, Any]:
 
 def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
-    first, last = record["losses"][0], record["losses"][-1]
-    yield f"{schedule.label}, digest {schedule.short_digest}: loss {first:.3f} -> {last:.3f}"
+    label = f"{schedule.label}, digest {schedule.short_digest}"
+    if "mean_loss" in record:
+        loss, tokens = record["mean_loss"], record["tokens"]
+        yield f"{label}: loss {loss:.4f}, perplexity {math.exp(loss):,.2f}, over {tokens:,} tokens"
+    elif record["losses"]:
+        yield f"{label}: loss {record['losses'][0]:.3f} -> {record['losses'][-1]:.3f}"
     if "measured_step_s" in record:
         rate = record["measured_tokens_per_s"]
         yield f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s"
