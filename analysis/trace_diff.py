@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from analysis.palette import op_class
 from schedules.op import Op, Stream
 from schedules.schedule import Schedule
-from schedules.trace import ISSUE, Ints, Trace, TraceError
+from schedules.trace import AHEAD, ISSUE, Ints, Trace, TraceError
 from sim.cost import D2H, DRAM, DUPLEX, GPU, H2D, demands
 from sim.longest_path import periods
 from sim.machine import HardwareProfile
@@ -285,10 +285,12 @@ def _durations(schedule: Schedule, trace: Trace) -> Ints:
 def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
     """Ns that the host took to issue each op, from when it was free to: the last op issued, or waited for.
 
-    An executor lets its host run only so many steps ahead: before a step's first op it may have waited for the end
-    of an earlier step, which is no cost of issuing.
+    Before a step's first op a trainer has waited for the last step but one (AHEAD), which is no cost of issuing. For
+    the last one it does not wait, however late it is with its data; where it does, as to save a checkpoint, that
+    counts as issuing. A predicted host waits for no step.
     """
-    begin = typical_step(trace) * len(schedule.ops)
+    step = typical_step(trace)
+    begin = step * len(schedule.ops)
     costs = np.zeros(len(schedule.ops), dtype=np.int64)
     for i in range(len(schedule.ops)):
         row, before = begin + i, schedule.ops[i - 1]
@@ -296,8 +298,9 @@ def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
         if row:
             waited = before.blocking or before.stream == Stream.HOST
             free = int(trace.end_ns[row - 1] if waited else trace.issue_ns[row - 1])
-        if i == 0:
-            free = max([free, *(end for end in trace.step_end_ns.tolist() if end <= trace.issue_ns[row])])
+        if i == 0 and trace.source == "measured":
+            ended = trace.step_end_ns[: max(step + 1 - AHEAD, 0)].tolist()
+            free = max([free, *(end for end in ended if end <= trace.issue_ns[row])])
         costs[i] = max(0, int(trace.issue_ns[row]) - free)
     return costs
 

@@ -28,11 +28,9 @@ from megatrain.store import Store
 from megatrain.template import templates
 from schedules.op import Tier
 from schedules.schedule import Schedule
-from schedules.trace import Trace
+from schedules.trace import AHEAD, Trace
 from schedules.traffic import MLP_CHUNK_TOKENS
 from schedules.verify import Verified
-
-AHEAD = 2  # steps that may be under way at once; enough for any stream to find its next step queued
 
 
 @dataclass(frozen=True, kw_only=True)

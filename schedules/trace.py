@@ -24,6 +24,7 @@ from schedules.words import plain
 
 FORMAT = "megatrain-trace/1"
 ISSUE = -1  # in `waited_on`: the op started as soon as the host had issued it
+AHEAD = 2  # steps that a trainer has under way at once; enough for any stream to find its next step queued
 COLUMNS = ("op", "step", "issue_ns", "start_ns", "end_ns", "waited_on")
 
 Ints = NDArray[np.int64]

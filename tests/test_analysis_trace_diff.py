@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -140,6 +141,39 @@ def test_a_host_held_back_by_the_executor_costs_nothing(schedule: Schedule, prof
     assert trace_diff.typical_step(held) == 2
     moves = trace_diff.moves(schedule, whole, held)
     assert moves["step_s"].iloc[-1] * 1e9 == pytest.approx(whole.step_ns(warmup=4).mean(), rel=1e-3)
+
+
+def one_op(schedule: Schedule, source: Literal["predicted", "measured"], lasts: int, **moments: list[int]) -> Trace:
+    """Steps of one op of `lasts` ns, by when each was issued and ended."""
+    issue, end, zero = np.array(moments["issue"]), np.array(moments["end"]), np.zeros(6, dtype=np.int64)
+    spans = {"issue_ns": issue, "start_ns": end - lasts, "end_ns": end}
+    columns = {"op": zero, "step": zero + np.arange(6), "waited_on": zero + ISSUE}
+    return Trace(digest=schedule.digest, machine="x", source=source, **columns, **spans)
+
+
+@pytest.fixture(scope="module")
+def alone(schedule: Schedule) -> Schedule:
+    op = Op(name="F", kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE)
+    return replace(schedule, ops=(op,), buffers=(), waits=())
+
+
+def test_a_host_that_is_late_with_the_data_of_a_step_moves_it(alone: Schedule) -> None:
+    """The host takes 10 ns to issue a step and is held back by the last but one; then 150 ns, as it reads data."""
+    first = one_op(alone, "measured", 100, issue=[10, 20, 120, 220, 320, 420], end=[110, 210, 310, 410, 510, 610])
+    second = one_op(alone, "measured", 100, issue=[150, 300, 450, 600, 750, 900], end=[250, 400, 550, 700, 850, 1000])
+    moves = trace_diff.moves(alone, first, second)
+    assert list(moves["class"]) == ["none of it", "issue", "all of it"]
+    assert (moves["step_s"] * 1e9).to_list() == pytest.approx([100, 150, 150])
+
+
+def test_a_predicted_host_waits_for_no_step(alone: Schedule) -> None:
+    """It takes 150 ns to issue a step; beside ops of 200 ns some step ends meanwhile, which makes that no shorter."""
+    issue = [150, 300, 450, 600, 750, 900]
+    first = one_op(alone, "predicted", 200, issue=issue, end=[350, 550, 750, 950, 1150, 1350])
+    second = one_op(alone, "predicted", 20, issue=issue, end=[170, 320, 470, 620, 770, 920])
+    moves = trace_diff.moves(alone, first, second)
+    assert list(moves["class"]) == ["none of it", "forward", "issue", "all of it"]
+    assert (moves["step_s"] * 1e9).to_list() == pytest.approx([200, 150, 200, 150])
 
 
 def test_a_host_that_waits_for_an_op_issues_the_next_from_its_end_on(profile: HardwareProfile) -> None:
