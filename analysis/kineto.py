@@ -1,7 +1,7 @@
 """A training run of one's own, recorded by the PyTorch profiler, as a Trace: its copies, kernels and gaps.
 
 Read is the JSON that `torch.profiler` exports (Kineto's, in Chrome's trace event format, times in microseconds),
-plain or gzipped. Of several recorded steps the one of median length is taken.
+plain or gzipped. Of several recorded steps the one of median length is taken, the first aside.
 
 The recording says what ran and when, not what it touched: its schedule has ops without buffers and waits. It can be
 drawn, tabled and laid beside a simulated one; it can be neither proven nor run.
@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,10 @@ class RecordingError(InputError):
 class Recording:
     """One recorded step. `queues` names, per op, the CUDA stream or thread that it ran on.
 
-    `step_ns` is from the beginning of the step to that of the next, as the profiler's step marks say; without
-    marks it is the whole recording, of as many `steps` as an optimizer's were recorded.
+    `step_ns` is from the end of the step before to its own, when the last op that the CPU called for within the
+    profiler's mark of it ended: the GPU may lag behind the marks. Of a lone step the mark tells the beginning, or,
+    where its ops ended after the mark did, the first of them. Without marks it is the whole recording, of as many
+    `steps` as an optimizer's were recorded.
     """
 
     schedule: Schedule
@@ -77,6 +79,24 @@ class _Span:
     args: Mapping[str, Any]
 
 
+class _Step(NamedTuple):
+    """A marked step on the CPU, in ns."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class _Row(NamedTuple):
+    """An op: its event, when the CPU called for it and had issued it, in ns, what it is and its queue."""
+
+    span: _Span
+    called: int
+    issued: int
+    what: What
+    queue: str
+
+
 def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     """Read a recorded step of training `model`; `workload` is what one step was.
 
@@ -90,35 +110,38 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     """
     body = _document(path)
     spans = _spans(body, path)
-    mark, begin, length, steps = _typical_step([s for s in spans if s.name.startswith(_STEP)], spans, path)
+    steps, count = _steps(spans, path)
+    begin, end = steps[0].begin, steps[-1].end
     launched = [s for s in spans if s.category in _LAUNCHES]
     launches: dict[str | None, _Span] = {s.correlation: s for s in launched if s.correlation is not None}
     contexts, launching = _Contexts(spans), _by_thread(launched)
     on_gpu = [s for s in spans if s.category in _ON_GPU]
-    rows: list[tuple[_Span, int, What, str]] = []  # the event, when it was issued, what it is, its queue
+    rows = list[_Row]()
     for span in on_gpu:
         launch = launches.get(span.correlation)
-        if not begin <= (launch or span).start < begin + length:
+        called = (launch or span).start
+        if not begin <= called < end:
             continue
         issued = min(launch.end, span.start) if launch else span.start
-        rows.append((span, issued, _on_gpu(span, contexts.of(launch or span)), _queue(span)))
-    for span in _outermost([s for s in spans if s.category == "cpu_op"], begin, begin + length):
+        rows.append(_Row(span, called, issued, _on_gpu(span, contexts.of(launch or span)), _queue(span)))
+    for span in _outermost([s for s in spans if s.category == "cpu_op"], begin, end):
         kind, phase = contexts.of(span)
         if on_gpu and (kind != Kind.UPDATE or phase != Phase.ADAM or _launches_any(span, launching)):
             continue
         where = Stream.CPU if kind == Kind.UPDATE else Stream.COMPUTE
-        rows.append((span, span.start, (kind, phase, where), f"thread {span.thread}"))
+        rows.append(_Row(span, span.start, span.start, (kind, phase, where), f"thread {span.thread}"))
     if not rows:
         raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
-    rows.sort(key=lambda row: (row[1], row[0].start))
+    name, begin, end, rows = _typical_step(steps, rows)
+    rows.sort(key=lambda row: (row.issued, row.span.start))
     schedule = _schedule(rows, model, workload)
     return Recording(
         schedule=schedule,
         trace=_trace(rows, schedule, begin, _machine(body, spans)),
-        queues=tuple(queue for *_, queue in rows),
-        step_ns=length,
-        step=mark,
-        steps=steps,
+        queues=tuple(row.queue for row in rows),
+        step_ns=end - begin,
+        step=name,
+        steps=count,
     )
 
 
@@ -211,27 +234,43 @@ def _machine(body: Mapping[str, Any], spans: Sequence[_Span]) -> str:
     return plain(str(devices[0].get("name", "a GPU"))) if isinstance(devices[0], dict) else "a GPU"
 
 
-def _typical_step(marks: Sequence[_Span], spans: Sequence[_Span], path: Path) -> tuple[str, int, int, int]:
-    """(its name, when it began, how long it lasted, 1) of the marked step of median length; else of everything, with
-    the number of steps in it.
-    """
-    marks = [s for s in marks if s.category == "user_annotation"]  # its copy on the GPU's side says nothing new
-    if not marks:
-        work = [s for s in spans if s.category in (*_ON_GPU, *_LAUNCHES, "cpu_op", "user_annotation")]
-        if not work:
-            raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
-        begin = min(s.start for s in work)
-        if (updates := sum(s.name.startswith(_OPTIMIZER) for s in spans)) > 1:
-            warnings.warn(
-                f"{path} has {updates} steps of an optimizer and no marks of steps: what is told is of all of them "
-                "together; record with torch.profiler.schedule, which marks each",
-                stacklevel=2,
-            )
-        return "the whole recording", begin, max(s.end for s in work) - begin + 1, max(updates, 1)
-    ends = [s.start for s in marks[1:]] + [marks[-1].end]
-    steps = sorted(zip(marks, ends, strict=True), key=lambda step: step[1] - step[0].start)
-    mark, end = steps[(len(steps) - 1) // 2]
-    return mark.name, mark.start, end - mark.start, 1
+def _steps(spans: Sequence[_Span], path: Path) -> tuple[list[_Step], int]:
+    """(the marked steps, 1); without marks all of it as one, with the number of steps in it."""
+    # a mark's copy on the GPU's side says nothing new
+    marks = [s for s in spans if s.name.startswith(_STEP) and s.category == "user_annotation"]
+    if marks:
+        ends = [s.start for s in marks[1:]] + [marks[-1].end]
+        return [_Step(mark.name, mark.start, end) for mark, end in zip(marks, ends, strict=True)], 1
+    work = [s for s in spans if s.category in (*_ON_GPU, *_LAUNCHES, "cpu_op", "user_annotation")]
+    if not work:
+        raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
+    if (updates := sum(s.name.startswith(_OPTIMIZER) for s in spans)) > 1:
+        warnings.warn(
+            f"{path} has {updates} steps of an optimizer and no marks of steps: what is told is of all of them "
+            "together; record with torch.profiler.schedule, which marks each",
+            stacklevel=2,
+        )
+    begin, end = min(s.start for s in work), max(s.end for s in work) + 1
+    return [_Step("the whole recording", begin, end)], max(updates, 1)
+
+
+def _typical_step(steps: Sequence[_Step], rows: Sequence[_Row]) -> tuple[str, int, int, list[_Row]]:
+    """(its name, when it began and ended, its ops) of the step of median length; see Recording.step_ns."""
+    found = []
+    for step in steps:
+        if own := [row for row in rows if step.begin <= row.called < step.end]:
+            found.append((step, max(row.span.end for row in own), own))
+    (first, ended, own), *later = found
+    lasted = []
+    before = ended
+    for step, end, ops in later:
+        if end > before:
+            lasted.append((step.name, before, end, ops))
+            before = end
+    if lasted:
+        return sorted(lasted, key=lambda step: step[2] - step[1])[(len(lasted) - 1) // 2]
+    begin = first.begin if ended <= first.end else min(row.span.start for row in own)
+    return first.name, begin, max(first.end, ended), own
 
 
 class _Contexts:
@@ -302,7 +341,7 @@ def _launches_any(span: _Span, launching: Mapping[Any, list[int]]) -> bool:
 # ---- schedule and trace
 
 
-def _schedule(rows: Sequence[tuple[_Span, int, What, str]], model: ModelSpec, workload: Workload) -> Schedule:
+def _schedule(rows: Sequence[_Row], model: ModelSpec, workload: Workload) -> Schedule:
     ops = tuple(
         Op(
             name=f"{number} {span.name[:_NAME_LENGTH]}",
@@ -311,20 +350,20 @@ def _schedule(rows: Sequence[tuple[_Span, int, What, str]], model: ModelSpec, wo
             stream=stream,
             nbytes=span.nbytes if phase == Phase.COPY else 0,
         )
-        for number, (span, _, (kind, phase, stream), _) in enumerate(rows)
+        for number, (span, _, _, (kind, phase, stream), _) in enumerate(rows)
     )
     return Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=RECORDED)
 
 
-def _trace(rows: Sequence[tuple[_Span, int, What, str]], schedule: Schedule, begin: int, machine: str) -> Trace:
+def _trace(rows: Sequence[_Row], schedule: Schedule, begin: int, machine: str) -> Trace:
     """What released an op is not recorded: it is taken to be the op in front of it on its CUDA stream, where that
     one ended after the op was issued."""
     before: dict[str, int] = {}
     waited = []
-    for row, (_, issued, _, queue) in enumerate(rows):
-        front = before.get(queue)
-        waited.append(front if front is not None and rows[front][0].end > issued else ISSUE)
-        before[queue] = row
+    for number, row in enumerate(rows):
+        front = before.get(row.queue)
+        waited.append(front if front is not None and rows[front].span.end > row.issued else ISSUE)
+        before[row.queue] = number
     count = len(rows)
     return Trace(
         digest=schedule.digest,
@@ -332,8 +371,8 @@ def _trace(rows: Sequence[tuple[_Span, int, What, str]], schedule: Schedule, beg
         source="measured",
         op=np.arange(count, dtype=np.int64),
         step=np.zeros(count, dtype=np.int64),
-        issue_ns=np.array([issued - begin for _, issued, *_ in rows], dtype=np.int64),
-        start_ns=np.array([span.start - begin for span, *_ in rows], dtype=np.int64),
-        end_ns=np.array([span.end - begin for span, *_ in rows], dtype=np.int64),
+        issue_ns=np.array([row.issued - begin for row in rows], dtype=np.int64),
+        start_ns=np.array([row.span.start - begin for row in rows], dtype=np.int64),
+        end_ns=np.array([row.span.end - begin for row in rows], dtype=np.int64),
         waited_on=np.array(waited, dtype=np.int64),
     )

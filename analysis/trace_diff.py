@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 class Occurrence:
     """One op in the step looked at: ns from the step's beginning, which is the end of the step before.
 
-    `idle_ns` is how long its stream had nothing to do before it; `released_by` is the op whose end let it start,
-    None where the host had only then issued it.
+    `idle_ns` is how long its stream had nothing to do before it; `released_by` is the op whose end let it start, None
+    where no such op is known: `by_issue` where the host had only then issued it.
     """
 
     start_ns: int
     end_ns: int
     idle_ns: int
     released_by: Op | None
+    by_issue: bool
 
     @property
     def duration_ns(self) -> int:
@@ -136,12 +137,16 @@ def _occurrences(schedule: Schedule, trace: Trace, step: int) -> list[Occurrence
         op, on = schedule.ops[row % count], int(trace.waited_on[row])
         start, end = int(trace.start_ns[row]), int(trace.end_ns[row])
         if row >= step * count:
+            idle = max(start - free[op.stream], 0)  # a recorded stream may have run several ops at once
+            # a recording does not know all that an op waited for: issued early in the idle time, it was not the host
+            late = not schedule.is_recording or 2 * (start - int(trace.issue_ns[row])) <= idle
             found.append(
                 Occurrence(
                     start_ns=start - begin,
                     end_ns=end - begin,
-                    idle_ns=max(start - free[op.stream], 0),  # a recorded stream may have run several ops at once
+                    idle_ns=idle,
                     released_by=None if on == ISSUE else schedule.ops[int(trace.op[on])],
+                    by_issue=on == ISSUE and late,
                 )
             )
         free[op.stream] = max(free[op.stream], end)
@@ -319,8 +324,8 @@ def frame(found: Diff) -> pd.DataFrame:
             "difference_ns": p.duration_ns,
             "delay_ns": p.delay_ns,
             "idle_before_ns": p.idle_ns,
-            "released_by": "issue" if p.second.released_by is None else p.second.released_by.name,
-            "released_by_in_first": "issue" if p.first.released_by is None else p.first.released_by.name,
+            "released_by": _released(p.second),
+            "released_by_in_first": _released(p.first),
             "beside": p.beside.name if p.beside else "",
             "beside_ns": p.beside_ns,
         }
@@ -329,3 +334,9 @@ def frame(found: Diff) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     size = np.maximum(table["difference_ns"].abs(), table["idle_before_ns"].abs())
     return table.loc[size.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
+
+
+def _released(found: Occurrence) -> str:
+    if found.released_by is None:
+        return "issue" if found.by_issue else "unknown"
+    return found.released_by.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.trace_diff import Diff, Parting
+from analysis.trace_diff import Diff, Occurrence, Parting
 from schedules.op import Op, Phase
 from schedules.schedule import Schedule
 from sim.units import seconds
@@ -66,13 +66,14 @@ def _stood(found: Diff, parting: Parting) -> str:
     text = f"{op.stream} stood idle for {_time(parting.second.idle_ns)} before {name}, "
     text += f"in {found.first_called} for {_time(parting.first.idle_ns)}; "
     if parting.idle_ns > 0:
-        return text + _cause(found, parting, parting.second.released_by)
-    return text + "there " + _cause(found, parting, parting.first.released_by)
+        return text + _cause(found, parting, parting.second)
+    return text + "there " + _cause(found, parting, parting.first)
 
 
-def _cause(found: Diff, parting: Parting, on: Op | None) -> str:
+def _cause(found: Diff, parting: Parting, ran: Occurrence) -> str:
+    on = ran.released_by
     if on is None:
-        return "the host had not issued it"
+        return "the host had not issued it" if ran.by_issue else "what it waited for was not recorded"
     if on.stream == parting.op.stream:
         return f"it stood behind {name_of(found.schedule, on)}"
     longer = next(p.duration_ns for p in found.partings if p.op.name == on.name)

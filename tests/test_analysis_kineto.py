@@ -236,14 +236,48 @@ def test_gaps_and_rates_per_cuda_stream(recording: Recording) -> None:
 
 
 def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
-    """Three steps: 200, 260 and 230 us apart; kernels count with the step that launched them."""
-    events = gpu_step(1000, 0) + gpu_step(1200, 1, late=7) + gpu_step(1460, 2, late=3)
-    events.append(event("user_annotation", "ProfilerStep#3", 1690, 230))
-    events += launched(99, 1450, "kernel", "late_kernel", 1463, 1, 7)  # of the step before
+    """The first aside, three steps: 273, 187 and 230 us from end to end; kernels count with the step that launched
+    them."""
+    events = gpu_step(1000, 0) + gpu_step(1200, 1, late=7) + gpu_step(1460, 2) + gpu_step(1690, 3, late=3)
+    events += launched(99, 1450, "kernel", "late_kernel", 1463, 1, 7)  # of the second
     events.append(event("gpu_user_annotation", "ProfilerStep#0", 1000, 500, 7))
     found = kineto.read(write(tmp_path / "steps.json", events), TINY, STEP)
-    assert found.step == "ProfilerStep#2" and found.step_ns == 230_000 and found.steps == 1
+    assert found.step == "ProfilerStep#3" and found.step_ns == 230_000 and found.steps == 1
     assert len(found.trace) == 8 and found.trace.end_ns[1] - found.trace.start_ns[1] == 23_000
+    assert found.trace.step_end_ns.tolist() == [230_000]
+
+
+def behind(steps: int, apart: float, early: float = 0.0) -> list[dict[str, Any]]:
+    """Steps marked so far `apart`, each of a copy and two kernels of 50 us; the GPU is always busy and begins 60 us
+    after the CPU, or the copies `early`."""
+    events = []
+    for number in range(steps):
+        begin, on_gpu = 1000 + apart * number, 1060 + 100 * number
+        events.append(event("user_annotation", f"ProfilerStep#{number}", begin, apart))
+        copy = launched(3 * number, begin, "gpu_memcpy", "Memcpy HtoD", on_gpu - early, 30, 13, bytes=3)
+        kernels = [launched(3 * number + k, begin + k, "kernel", "k", on_gpu + 50 * (k - 1), 50, 7) for k in (1, 2)]
+        events += [*copy, *kernels[0], *kernels[1]]
+    return events
+
+
+@pytest.mark.parametrize(
+    ("steps", "apart", "early"),
+    [
+        (3, 100, 0),  # the GPU lags by as much all the time
+        (3, 40, 0),  # the CPU runs ahead
+        (1, 100, 0),  # nothing tells when the step before ended
+        (3, 100, 20),  # copies of a step run beside the end of the one before
+    ],
+)
+def test_a_step_of_a_gpu_that_lags_behind_the_marks_begins_where_the_one_before_ended(
+    steps: int, apart: float, early: float, tmp_path: Path
+) -> None:
+    found = kineto.read(write(tmp_path / "lag.json", behind(steps, apart, early)), TINY, STEP)
+    assert found.step_ns == 100_000 and found.trace.step_end_ns.tolist() == [100_000]
+    begins = -1000 * round(early)
+    assert [row[:1] + row[3:5] for row in rows(found)] == [
+        ("h2d", begins, begins + 30_000), ("compute", 0, 50_000), ("compute", 50_000, 100_000),
+    ]  # fmt: skip
 
 
 def test_a_launch_at_the_end_of_a_step_is_of_the_next(tmp_path: Path) -> None:

@@ -343,3 +343,17 @@ def test_recordings_are_compared(profile: HardwareProfile) -> None:
     assert all(min(parting.first.idle_ns, parting.second.idle_ns) >= 0 for parting in found.partings)
     assert any(trace.start_ns[1] < trace.end_ns[0] for trace in (first, second))
     assert trace_words.sentences(found) and len(trace_diff.moves(schedule, first, second)) > 2
+
+
+def test_of_what_a_recorded_op_waited_for_nothing_is_said_that_is_not_known(profile: HardwareProfile) -> None:
+    """A kernel 100 ns after the one in front of it: issued 90 ns after that one had ended, or 20."""
+    schedule, both = recorded("kk", 0)
+    first, late, waiting = (
+        replace(both, issue_ns=np.array([0, issue]), start_ns=np.array([0, 10 + idle]), end_ns=np.array([10, 200]))
+        for issue, idle in ((10, 0), (100, 100), (30, 100))
+    )
+    for second, told in ((late, "the host had not issued it"), (waiting, "what it waited for was not recorded")):
+        found = trace_diff.diff(schedule, first, second, profile)
+        ((ns, text),) = trace_words.idle_sentences(found)
+        assert ns == 100 and text.endswith(told)
+    assert trace_diff.frame(found).set_index("op")["released_by"].to_dict() == {"0 k": "issue", "1 k": "unknown"}
