@@ -29,7 +29,8 @@ def nodes(schedule: Schedule, trace: Trace | None = None) -> list[Node]:
     """A node per op of one step, or, with a trace, of each of its steps and with its times.
 
     A dependency is data where the op reads what the other writes; control are the other waits, the op in front on
-    the same stream, and the last op that the issuing host waited for.
+    the same stream, and the last op that the issuing host waited for. In front of an op of a recording, with its
+    trace, is the last one issued that had ended: what runs on one stream here may be of several CUDA streams.
 
     Raises:
         TraceError: the trace is not of the schedule.
@@ -38,18 +39,19 @@ def nodes(schedule: Schedule, trace: Trace | None = None) -> list[Node]:
         trace.check(schedule)
     count, steps = len(schedule.ops), 1 if trace is None else trace.steps
     times = {} if trace is None else _times(trace)
-    behind: dict[Stream, int] = {}
+    at_once = trace is not None and schedule.is_recording
+    on_stream: dict[Stream, list[int]] = {stream: [] for stream in schedule.streams}
+    ends: list[int] = []
     host: int | None = None
     found = []
     for step in range(steps):
         for place, op in enumerate(schedule.ops):
             number = step * count + place
             data, control = _waits(schedule, op, step)
-            if op.stream in behind:
-                control.append(behind[op.stream])
-            if host is not None:
-                control.append(host)
             start, end = times.get((step, place), (0, 0))
+            before = reversed(on_stream[op.stream])
+            front = next((on for on in before if not at_once or ends[on] <= start), None)
+            control += [on for on in (front, host) if on is not None]
             found.append(
                 Node(
                     id=number,
@@ -65,7 +67,8 @@ def nodes(schedule: Schedule, trace: Trace | None = None) -> list[Node]:
                     ),
                 )
             )
-            behind[op.stream] = number
+            on_stream[op.stream].append(number)
+            ends.append(end)
             if op.blocking or op.stream == Stream.HOST:
                 host = number
     return found

@@ -247,6 +247,19 @@ def totals(found: Diff) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def overlapping(schedule: Schedule, *traces: Trace) -> list[Stream]:
+    """The streams of a recording on which ops ran beside each other; `moves` replays a stream's ops one by one."""
+    if not schedule.is_recording:
+        return []
+    return [stream for stream in schedule.streams if any(_overlaps(schedule, trace, stream) for trace in traces)]
+
+
+def _overlaps(schedule: Schedule, trace: Trace, stream: Stream) -> bool:
+    rows = trace.rows_of(schedule, stream)
+    whole = int(trace.start_ns.min()), int(trace.end_ns.max())
+    return bool((trace.end_ns - trace.start_ns)[rows].sum() > trace.busy_ns(schedule, stream, whole))
+
+
 def moves(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame:
     """Which differences move the step: the first run replayed with one class of op lasting as in the second.
 
@@ -254,7 +267,7 @@ def moves(schedule: Schedule, first: Trace, second: Trace) -> pd.DataFrame:
     each run, through `sim.longest_path`. The first row is what all others are measured against, the first run
     replayed as it was, which need not last as long as its recorded step. Then, largest move first, every (stream,
     class) whose durations differ and the host's issue; last all of it at once, which also counts what moves the step
-    only together.
+    only together. It says nothing of streams that are `overlapping`.
     """
     import pandas as pd
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from analysis.trace_diff import Diff, Occurrence, Parting
-from schedules.op import Op, Phase
+from schedules.op import Op, Phase, Stream
 from schedules.schedule import Schedule
 from sim.units import seconds
 
@@ -41,6 +43,16 @@ def idle_sentences(found: Diff, at_most: int = 12) -> list[tuple[int, str]]:
     """(ns more, sentence) where a stream stood idle longer or shorter, and what it waited for; largest first."""
     changed = sorted((p for p in found.partings if p.idle_ns), key=lambda p: -abs(p.idle_ns))
     return [(p.idle_ns, _stood(found, p)) for p in changed[:at_most]]
+
+
+def not_replayed(streams: Sequence[Stream]) -> str:
+    """Why it is not told what moves the step, for streams whose ops overlapped; "" where there are none."""
+    if not streams:
+        return ""
+    return (
+        f"What moves the step is not told: on {' and '.join(streams)} recorded ops ran beside each other, of several "
+        "CUDA streams or of a graph, and a replay would run them one after another."
+    )
 
 
 def _time(ns: float) -> str:

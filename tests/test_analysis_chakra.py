@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import networkx
+import numpy as np
 import pytest
 from command import megatrain
 
@@ -14,9 +15,9 @@ from analysis import chakra, chakra_wire
 from analysis.chakra import ChakraError
 from analysis.chakra_wire import COMP_NODE, MEM_LOAD_NODE, MEM_STORE_NODE, Node
 from schedules import codec, policies, presets
-from schedules.op import Kind, Phase, Stream
-from schedules.schedule import Schedule
-from schedules.trace import TraceError
+from schedules.op import Kind, Op, Phase, Stream
+from schedules.schedule import RECORDED, Schedule
+from schedules.trace import ISSUE, Trace, TraceError
 from schedules.workload import Workload
 from sim.engine import simulate
 from sim.hardware import load
@@ -145,3 +146,18 @@ def test_a_run_of_another_schedule_is_refused(schedule: Schedule) -> None:
     other = policies.build("resident", presets.load("tiny"), schedule.workload, memory_of(load("h200")))
     with pytest.raises(TraceError):
         chakra.nodes(schedule, simulate(other, load("h200"), steps=1))
+
+
+def test_ops_of_a_recording_that_overlapped_do_not_depend_on_each_other() -> None:
+    """Of two CUDA streams, in turns: the third and the fourth follow the one that had ended."""
+    ops = tuple(Op(name=name, kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE) for name in "knlo")
+    model, workload = presets.load("tiny"), Workload(micro_batch_size=1, seq_len=8)
+    recorded = Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=RECORDED)
+    zero = np.zeros(4, dtype=np.int64)
+    columns = {"op": np.arange(4), "step": zero, "issue_ns": zero, "waited_on": zero + ISSUE}
+    start = np.array([0, 5, 10, 16])
+    trace = Trace(
+        digest=recorded.digest, machine="x", source="measured", **columns, start_ns=start, end_ns=start + 10
+    )  # fmt: skip
+    assert [node.ctrl_deps for node in chakra.nodes(recorded, trace)] == [(), (), (0,), (1,)]
+    assert [node.ctrl_deps for node in chakra.nodes(recorded)] == [(), (0,), (1,), (2,)]

@@ -342,7 +342,27 @@ def test_recordings_are_compared(profile: HardwareProfile) -> None:
     found = trace_diff.diff(schedule, first, second, profile)
     assert all(min(parting.first.idle_ns, parting.second.idle_ns) >= 0 for parting in found.partings)
     assert any(trace.start_ns[1] < trace.end_ns[0] for trace in (first, second))
-    assert trace_words.sentences(found) and len(trace_diff.moves(schedule, first, second)) > 2
+    assert trace_words.sentences(found)
+
+
+def test_recordings_whose_streams_overlap_are_not_replayed(schedule: Schedule, tmp_path: Path) -> None:
+    """In the second run, two kernels beside each other; in the first, one behind the other."""
+    kernels, both = recorded("knh", 0)
+    start = np.array([0, 10, 5])
+    apart, overlap = (replace(both, start_ns=start, end_ns=start + np.array([lasts, 10, 10])) for lasts in (10, 12))
+    assert trace_diff.overlapping(kernels, apart, overlap) == [Stream.COMPUTE]
+    assert trace_diff.overlapping(kernels, apart, apart) == []
+    codec.save(kernels, tmp_path / "schedule.json")
+    apart.save(tmp_path / "a.json")
+    overlap.save(tmp_path / "b.json")
+    command = ["diff", *(str(tmp_path / name) for name in ("a.json", "b.json", "a.json"))]
+    with_schedule = ["--schedule", str(tmp_path / "schedule.json")]
+    told = megatrain(*command[:3], *with_schedule).stdout
+    assert "not told: on compute recorded ops ran beside each other" in told and "all of it" not in told
+    told = json.loads(megatrain(*command[:3], *with_schedule, "--json").stdout)
+    assert told["moves"] == [] and told["not_replayed"].startswith("What moves the step is not told: on compute")
+    told = json.loads(megatrain("diff", command[1], command[3], *with_schedule, "--json").stdout)
+    assert told["not_replayed"] == "" and told["moves"][0]["step_s"] == pytest.approx(20e-9)
 
 
 def test_of_what_a_recorded_op_waited_for_nothing_is_said_that_is_not_known(profile: HardwareProfile) -> None:

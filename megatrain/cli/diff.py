@@ -46,16 +46,26 @@ def diff(
         traces = Trace.read(first), Trace.read(second)
         begin("comparing")
         found = trace_diff.diff(step, *traces, machine)
-        totals, moves = trace_diff.totals(found), trace_diff.moves(step, *traces)
+        totals = trace_diff.totals(found)
+        not_replayed = trace_words.not_replayed(trace_diff.overlapping(step, *traces))
+        moves = None if not_replayed else trace_diff.moves(step, *traces)
     told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
     try:  # first to the file, see `plan`
         if out is not None:
             write_text(out, trace_diff.frame(found).to_csv(index=False))
     finally:
         if as_json:
-            rows = {"totals": tables.records(totals), "moves": tables.records(moves)}
+            rows = {"totals": tables.records(totals), "moves": [] if moves is None else tables.records(moves)}
             listed = {what: [{"difference_ns": ns, "text": text} for ns, text in lines] for what, lines in told.items()}
-            print_json({"runs": found.names, "steps_ns": found.steps_ns, "differences": listed, **rows})
+            print_json(
+                {
+                    "runs": found.names,
+                    "steps_ns": found.steps_ns,
+                    "differences": listed,
+                    **rows,
+                    "not_replayed": not_replayed,
+                }
+            )
         else:
             names, lengths = found.names, [seconds(ns / 1e9) for ns in found.steps_ns]
             print(f"first: {first} ({names[0]}), a step of {lengths[0]}")
@@ -64,4 +74,7 @@ def diff(
                 print(f"{what}, largest difference first")
                 print("\n".join(f"{ns / 1e6:+10.4g} ms  {text}" for ns, text in lines) or "none", end="\n\n")
             tables.show(totals, tables.TRACE_TOTALS, title="by stream and class of op")
-            tables.show(moves, tables.TRACE_MOVES, title="what moves the step", note=tables.TRACE_MOVES_NOTE)
+            if moves is None:
+                print(not_replayed)
+            else:
+                tables.show(moves, tables.TRACE_MOVES, title="what moves the step", note=tables.TRACE_MOVES_NOTE)
