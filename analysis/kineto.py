@@ -105,7 +105,7 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     the optimizer's step launched is an update, what autograd's engine launched backward, the rest forward.
 
     Raises:
-        RecordingError: the file is no such recording, or nothing was recorded in it.
+        RecordingError: the file is no such recording, nothing was recorded in it, or work of several GPUs.
         OSError: the file cannot be read.
     """
     body = _document(path)
@@ -116,6 +116,9 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     launches: dict[str | None, _Span] = {s.correlation: s for s in launched if s.correlation is not None}
     contexts, launching = _Contexts(spans), _by_thread(launched)
     on_gpu = [s for s in spans if s.category in _ON_GPU]
+    devices = sorted({plain(str(s.args["device"])) for s in on_gpu if "device" in s.args})
+    if len(devices) > 1:
+        raise RecordingError(f"{path} records work of GPUs {', '.join(devices)}: only what one GPU did can be read")
     rows = list[_Row]()
     for span in on_gpu:
         launch = launches.get(span.correlation)

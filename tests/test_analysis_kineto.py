@@ -336,6 +336,13 @@ def test_what_is_no_recording_is_told(tmp_path: Path, text: str, told: str) -> N
         kineto.read(path, TINY, STEP)
 
 
+def test_a_recording_of_two_gpus_is_refused(tmp_path: Path) -> None:
+    """Their streams have the same numbers: copies that ran at once would be taken for one queue of twice the rate."""
+    copies = [launched(c, 1000, "gpu_memcpy", "Memcpy HtoD", 1010, 20, 9, bytes=100, device=c) for c in (0, 1)]
+    with pytest.raises(RecordingError, match=r"two\.json records work of GPUs 0, 1: only what one GPU did"):
+        kineto.read(write(tmp_path / "two.json", [*copies[0], *copies[1]]), TINY, STEP)
+
+
 def test_a_recording_by_another_version_is_read(tmp_path: Path, recording: Recording) -> None:
     """What is not needed may be of any form: devices, threads, correlations, sizes below zero, ops without an end."""
     events = gpu_step(1000, 0)
