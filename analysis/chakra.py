@@ -37,6 +37,7 @@ def nodes(schedule: Schedule, trace: Trace | None = None) -> list[Node]:
     """
     if trace is not None:
         trace.check(schedule)
+        trace = trace.from_zero()  # the schema's times have no sign
     count, steps = len(schedule.ops), 1 if trace is None else trace.steps
     times = {} if trace is None else _times(trace)
     at_once = trace is not None and schedule.is_recording

@@ -29,6 +29,7 @@ def write(path: Path, traces: Sequence[tuple[Schedule, Trace]]) -> None:
     flow = 0
     for pid, (schedule, trace) in enumerate(traces, start=1):
         trace.check(schedule)
+        trace = trace.from_zero()  # viewers leave out what is earlier
         events += _names(schedule, trace, pid)
         events += _slices(schedule, trace, pid)
         events += _counters(schedule, trace, pid)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,12 @@ class Trace:
         ends = np.zeros(self.steps, dtype=np.int64)
         np.maximum.at(ends, self.step, self.end_ns)
         return np.maximum.accumulate(ends)
+
+    def from_zero(self) -> Trace:
+        """With all times later by as much as an op started before zero, as those of a recording may; else as it is."""
+        early = int(self.start_ns.min(initial=0))
+        moved = {name: getattr(self, name) - early for name in ("issue_ns", "start_ns", "end_ns")}
+        return replace(self, **moved)
 
     def step_ns(self, warmup: int = 1) -> Ints:
         """Times from the end of one step to the end of the next, after `warmup` steps, shape (steps - warmup - 1,).

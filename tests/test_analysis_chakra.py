@@ -148,16 +148,30 @@ def test_a_run_of_another_schedule_is_refused(schedule: Schedule) -> None:
         chakra.nodes(schedule, simulate(other, load("h200"), steps=1))
 
 
+def recorded(starts: list[int], lasts: int) -> tuple[Schedule, Trace]:
+    """Kernels of so many ns each."""
+    ops = tuple(
+        Op(name=str(number), kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE)
+        for number in range(len(starts))
+    )
+    model, workload = presets.load("tiny"), Workload(micro_batch_size=1, seq_len=8)
+    schedule = Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=RECORDED)
+    zero, start = np.zeros(len(ops), dtype=np.int64), np.array(starts)
+    columns = {"op": np.arange(len(ops)), "step": zero, "issue_ns": zero, "waited_on": zero + ISSUE}
+    spans = {"start_ns": start, "end_ns": start + lasts}
+    return schedule, Trace(digest=schedule.digest, machine="x", source="measured", **columns, **spans)
+
+
 def test_ops_of_a_recording_that_overlapped_do_not_depend_on_each_other() -> None:
     """Of two CUDA streams, in turns: the third and the fourth follow the one that had ended."""
-    ops = tuple(Op(name=name, kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE) for name in "knlo")
-    model, workload = presets.load("tiny"), Workload(micro_batch_size=1, seq_len=8)
-    recorded = Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=RECORDED)
-    zero = np.zeros(4, dtype=np.int64)
-    columns = {"op": np.arange(4), "step": zero, "issue_ns": zero, "waited_on": zero + ISSUE}
-    start = np.array([0, 5, 10, 16])
-    trace = Trace(
-        digest=recorded.digest, machine="x", source="measured", **columns, start_ns=start, end_ns=start + 10
-    )  # fmt: skip
-    assert [node.ctrl_deps for node in chakra.nodes(recorded, trace)] == [(), (), (0,), (1,)]
-    assert [node.ctrl_deps for node in chakra.nodes(recorded)] == [(), (0,), (1,), (2,)]
+    schedule, trace = recorded([0, 5, 10, 16], lasts=10)
+    assert [node.ctrl_deps for node in chakra.nodes(schedule, trace)] == [(), (), (0,), (1,)]
+    assert [node.ctrl_deps for node in chakra.nodes(schedule)] == [(), (0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("name", ["run.et", "run.json"])
+def test_an_op_that_began_before_its_step_begins_the_file(tmp_path: Path, name: str) -> None:
+    """5 us before the step, as copies beside the end of the step before do: the file's times have no sign."""
+    chakra.write(tmp_path / name, *recorded([-5000, 35_000], lasts=40_000))
+    found = chakra.read(tmp_path / name)
+    assert [(node.start_time_micros, dict(node.attributes)["start_ns"]) for node in found] == [(0, 0), (40, 40_000)]

@@ -114,6 +114,16 @@ def test_copies_show_their_rate(runs: list[tuple[Schedule, Trace]], events: list
     assert shown["GB/s"] == pytest.approx(nbytes / int(trace.end_ns[row] - trace.start_ns[row]), abs=1e-3)
 
 
+def test_no_slice_is_earlier_than_zero(runs: list[tuple[Schedule, Trace]], tmp_path: Path) -> None:
+    """Where an op began 5 us before its step, all of that run is drawn as much later."""
+    schedule, trace = runs[0]
+    late = 5000 + int(trace.start_ns.min())
+    early = replace(trace, **{name: getattr(trace, name) - late for name in ("issue_ns", "start_ns", "end_ns")})
+    perfetto.write(tmp_path / "t.json", [(schedule, early)])
+    slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [ns(e) for e in slices] == (trace.start_ns - trace.start_ns.min()).tolist()
+
+
 def test_a_trace_of_another_schedule_is_refused(runs: list[tuple[Schedule, Trace]], tmp_path: Path) -> None:
     schedule, trace = runs[0]
     with pytest.raises(TraceError, match="is of schedule"):
