@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from schedules.files import write_text
-from schedules.op import Access, Op, Phase, Stream, Tier
+from schedules.op import Access, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 
@@ -30,10 +32,11 @@ def write(path: Path, traces: Sequence[tuple[Schedule, Trace]]) -> None:
     for pid, (schedule, trace) in enumerate(traces, start=1):
         trace.check(schedule)
         trace = trace.from_zero()  # viewers leave out what is earlier
-        events += _names(schedule, trace, pid)
-        events += _slices(schedule, trace, pid)
+        tids, tracks = _tracks(schedule, trace)
+        events += _names(schedule, trace, pid, tracks)
+        events += _slices(schedule, trace, pid, tids)
         events += _counters(schedule, trace, pid)
-        arrows = list(_arrows(schedule, trace, pid, flow))
+        arrows = list(_arrows(schedule, trace, pid, tids, flow))
         flow += len(arrows) // 2
         events += arrows
     about = {f"run {pid}": _about(schedule, trace) for pid, (schedule, trace) in enumerate(traces, start=1)}
@@ -45,22 +48,34 @@ def _about(schedule: Schedule, trace: Trace) -> str:
     return f"{trace.title}: {schedule.label}, {schedule.model.name}, schedule {schedule.digest}"
 
 
-def _tid(stream: Stream) -> int:
-    return list(Stream).index(stream) + 1
+def _tracks(schedule: Schedule, trace: Trace) -> tuple[list[int], list[str]]:
+    """(the tid of each row, the names of the tracks from tid 1 on): one a stream, and more where its ops overlapped.
+
+    An op stands on the first of its stream's tracks that is free: slices of one track must not overlap.
+    """
+    tids, names = [0] * len(trace), list[str]()
+    for stream in schedule.streams:
+        rows = trace.rows_of(schedule, stream)
+        ends: list[int] = []  # of the last op on each track
+        for row in rows[np.argsort(trace.start_ns[rows], kind="stable")].tolist():
+            track = next((i for i, end in enumerate(ends) if end <= trace.start_ns[row]), len(ends))
+            ends[track : track + 1] = [int(trace.end_ns[row])]
+            tids[row] = len(names) + 1 + track
+        names += [str(stream), *(f"{stream} {number}" for number in range(2, len(ends) + 1))]
+    return tids, names
 
 
-def _names(schedule: Schedule, trace: Trace, pid: int) -> Iterator[Event]:
+def _names(schedule: Schedule, trace: Trace, pid: int, tracks: Sequence[str]) -> Iterator[Event]:
     """Names and order of the process and its tracks."""
     process = f"{trace.title} ({schedule.label}, {schedule.model.name})"
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    for stream in schedule.streams:
-        tid = _tid(stream)
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": str(stream)}}
+    for tid, name in enumerate(tracks, start=1):
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _slices(schedule: Schedule, trace: Trace, pid: int) -> Iterator[Event]:
+def _slices(schedule: Schedule, trace: Trace, pid: int, tids: Sequence[int]) -> Iterator[Event]:
     for row in range(len(trace)):
         op = schedule.ops[int(trace.op[row])]
         start, end = int(trace.start_ns[row]), int(trace.end_ns[row])
@@ -69,7 +84,7 @@ def _slices(schedule: Schedule, trace: Trace, pid: int) -> Iterator[Event]:
             "name": op.name,
             "cat": str(op.phase),
             "pid": pid,
-            "tid": _tid(op.stream),
+            "tid": tids[row],
             "ts": start / 1000,
             "dur": (end - start) / 1000,
             "args": {"step": int(trace.step[row]), "issued at (us)": int(trace.issue_ns[row]) / 1000}
@@ -115,7 +130,7 @@ def _counters(schedule: Schedule, trace: Trace, pid: int) -> Iterator[Event]:
             yield {"ph": "C", "name": name, "pid": pid, "ts": moment / 1000, "args": {"bytes": nbytes}}
 
 
-def _arrows(schedule: Schedule, trace: Trace, pid: int, first_id: int) -> Iterator[Event]:
+def _arrows(schedule: Schedule, trace: Trace, pid: int, tids: Sequence[int], first_id: int) -> Iterator[Event]:
     """An arrow per wait, from the op waited for to the op that waits; "released by" where it was the last.
 
     An arrow leaves within the last nanosecond of its slice: at the very end, viewers would take it to be of
@@ -133,7 +148,6 @@ def _arrows(schedule: Schedule, trace: Trace, pid: int, first_id: int) -> Iterat
             name = "released by" if int(trace.waited_on[row]) == on else "waits for"
             common = {"name": name, "cat": "wait", "id": found, "pid": pid}
             leaves = max(int(trace.start_ns[on]), int(trace.end_ns[on]) - 1)
-            source = schedule.ops[int(trace.op[on])]
-            yield common | {"ph": "s", "tid": _tid(source.stream), "ts": leaves / 1000}
+            yield common | {"ph": "s", "tid": tids[on], "ts": leaves / 1000}
             arrives = int(trace.start_ns[row])
-            yield common | {"ph": "f", "bp": "e", "tid": _tid(op.stream), "ts": arrives / 1000}
+            yield common | {"ph": "f", "bp": "e", "tid": tids[row], "ts": arrives / 1000}

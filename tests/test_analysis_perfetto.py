@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from analysis import perfetto
 from schedules import policies, presets
 from schedules.errors import InputError
-from schedules.op import Tier
+from schedules.op import Kind, Op, Phase, Stream, Tier, Wait
 from schedules.schedule import Schedule
-from schedules.trace import Trace, TraceError
+from schedules.trace import ISSUE, Trace, TraceError
 from schedules.workload import Workload
 from sim.cost import Terms
 from sim.engine import simulate
@@ -122,6 +123,26 @@ def test_no_slice_is_earlier_than_zero(runs: list[tuple[Schedule, Trace]], tmp_p
     perfetto.write(tmp_path / "t.json", [(schedule, early)])
     slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert [ns(e) for e in slices] == (trace.start_ns - trace.start_ns.min()).tolist()
+
+
+def test_slices_that_overlap_stand_on_tracks_of_their_own(runs: list[tuple[Schedule, Trace]], tmp_path: Path) -> None:
+    """As ops of a recording may, and here the first two of a stream; the third is on the first track again."""
+    op = Op(name="a", kind=Kind.COMPUTE, phase=Phase.FORWARD, stream=Stream.COMPUTE)
+    ops = (op, replace(op, name="b"), replace(op, name="copy", stream=Stream.D2H), replace(op, name="c"))
+    schedule = replace(runs[0][0], ops=ops, buffers=(), waits=tuple(Wait(op=op, on="b") for op in ("copy", "c")))
+    zero, start = np.zeros(4, dtype=np.int64), np.array([0, 5, 20, 15])
+    columns = {"op": np.arange(4), "step": zero, "issue_ns": zero, "waited_on": zero + ISSUE}
+    trace = Trace(
+        digest=schedule.digest, machine="x", source="measured", **columns, start_ns=start, end_ns=start + 10
+    )  # fmt: skip
+    perfetto.write(tmp_path / "t.json", [(schedule, trace)])
+    found = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert list(tracks.values()) == ["compute", "compute 2", "d2h"]
+    drawn = {e["name"]: tracks[e["tid"]] for e in found if e["ph"] == "X"}
+    assert drawn == {"a": "compute", "b": "compute 2", "copy": "d2h", "c": "compute"}
+    arrows = [tracks[e["tid"]] for e in found if e["ph"] in "sf"]
+    assert arrows == ["compute 2", "d2h", "compute 2", "compute"]
 
 
 def test_a_trace_of_another_schedule_is_refused(runs: list[tuple[Schedule, Trace]], tmp_path: Path) -> None:
