@@ -14,6 +14,7 @@ import json
 import warnings
 import zlib
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,9 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     """Read a recorded step of training `model`; `workload` is what one step was.
 
     Kernels and device-to-device copies stand on the compute stream, copies to and from the host on theirs, and
-    the CPU's optimizer on `cpu`. Where nothing ran on a GPU, the CPU's outermost ops stand for the kernels. What
-    the optimizer's step launched is an update, what autograd's engine launched backward, the rest forward.
+    the CPU's optimizer on `cpu`: ops that launch nothing, of an optimizer's step whose kernels lasted no longer. Where
+    nothing ran on a GPU, the CPU's outermost ops stand for the kernels. What the optimizer's step launched is an
+    update, what autograd's engine launched backward, the rest forward.
 
     Raises:
         RecordingError: the file is no such recording, nothing was recorded in it, or work of several GPUs.
@@ -120,6 +122,7 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
     if len(devices) > 1:
         raise RecordingError(f"{path} records work of GPUs {', '.join(devices)}: only what one GPU did can be read")
     rows = list[_Row]()
+    kernels_ns = Counter[int | None]()  # by optimizer's step
     for span in on_gpu:
         launch = launches.get(span.correlation)
         called = (launch or span).start
@@ -127,10 +130,17 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
             continue
         issued = min(launch.end, span.start) if launch else span.start
         rows.append(_Row(span, called, issued, _on_gpu(span, contexts.of(launch or span)), _queue(span)))
-    for span in _outermost([s for s in spans if s.category == "cpu_op"], begin, end):
+        if launch and span.category == "kernel":
+            kernels_ns[contexts.begin(_OPTIMIZER, launch)] += span.end - span.start
+    on_cpu = list(_outermost([s for s in spans if s.category == "cpu_op"], begin, end))
+    if on_gpu:
+        updates = [s for s in on_cpu if contexts.of(s)[1] == Phase.ADAM and not _launches_any(s, launching)]
+        updates_ns = Counter[int | None]()
+        for span in updates:
+            updates_ns[contexts.begin(_OPTIMIZER, span)] += span.end - span.start
+        on_cpu = [s for s in updates if kernels_ns[at := contexts.begin(_OPTIMIZER, s)] <= updates_ns[at]]
+    for span in on_cpu:
         kind, phase = contexts.of(span)
-        if on_gpu and (kind != Kind.UPDATE or phase != Phase.ADAM or _launches_any(span, launching)):
-            continue
         where = Stream.CPU if kind == Kind.UPDATE else Stream.COMPUTE
         rows.append(_Row(span, span.start, span.start, (kind, phase, where), f"thread {span.thread}"))
     if not rows:
@@ -294,11 +304,15 @@ class _Contexts:
             (_ZERO, (Kind.UPDATE, Phase.ZERO)),
             (_BACKWARD, (Kind.COMPUTE, Phase.BACKWARD)),
         ):
-            starts, ends = self._found.get((span.thread, word), ([], []))
-            at = bisect_right(starts, span.start) - 1
-            if at >= 0 and span.start < max(ends[at], starts[at] + 1):
+            if self.begin(word, span) is not None:
                 return what
         return Kind.COMPUTE, Phase.FORWARD
+
+    def begin(self, word: str, span: _Span) -> int | None:
+        """When the last range of that name began within which the span begins, ns; None where there is none."""
+        starts, ends = self._found.get((span.thread, word), ([], []))
+        at = bisect_right(starts, span.start) - 1
+        return starts[at] if at >= 0 and span.start < max(ends[at], starts[at] + 1) else None
 
 
 def _on_gpu(span: _Span, context: tuple[Kind, Phase]) -> What:

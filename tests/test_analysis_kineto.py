@@ -178,6 +178,22 @@ def test_what_clears_gradients_within_the_optimizers_step_is_of_the_step(tmp_pat
     assert op.phase == Phase.ADAM
 
 
+@pytest.mark.parametrize(("lasts", "shown"), [(500, []), (20, ["1 aten::_foreach_add_", "2 aten::detach"])])
+def test_an_optimizer_is_the_cpus_where_its_kernels_lasted_no_longer(
+    lasts: float, shown: list[str], tmp_path: Path
+) -> None:
+    """Beside 50 us of ops that launch nothing: AdamW that runs on the GPU, and a kernel beside the CPU's own."""
+    events = [
+        event("user_annotation", "Optimizer.step#AdamW.step", 1000, 100),
+        event("cpu_op", "aten::_fused_adamw_", 1005, 10),
+        *launched(1, 1006, "kernel", "multi_tensor_apply_kernel", 1020, lasts, 7),
+        event("cpu_op", "aten::_foreach_add_", 1020, 30),
+        event("cpu_op", "aten::detach", 1060, 20),
+    ]
+    found = kineto.read(write(tmp_path / "adam.json", events), TINY, STEP)
+    assert [op.name for op in found.schedule.ops] == ["0 multi_tensor_apply_kernel", *shown]
+
+
 def test_a_backward_goes_on_when_one_within_it_has_ended(tmp_path: Path) -> None:
     """As where a checkpoint's backward runs that of its block."""
     engine = "autograd::engine::evaluate_function: "
