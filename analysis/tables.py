@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from analysis.compare import OUR_PRECISION, SAME_STATE, several_baselines
@@ -33,8 +34,9 @@ def _four_digits(key: str, factor: float = 1.0, unit: str = "", sign: str = "") 
 
     def cell(record: Record) -> str:
         value = record[key]
-        large = value is not None and abs(value * factor) >= 1000
-        return number(key, f"{sign},.0f" if large else f"{sign}.4g", factor, unit)(record)
+        if value is None or not math.isfinite(value) or abs(value * factor) >= 1000:
+            return number(key, f"{sign},.0f", factor, unit)(record)
+        return f"{Decimal(f'{value * factor:.4g}'):{sign}f}{unit}"
 
     return cell
 

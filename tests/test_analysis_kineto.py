@@ -11,7 +11,7 @@ import pytest
 import torch
 from command import megatrain
 
-from analysis import kineto
+from analysis import kineto, tables
 from analysis.kineto import Recording, RecordingError
 from schedules import codec, presets
 from schedules.errors import Refused
@@ -249,6 +249,15 @@ def test_gaps_and_rates_per_cuda_stream(recording: Recording) -> None:
     assert kernels["longest_gap_s"] == pytest.approx(14e-6)
     assert kernels["idle_s"] == pytest.approx(19e-6)
     assert ("thread 100", "cpu") in table.index
+
+
+@pytest.mark.parametrize(
+    ("gb", "told"),
+    [(4e-9, "0.000000004"), (1.23456e-5, "0.00001235"), (1.6, "1.6"), (123456.7, "123,457"), (0.0, "0"), (None, "-")],
+)
+def test_bytes_are_told_without_powers_of_ten(gb: float | None, told: str) -> None:
+    (cell,) = (column.cell for column in tables.QUEUES if column.heading == "GB")
+    assert cell({"gb": gb}) == told
 
 
 def test_of_several_steps_the_median_is_taken(tmp_path: Path) -> None:
