@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -171,14 +171,14 @@ def tried_with(name: str, model: ModelSpec) -> list[dict[str, Knob]]:
     return found
 
 
-def named_rates(model: ModelSpec, profile: HardwareProfile, whole: Workload) -> dict[str, float]:
-    """Tokens/s of every exact policy in steps as large as `whole`; NaN where it does not fit.
+def named_rates(model: ModelSpec, profile: HardwareProfile, whole: Workload, names: Iterable[str]) -> dict[str, float]:
+    """Tokens/s of these policies, those that are exact, in steps as large as `whole`; NaN where one does not fit.
 
     As `tried_with`, with micro-batches that suit it, and with or without what is pointwise computed again, whichever
     is faster: that is a matter of a block's kernels, not of a policy.
     """
     rates: dict[str, list[float]] = {}
-    for name, mode in itertools.product(policies.comparable(), ("none", "pointwise")):
+    for name, mode in itertools.product(names, ("none", "pointwise")):
         for knobs in tried_with(name, model):
             tried = fitting_rates(name, model, profile, whole, mode, knobs)
             if tried is not None:
@@ -186,10 +186,16 @@ def named_rates(model: ModelSpec, profile: HardwareProfile, whole: Workload) -> 
     return {name: max(tried, default=math.nan) for name, tried in rates.items()}
 
 
-def beside(row: Row, model: ModelSpec, profile: HardwareProfile) -> tuple[Row, dict[str, float]]:
-    """A plan's row with what named policies do at its point, and the tokens/s of each, as `row` has them."""
+def beside(
+    row: Row, model: ModelSpec, profile: HardwareProfile, known: Mapping[str, float] = {}
+) -> tuple[Row, dict[str, float]]:
+    """A plan's row with what named policies do at its point, and the tokens/s of each, as `row` has them.
+
+    Those that are `known` are not predicted again.
+    """
     step = Workload(micro_batch_size=row.micro_batch_size, accumulation=row.accumulation, seq_len=row.seq_len)
-    named = named_rates(model, profile, step)
+    found = {**known, **named_rates(model, profile, step, [n for n in policies.comparable() if n not in known])}
+    named = {name: found[name] for name in policies.comparable() if name in found}
     best = max(named, key=lambda policy: -1.0 if math.isnan(named[policy]) else named[policy])
     return (
         replace(

@@ -1,12 +1,12 @@
 """Plans over many models and machines, beside every named policy and the bound: python benchmarks/plans.py
 
-    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--named] [--brute-force 1000]
-        [--more-memory]
+    python benchmarks/plans.py [--out analysis/results/plans] [--again TEXT ...] [--named [POLICY ...]]
+        [--brute-force 1000] [--more-memory]
 
 All predicted, from datasheet profiles. Writes plans.csv, the picture, the table and the point of a rival's planner.
 Each point is in plans.csv as soon as it is planned, with its date. With `--again` only points whose model or machine
 contains a TEXT are planned, the others are those of plans.csv. With `--named` all plans are those of plans.csv, and
-named policies alone are predicted again.
+named policies alone are predicted again, all of them or these.
 `--brute-force N` plans N random small instances and compares each with the best of all its placements instead;
 `--more-memory` plans steps on machines that differ in their memory alone, and tells where more of it was slower.
 """
@@ -84,10 +84,10 @@ def planned(point: Point) -> tuple[plans.Row, dict[str, float]]:
     return plans.row(presets.load(model), profile, seq_len=seq_len, tokens_per_step=tokens, machine=name, workers=CORES)
 
 
-def named(point: Point, row: plans.Row) -> tuple[plans.Row, dict[str, float]]:
-    """A row that was planned before, with named policies predicted again."""
+def named(point: Point, row: plans.Row, known: dict[str, float]) -> tuple[plans.Row, dict[str, float]]:
+    """A row that was planned before, with named policies predicted again but for those that are known."""
     model, machine, changes, *_ = point
-    return plans.beside(row, presets.load(model), hardware.override(hardware.load(machine), list(changes)))
+    return plans.beside(row, presets.load(model), hardware.override(hardware.load(machine), list(changes)), known)
 
 
 def kept(folder: Path) -> dict[tuple[str, str], tuple[plans.Row, dict[str, float]]]:
@@ -218,6 +218,11 @@ def _table(rows: dict[tuple[str, str], tuple[plans.Row, dict[str, float]]], poin
     return plans.frame([rows[p[0], p[3]] for p in points if (p[0], p[3]) in rows])
 
 
+def _others(rates: dict[str, float], named: Sequence[str]) -> dict[str, float]:
+    """The rates of policies that are not to be predicted again: none where none are named."""
+    return {name: rate for name, rate in rates.items() if named and name not in named}
+
+
 def _reasons(table: pd.DataFrame) -> list[str]:
     """Why points do not fit, as a section, if there are any."""
     points = table[table["reason"] != ""].to_dict("records")
@@ -229,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("analysis/results/plans"))
     parser.add_argument("--again", nargs="+", metavar="TEXT", default=[])
-    parser.add_argument("--named", action="store_true")
+    parser.add_argument("--named", nargs="*", metavar="POLICY")
     parser.add_argument("--brute-force", type=int, metavar="N")
     parser.add_argument("--more-memory", action="store_true")
     chosen = parser.parse_args()
@@ -246,14 +251,13 @@ def main() -> None:
     anew = [p for p in points if any(text in name for text in chosen.again or [""] for name in (p[0], p[3]))]
     if not anew:
         parser.error(f"no model or machine contains {' or '.join(chosen.again)}")
-    if chosen.named:
+    if chosen.named is not None:
         if not rows:
             parser.error(f"--named goes on from plans, and there are none in {chosen.out}: leave it out first")
-        known = [(p, rows[p[0], p[3]][0]) for p in anew if (p[0], p[3]) in rows]
-        fit = [(point, row) for point, row in known if not row.reason]
+        known = [(p, *rows[p[0], p[3]]) for p in anew if (p[0], p[3]) in rows]
+        fit = [(point, row, _others(rates, chosen.named)) for point, row, rates in known if not row.reason]
         with ProcessPoolExecutor() as pool:
-            of_points, of_rows = [point for point, _ in fit], [row for _, row in fit]
-            found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, of_points, of_rows)
+            found: Iterable[tuple[plans.Row, dict[str, float]]] = pool.map(named, *zip(*fit, strict=True))
             for row, rates in track(found, "predicting named policies", total=len(fit)):
                 rows[row.model, row.machine] = row, rates
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,15 +30,17 @@ def test_a_row_has_the_plan_and_the_best_that_every_policy_does() -> None:
     assert row.gap == pytest.approx(row.step_s / row.bound_s - 1.0)
 
 
-def rates_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> Callable[..., dict[str, float]]:
-    """`named_rates` of some policies alone: all of them take long."""
-    monkeypatch.setattr(policies, "comparable", lambda: names)
-    return plans.named_rates
+def test_policies_that_are_known_are_not_predicted_again() -> None:
+    row, named = plans.row(MODEL, SMALL, **STEP)
+    known = {name: 1.0 for name in named if name != "lohan"} | {"gemini": 1e9}
+    again, rates = plans.beside(row, MODEL, SMALL, known)
+    assert rates == {**known, "lohan": named["lohan"]} and list(rates) == list(named)
+    assert again == replace(row, best_named="gemini", best_named_tokens_per_s=1e9, zero3_offload_tokens_per_s=1.0)
 
 
-def test_a_named_policy_has_what_suits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_policy_has_what_suits_it() -> None:
     """More micro-batches where fewer do not fit, and what is pointwise computed again where that is faster."""
-    named = rates_of(monkeypatch, "streamed")(MODEL, SMALL, Workload(micro_batch_size=4, seq_len=512))
+    named = plans.named_rates(MODEL, SMALL, Workload(micro_batch_size=4, seq_len=512), ["streamed"])
     budget, found = memory_of(SMALL), []
     for (size, count), mode in [(split, mode) for split in ((4, 1), (2, 2)) for mode in ("none", "pointwise")]:
         workload = Workload(micro_batch_size=size, accumulation=count, seq_len=512, recompute=mode)
@@ -49,11 +50,11 @@ def test_a_named_policy_has_what_suits_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert named["streamed"] == max(found)
 
 
-def test_zero_infinity_has_the_knobs_that_suit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_infinity_has_the_knobs_that_suit_it() -> None:
     model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12)  # several sub-groups, which can overlap
     profile = hardware.override(hardware.load("rtx4090"), ["nvme.write=7GB/s", "nvme.both=2fraction"])
     whole = Workload(micro_batch_size=4, seq_len=512)
-    named = rates_of(monkeypatch, "zero_infinity", "roundpipe")(model, profile, whole)
+    named = plans.named_rates(model, profile, whole, ["zero_infinity", "roundpipe"])
     rates: dict[bool, list[float]] = {True: [], False: []}  # with parameters on the drive, or not
     for knobs in plans.tried_with("zero_infinity", model):
         for mode in ("none", "pointwise"):
@@ -63,19 +64,19 @@ def test_zero_infinity_has_the_knobs_that_suit_it(monkeypatch: pytest.MonkeyPatc
     assert "roundpipe" not in named  # stale
 
 
-def test_streamed_has_no_more_on_a_drive_than_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_has_no_more_on_a_drive_than_the_host_has_no_room_for() -> None:
     short, whole = hardware.override(SMALL, ["host.memory=8GB"]), Workload(micro_batch_size=4, seq_len=512)
-    named = rates_of(monkeypatch, "streamed")(MODEL, short, whole)
+    named = plans.named_rates(MODEL, short, whole, ["streamed"])
     tried = [plans.fitting_rates("streamed", MODEL, short, whole, "none", {"nvme": n}) or [0.0] for n in range(4)]
     least = next(n for n in range(4) if max(tried[n]))
     assert least and named["streamed"] >= max(tried[least]) == max(map(max, tried))
 
 
-def test_a_named_policy_keeps_its_activations_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_policy_keeps_its_activations_where_that_is_faster() -> None:
     machine, whole = hardware.load("h200"), Workload(micro_batch_size=8, seq_len=2048)
     as_it_comes = plans.fitting_rates("zero3_offload", MODEL, machine, whole, "none", OUR_STATE)
     assert as_it_comes
-    assert rates_of(monkeypatch, "zero3_offload")(MODEL, machine, whole)["zero3_offload"] > 1.05 * max(as_it_comes)
+    assert plans.named_rates(MODEL, machine, whole, ["zero3_offload"])["zero3_offload"] > 1.05 * max(as_it_comes)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,9 @@ def test_smaller_micro_batches_are_tried_as_long_as_they_are_faster(
     assert plans.fitting_rates("streamed", MODEL, hardware.load("h200"), step, "none", {}) == tried
 
 
-def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short() -> None:
     short, whole = hardware.override(SMALL, ["host.memory=8GB"]), Workload(micro_batch_size=4, seq_len=512)
-    named = rates_of(monkeypatch, "greedysnake", "lohan")(MODEL, short, whole)
+    named = plans.named_rates(MODEL, short, whole, ["greedysnake", "lohan"])
     for name in ("greedysnake", "lohan"):
         assert named[name] > 0 and not plans.fitting_rates(name, MODEL, short, whole, "none", {})
 
