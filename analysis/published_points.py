@@ -21,9 +21,10 @@ _LLMQ = "IST-DASLab/llmq, benchmarks/4090x1.md and its configurations"
 _SUPER = "DeepSpeed blog on SuperOffload (blogs/deepspeed-superoffload), PyTorch blog of the same title"
 _ADAM_PAPER = "ZeRO-Offload paper (USENIX ATC 2021), recalled; not re-read"
 _UNKNOWN_BATCH = "batch unpublished: the largest that fits is assumed"
-# the source: bf16 master and gradients, clipping as transformers sets it; of December 2025, eight months before 0.19.5
-_LLMQ_ZERO3: Mapping[str, Knob] = {"master": "weights", "version": "0.19.4"}
-_LLMQ_ZERO2: Mapping[str, Knob] = {"master": "weights", "overlap_comm": True}
+# the source: bf16 master and gradients, clipping as transformers sets it; of December 2025, eight months before 0.19.5;
+# checkpoints as LLaMA-Factory (ff6d4d1, hparams/model_args.py: use_reentrant_gc) makes them where its files do not say
+_LLMQ_ZERO3: Mapping[str, Knob] = {"master": "weights", "version": "0.19.4", "reentrant": True}
+_LLMQ_ZERO2: Mapping[str, Knob] = {"master": "weights", "overlap_comm": True, "reentrant": True}
 _MULTI = "more than one GPU"
 _NO_POLICY = "no policy models this system"
 _NO_PROFILE = "no profile of that machine"
@@ -275,7 +276,7 @@ OTHERS: tuple[Point, ...] = (
         value=155.8, unit="TFLOP/s", source=_LOHAN, knobs=_LOHAN_KNOBS, precision="bf16_fp32",
         changes=(*_LOHAN_HOST, *_TWELVE_DRIVES), assumed=_LOHAN_MODEL,
         note="156 in the abstract of the first version, Fuyou (arXiv 2403.06504 v1)",
-        why="compute-bound, every block runs forward again; with the forward counted twice it would be 151",
+        why="compute-bound, every block runs forward again; with the forward counted twice it would be 143",
     ),
     Point(
         system="ZeRO-Infinity", policy="zero_infinity", model="llama-2-13b", machine="rtx4090", value=45,

@@ -33,7 +33,9 @@ class Kept:
     keeps. inputs_on_nvme: of these blocks, those whose inputs go on to a drive. slack: how many visits of a block lie
     between its own and the moment its buffer is needed again, or filled again. every: of so many blocks that run
     forward again one keeps its input, and they run forward again together: for all that their backwards need, or if
-    `nested` for their inputs alone, so that each runs forward once more just before its backward.
+    `nested` for their inputs alone, so that each runs forward once more just before its backward. whole: it then makes
+    its output too, which nobody reads, as torch's reentrant checkpoints do; the others stop once all that the backward
+    needs is there.
     """
 
     on_device: Collection[int] = ()
@@ -44,6 +46,7 @@ class Kept:
     slack: int = 1
     every: int = 1
     nested: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         at_least_1("blocks that share an input", every=self.every)
@@ -86,11 +89,12 @@ class Kept:
         return [i for piece in reversed(self.pieces(blocks)) for i in (*piece[:-1], *reversed(piece))]
 
 
-def kept_as(model: ModelSpec, activations: Activations, *, keep: int = 0, every: int = 1) -> Kept:
+def kept_as(model: ModelSpec, activations: Activations, *, keep: int = 0, every: int = 1, whole: bool = False) -> Kept:
     """The last `keep` blocks keep their activations, the others do as `activations` says.
 
     recompute: their input stays and they run forward again; with `every`, one input for so many blocks. inputs: the
-    same, the inputs wait on the host. keep: all stays. host, nvme: all goes there and comes back.
+    same, the inputs wait on the host. keep: all stays. host, nvme: all goes there and comes back. `whole`:
+    as in Kept.
     Raises ProgramError where a choice has no meaning.
     """
     if every > 1 and activations != "recompute":
@@ -105,6 +109,7 @@ def kept_as(model: ModelSpec, activations: Activations, *, keep: int = 0, every:
         # the last block's is needed again at once
         inputs=[i for i in others if i != model.blocks[-1]] if activations == "inputs" else (),
         every=every,
+        whole=whole,
     )
 
 

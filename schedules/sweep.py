@@ -136,7 +136,9 @@ class _Sweep:
                 for m in self._group:
                     self.travel.come()
                     if kept.recomputes(i) and (i == piece[-1] or kept.nested):
-                        p.recompute(i, m, weights=slot)
+                        p.recompute(i, m, weights=slot, output=kept.whole)
+                        if kept.whole:
+                            p.free(p.output(i, m))
                     p.backward(i, m, weights=slot, grad=buffer)
                 self._done(i, buffer or p.home(p.grad(i)))
 

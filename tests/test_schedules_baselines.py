@@ -106,6 +106,32 @@ def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(sizes
         assert found.count == max((n for n, size in enumerate(sizes) if size <= limit), default=0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "whole"),
+    [
+        ("roundpipe", {}, True),
+        ("lohan", {"swap": 1}, True),
+        ("lohan", {"inputs": "host"}, True),
+        ("zero3_offload", {"reentrant": True}, True),
+        ("zero3_offload", {"reentrant": True, "every": 2}, True),
+        ("zero_offload", {"reentrant": True}, True),
+        ("zero3_offload", {}, False),
+        ("zero_offload", {}, False),
+    ],
+)
+def test_a_block_runs_again_to_its_end_where_its_system_does(name: str, knobs: dict[str, Knob], whole: bool) -> None:
+    schedule = policies.build(name, TINY, workload(), ROOM, **knobs)
+    verify(schedule)
+    forward, again = schedule.ops[place(schedule, "F.3.0")].flops, schedule.ops[place(schedule, "R.3.0")].flops
+    # the last product of the MLP, of 16 tokens
+    assert forward - again == (0 if whole else 2 * 16 * TINY.hidden_size * TINY.intermediate_size)
+
+
+def test_to_run_a_block_again_to_its_end_takes_no_more_memory() -> None:
+    ends, stops = (policies.build("zero3_offload", TINY, workload(), ROOM, reentrant=whole) for whole in (True, False))
+    assert ends.buffers == stops.buffers  # of the hidden states, the last block's output is free by then
+
+
 def test_the_gradient_of_a_tied_table_adds_up_in_one_buffer_from_the_loss_to_the_embedding() -> None:
     p = Program(blocks(2, tied=True), workload(accumulation=2))
     p.keep_on_device(*(tensor for i in p.model.layers for tensor in (p.weight(i), p.state(i))))

@@ -358,8 +358,9 @@ def test_the_family_is_safe_with_any_knobs(
             "pin_memory": st.booleans(),
             "version": st.sampled_from(["0.19.5", "0.19.4"]),
             "master": master,
+            "reentrant": st.booleans(),
         },
-        "zero_offload": {"reduce_bucket_size": size, "master": master},
+        "zero_offload": {"reduce_bucket_size": size, "master": master, "reentrant": st.booleans()},
         "zero_offload_pp": {"ratio": st.none() | part, "sub_group_size": size, "reduce_bucket_size": size},
         "superoffload": {"ratio": part, "sub_group_size": size},
         "zero_infinity": {

@@ -4,7 +4,7 @@ What it does. Blocks' weights come through a window of device slots ahead of the
 as it is whole and the CPU optimizer takes it from where it lands, beside the rest of the backward (active
 gradient offloading): the host never holds more than a few. Of `swap` blocks, evenly spread, the activations go
 to the host after forward and come back for the backward, those of `spill` more go on to a drive; the others keep
-their input, in LoHan on the host (inputs=host), and run forward again. LoHan chooses these numbers by the
+their input, in LoHan on the host (inputs=host), and run forward again, to their end. LoHan chooses these numbers by the
 traffic it can hide; here they are knobs, to be searched by simulation. The step ends when all updates are done.
 
 Where states live, in bytes per parameter at bf16: weights 2 and optimizer state 8 on the host, or with ssd on a
@@ -19,8 +19,8 @@ embedding and head stay on the device for the step. Under accumulation, which Lo
 add up on the host, 2 bytes per parameter, and the last micro-batch's backward is the one that hides updates. Gradient
 clipping is at odds with the idea, as no update may begin before the last gradient: then all wait on the host, 2 bytes
 per parameter, and all updates follow the backward.
-Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou; RC4ML/LoHan feb88fe, gpt_model.py,
-ratel_optimizer.py.
+Source: LoHan, arXiv 2403.06504 (ICDE 2025), and its first version, Fuyou; RC4ML/LoHan feb88fe, gpt_model.py
+(checkpoint of torch 2.0.0, reentrant unless told otherwise), ratel_optimizer.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def policy(
     away = spread(model.blocks, swap)
     deep = spread([i for i in model.blocks if i not in away], spill)
     again = [i for i in model.blocks[:-1] if i not in away | deep]  # the last block's is needed again at once
-    kept = Kept(on_host=away, on_nvme=deep, inputs=again if inputs == "host" else ())
+    kept = Kept(on_host=away, on_nvme=deep, inputs=again if inputs == "host" else (), whole=True)
     p = Program(model, workload)
     shelf = Shelf(p, nvme=ssd)
     device = Streamed(p, fetch=shelf.fetch, groups=workload.accumulation, slots=window)

@@ -47,6 +47,7 @@ def policy(
     overlap_comm: bool = True,
     activations: Activations = "recompute",
     every: int = 1,
+    reentrant: bool = False,
     max_live: int = 1_000_000_000,
     prefetch: int = 1,
     sub_group_size: int = 1,
@@ -58,6 +59,7 @@ def policy(
 
     Args:
         overlap_comm: fetches and gradients have streams of their own (DeepSpeed's default for stage 3).
+        reentrant: torch's reentrant checkpoints, which run a block again to its end (LLaMA-Factory's default).
         max_live: stage3_max_live_parameters, how many parameters may be on the device at once.
         prefetch: layers fetched ahead: stage3_prefetch_bucket_size, 5e7 parameters unless set, in whole layers.
         sub_group_size: parameters that each pass of the optimizer takes at once, rounded up to whole layers.
@@ -65,7 +67,7 @@ def policy(
         version: up to 0.19.4 the host waits for each gradient's fp32 copy.
         master: the optimizer's own weights and gradients are fp32, or of the weights' type.
     """
-    kept = kept_as(model, activations, every=every)
+    kept = kept_as(model, activations, every=every, whole=reentrant)
     p, wide = begin(model, workload, master), master == "fp32"
     fetching = Stream.H2D if overlap_comm else Stream.COMPUTE
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE

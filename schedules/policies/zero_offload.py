@@ -44,6 +44,7 @@ def policy(
     master: Master = "fp32",
     activations: Activations = "recompute",
     every: int = 1,
+    reentrant: bool = False,
 ) -> Program:
     """Build the step.
 
@@ -51,8 +52,9 @@ def policy(
         overlap_comm: gradients have a stream of their own.
         reduce_bucket_size: parameters whose gradients gather on the device before they leave.
         master: the optimizer's own weights and gradients are fp32, or of the weights' type.
+        reentrant: torch's reentrant checkpoints, which run a block again to its end (LLaMA-Factory's default).
     """
-    kept = kept_as(model, activations, every=every)
+    kept = kept_as(model, activations, every=every, whole=reentrant)
     p, wide = begin(model, workload, master), master == "fp32"
     stream = Stream.D2H if overlap_comm else Stream.COMPUTE
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
