@@ -62,9 +62,8 @@ class LlmqStep:
                 done=done,
                 kept=self._kept,
             )
-        if p.workload.grad_clip is not None:
-            for i in p.model.layers:
-                p.norm([self._grad(i)], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
+        for i in p.model.layers:  # whether it clips or not
+            p.norm([self._grad(i)], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
         for i in p.model.layers:
             self._update(i)
         p.synchronize(*(p.at_home(p.weight(i)) for i in p.model.layers), name="H.step")

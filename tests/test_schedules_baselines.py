@@ -367,8 +367,9 @@ def test_a_fraction_is_between_zero_and_one(name: str, knobs: dict[str, Knob]) -
 LLMQ = ("nothing", "moment", "states", "inputs", "weights", "gradients")
 
 
-def test_llmq_updates_everything_on_the_device_once_all_gradients_are_there() -> None:
-    schedule = policies.build("llmq", TINY, workload(clip=1.0), ROOM)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_llmq_updates_everything_on_the_device_once_all_gradients_are_there(clip: float | None) -> None:
+    schedule = policies.build("llmq", TINY, workload(clip=clip), ROOM)
     assert home_bytes_per_param(schedule, DEVICE) == 12 and not moved(schedule, HOST, DEVICE, *"wgo")
     updates = [op for op in schedule.ops if op.phase == Phase.ADAM]
     assert [op.layer for op in updates] == list(TINY.layers)
@@ -415,8 +416,9 @@ def test_llmq_streams_weights_and_fetches_them_once_more_for_the_update() -> Non
     assert moved(tied, HOST, DEVICE, "w")["w.embed"] == 2  # it stays for the head
 
 
-def test_llmq_adds_to_sums_that_lie_on_the_host() -> None:
-    schedule = policies.build("llmq", TINY, workload(accumulation=3, clip=1.0), ROOM, offload="gradients")
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_llmq_adds_to_sums_that_lie_on_the_host(clip: float | None) -> None:
+    schedule = policies.build("llmq", TINY, workload(accumulation=3, clip=clip), ROOM, offload="gradients")
     assert of_blocks(moved(schedule, DEVICE, HOST, "g"), "g") == [3] * 4  # after each micro-batch
     assert of_blocks(moved(schedule, HOST, DEVICE, "g"), "g") == [4] * 4  # two sums, the norm and the update
     first, second = (schedule.ops[place(schedule, name)] for name in ("O.g.0", "O.g.0#2"))

@@ -1,9 +1,9 @@
 """LLM.Q (IST-DASLab): everything on the GPU, the optimizer too; what does not fit is fetched block by block.
 
-What it does. Ordinary training, all layers of a micro-batch and then the next. After the last backward the norm of
-all gradients is taken, and the GPU updates embedding, blocks and head in this order; the CPU computes nothing. What
-has no room on the device lives in pinned host memory, as its user sets it, here in the order in which LLM.Q's own
-benchmarks go on when a model grows (offload, each with those before it):
+What it does. Ordinary training, all layers of a micro-batch and then the next. After the last backward the norm of all
+gradients is taken, clipped or not, and the GPU updates embedding, blocks and head in this order; the CPU computes
+nothing. What has no room on the device lives in pinned host memory, as its user sets it, here in the order in which
+LLM.Q's own benchmarks go on when a model grows (offload, each with those before it):
 - moment: one of the two moments passes through two device buffers during the update, beside that of the block before.
 - states: so does the other.
 - inputs: blocks' inputs (the residual stream) leave after forward and come back for the backward.
