@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 BASELINE = "zero3_offload"
 OUR_STATE: dict[str, Knob] = {"master": "weights"}  # the baseline's knobs with which it keeps the state that ours keep
 SAME_STATE = " ".join([BASELINE, *(f"{name}={value}" for name, value in OUR_STATE.items())])
-OUR_PRECISION = "bf16"  # the precision that takes these knobs: of others it keeps the same state, or always a master
+# the precisions that take these knobs: of others it keeps the same state, or always an fp32 master
+OUR_PRECISIONS = ("bf16", "bf16_16bit")
 
 
 @dataclass(frozen=True, kw_only=True)

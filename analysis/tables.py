@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from analysis.compare import OUR_PRECISION, SAME_STATE, several_baselines
+from analysis.compare import OUR_PRECISIONS, SAME_STATE, several_baselines
 from megatrain.terminal import Column, Record, show_records
 from sim.units import rate, seconds
 
@@ -98,7 +98,7 @@ COMPARISON_NOTE = (
 TO_ANY_NOTE = "gap to any: to the bound of any exact schedule of these micro-batches that keeps this state."
 EACH_STATE_NOTE = "x zero3: to the row of ZeRO-3 that keeps the same state."
 OTHER_STATE_NOTE = "* to {}, which keeps other state than this row."
-SAME_STATE_NOTE = f"To compare with {OUR_PRECISION} too: --policy '{SAME_STATE}', and others."
+SAME_STATE_NOTE = f"To compare with the same state too: --policy '{SAME_STATE}', and others."
 
 
 def comparison_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
@@ -127,7 +127,7 @@ def comparison_note(frame: pd.DataFrame) -> str:
         (frame["gap_to_any_schedule"].notna().any(), TO_ANY_NOTE),
         (several_baselines(frame), EACH_STATE_NOTE),
         (len(starred), OTHER_STATE_NOTE.format(" or ".join(starred["baseline"].unique()))),
-        (SAME_STATE not in set(frame["label"]) and starred["precision"].eq(OUR_PRECISION).any(), SAME_STATE_NOTE),
+        (SAME_STATE not in set(frame["label"]) and starred["precision"].isin(OUR_PRECISIONS).any(), SAME_STATE_NOTE),
     )
     return " ".join(note for shown, note in told if shown)
 

@@ -26,11 +26,12 @@ Master = Literal["fp32", "weights"]  # the optimizer's own weights and gradients
 
 
 def with_master(workload: Workload) -> Workload:
-    """The workload with the fp32 master that these systems keep of fp32 moments: bf16 and bf16_split become bf16_fp32.
+    """The workload with the fp32 master and moments that these systems keep: all precisions but fp32 become bf16_fp32.
 
-    Moments of 16 or 8 bits come without one, as DeepSpeed's `bf16_optimizer_states` asks for bf16 master weights.
+    Smaller moments come without such a master: DeepSpeed's `bf16_optimizer_states` asks for bf16 master weights
+    (runtime/config.py).
     """
-    return replace(workload, precision="bf16_fp32") if workload.precision in ("bf16", "bf16_split") else workload
+    return workload if workload.precision == "fp32" else replace(workload, precision="bf16_fp32")
 
 
 def begin(model: ModelSpec, workload: Workload, master: Master) -> Program:

@@ -149,6 +149,13 @@ def test_ratios_are_to_the_baseline_of_the_same_state_where_there_is_one() -> No
         assert "| bf16_fp32 |" in told
 
 
+def test_moments_of_16_bits_have_a_baseline_of_their_state_and_others_say_which_they_keep() -> None:
+    names = ["gemini", "zero3_offload", SAME_STATE, "streamed"]
+    found = compare([TINY], names, H200, [replace(STEP, precision="bf16_16bit")])
+    assert found["precision"].tolist() == ["bf16_fp32"] * 2 + ["bf16_16bit"] * 2
+    assert found["baseline"].tolist() == ["zero3_offload"] * 2 + [SAME_STATE] * 2 and found["same_state"].all()
+
+
 def test_ratios_to_two_rows_of_the_baseline_are_told_to_be_to_that_of_the_same_state() -> None:
     """ZeRO-Offload keeps an fp32 master as ZeRO-3 does by itself, streamed none: their ratios are to two rows."""
     told, names = "x zero3: to the row of ZeRO-3 that keeps the same state.", ["streamed", SAME_STATE]

@@ -62,6 +62,27 @@ def once(schedule: Schedule, source: Tier, target: Tier, letter: str) -> set[int
     return set(counts.values())
 
 
+# ---- precisions
+
+FAMILY = ("zero3_offload", "zero_offload", "zero_offload_pp", "superoffload", "zero_infinity")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_split", "bf16_16bit", "bf16_8bit"])
+@pytest.mark.parametrize("name", [*FAMILY, "zenflow", "gemini"])
+def test_an_fp32_master_comes_with_fp32_moments(name: str, precision: str) -> None:
+    """DeepSpeed's configuration takes smaller moments only without such a master, Gemini's optimizer none."""
+    found, whole = (policies.build(name, TINY, workload(precision=p), ROOM) for p in (precision, "bf16_fp32"))
+    assert found.workload == whole.workload and found.digest == whole.digest
+
+
+@pytest.mark.parametrize(("name", "host"), [("zero3_offload", 12), ("zero_offload", 10)])
+def test_moments_of_16_bits_come_with_weights_for_a_master(name: str, host: int) -> None:
+    step = workload(precision="bf16_16bit")
+    own = policies.build(name, TINY, step, ROOM, master="weights")
+    assert own.workload == step and own.allocated_bytes(HOST) == host * TINY.total_params
+    assert not [op for op in own.ops if any(access.tensor.startswith("g32.") for access in op.accesses)]
+
+
 # ---- sub-groups
 
 
@@ -336,7 +357,7 @@ def test_zero_infinity_overlaps_the_drive_with_the_step_only_on_request(read: bo
     tied=st.booleans(),
     clip=st.sampled_from([None, 1.0]),
     flags=st.fixed_dictionaries({"overlap_comm": st.booleans(), "activations": st.sampled_from(["recompute", "keep"])}),
-    family=st.sampled_from(["zero3_offload", "zero_offload", "zero_offload_pp", "superoffload", "zero_infinity"]),
+    family=st.sampled_from(FAMILY),
     data=st.data(),
 )
 @settings(max_examples=150)

@@ -63,7 +63,7 @@ def compare(
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
-    same_state = [comparison.SAME_STATE] if precision == comparison.OUR_PRECISION else []
+    same_state = [comparison.SAME_STATE] if precision in comparison.OUR_PRECISIONS else []
     chosen = listed(policy or []) or [*policies.comparable(), *same_state]
     for name in chosen:
         policies.with_knobs(name)  # tells which is not there before any is simulated

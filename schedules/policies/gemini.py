@@ -12,7 +12,7 @@ After the whole backward the host runs Adam alone, with loss scale and clipping 
 taken on the device as gradients become complete.
 
 Where states live, in bytes per parameter, all on the host (16): bf16 chunk 2, gradients 2, fp32 master 4, moments
-8. There always is an fp32 master: precisions bf16 and bf16_split are built as bf16_fp32; with fp32 there is one
+8. Master and moments are always fp32: all precisions but fp32 are built as bf16_fp32; with fp32 there is one
 chunk, and no cast. On the device: the chunks, and one fp32 chunk on its way through the cast.
 
 Exact in its training. Approximated: the language has no master apart from the optimizer state, so that its fetch is
@@ -21,7 +21,7 @@ the chunk's unless it accumulates (14 bytes per parameter then, not 16); Adam is
 bytes of host traffic per parameter for Gemini's 26; a layer is fetched and moved out as a whole, once for recompute
 and backward together; max_prefetch counts layers and not chunks; embedding and head have device buffers of their own.
 Not here: parts of parameters or optimizer on the device (offload_param_frac, offload_optim_frac,
-gpu_margin_mem_ratio), and 8-bit copies.
+gpu_margin_mem_ratio), 8-bit copies, and training without a master (master_weights=False).
 Source: hpcaitech/ColossalAI 4f9953b, colossalai/zero/gemini (gemini_mgr.py, gemini_hook.py, placement_policy.py,
 gemini_ddp.py, gemini_optimizer.py, chunk/chunk.py).
 """

@@ -12,7 +12,7 @@ stepped by the worker with the host waiting, cast and copied up one by one.
 
 Where states live, in bytes per parameter. All: weights 2 on the device, gradient sum 2 on the host. GPU
 sub-groups: fp32 gradients 4, master 4, moments 8 on the device. CPU sub-groups: the same on the host, and one
-sub-group's gradient again. There always is an fp32 master: precisions bf16 and bf16_split are built as
+sub-group's gradient again. Master and moments are always fp32: all precisions but fp32 are built as
 bf16_fp32. On the device also one gradient bucket and the next, one gradient on its way back and one widened.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have

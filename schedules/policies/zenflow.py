@@ -9,7 +9,7 @@ the update of one window: they are stale by one, the important ones are not.
 
 Where states live, in bytes per parameter at bf16. Device: weights 2 and, of the important part, gradient 2, fp32 master
 4 and moments 8. Host, of the rest: the window's sum of gradients 2, fp32 gradients 4, fp32 master 4, moments 8, weights
-2, and a copy of them that goes up, 2.
+2, and a copy of them that goes up, 2. All precisions but fp32 are built as bf16_fp32.
 
 Stale, not exact, and declared so. After the paper, with overlap_step on (off in DeepSpeed unless set: then the host
 waits for each update). Approximated: importance is by column, chosen again every few steps by the norm of its

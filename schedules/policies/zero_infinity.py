@@ -9,8 +9,8 @@ With params_on_nvme weights are read into a pool of host buffers for each use, t
 the one that is fetched ahead of time, and written after each sub-group, the host waiting.
 
 Where states live, in bytes per parameter. NVMe: fp32 master 4, moments 8, fp32 gradients 4. Host: weights 2 (with
-params_on_nvme on NVMe, and the pool on the host), gradient sum 2, and 16 for each sub-group in flight. There
-always is an fp32 master: precisions bf16 and bf16_split are built as bf16_fp32. On the device what zero3_offload
+params_on_nvme on NVMe, and the pool on the host), gradient sum 2, and 16 for each sub-group in flight. Master
+and moments are always fp32: all precisions but fp32 are built as bf16_fp32. On the device what zero3_offload
 has.
 
 Exact in its training. Approximated, beside what zero3_offload says: sub-groups are whole layers, so that 16 bytes

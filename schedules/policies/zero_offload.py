@@ -7,18 +7,19 @@ overlaps. After the backward the host alone makes three passes over the whole mo
 2-byte copy; then all weights go up, queued before the next forward. Under accumulation every micro-batch takes
 its gradients down as they are; from the second on the sum comes up first and is added to on the device.
 
-Where states live, in bytes per parameter. Host (18): fp32 master 4, fp32 gradients 4, moments 8, the 2-byte copy
-of the weights 2; under accumulation 2 more for the sum. Precisions bf16 and bf16_split are built as bf16_fp32,
-unless master=weights, which is DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16,
-gradients add up where the optimizer takes them, nothing is widened, and moments stay fp32 (14). Device: weights 2,
-one bucket (two with overlap_comm), the gradient that backward is writing, one sum and one fp32 gradient in transit.
+Where states live, in bytes per parameter. Host (18): fp32 master 4, fp32 gradients 4, moments 8, the 2-byte copy of the
+weights 2; under accumulation 2 more for the sum. All precisions but fp32 are built as bf16_fp32, unless master=weights,
+which is DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16, gradients add up where the
+optimizer takes them, nothing is widened, and moments stay fp32 (14), or at precision bf16_16bit are bf16 as well (10).
+Device: weights 2, one bucket (two with overlap_comm), the gradient that backward is writing, one sum and one fp32
+gradient in transit.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
 gradient buffers beside the bucket; Adam writes the compute-type weights itself and the cast reads and writes them in
 place, 36 bytes per parameter together where DeepSpeed has 34; the norm, which DeepSpeed always takes, and the check
 that gradients are finite are no work here, but for the norm with gradient clipping. That check waits, there, for the
-copies queued before it as well: with overlap_comm less overlaps than here. The paper's delayed update (one step
-stale) is not in the released code, and not here.
+copies queued before it as well: with overlap_comm less overlaps than here. The paper's delayed update (one step stale)
+is not in the released code, and not here.
 Source: ZeRO-Offload, arXiv 2101.06840; DeepSpeed edaa722 (0.19.6 development), runtime/zero/stage_1_and_2.py.
 """
 

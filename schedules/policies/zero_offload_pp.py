@@ -7,8 +7,8 @@ sub-groups in order: those of the GPU, which come first, are launched and run (s
 works on the first of the CPU's (the same three passes), whose new weights it then copies up, waiting.
 
 Where states live, in bytes per parameter. All: weights 2 on the device, gradient sum 2 on the host. GPU
-sub-groups: fp32 gradients 4, master 4, moments 8 on the device. CPU sub-groups: the same on the host. There always
-is an fp32 master: precisions bf16 and bf16_split are built as bf16_fp32. On the device also one gradient
+sub-groups: fp32 gradients 4, master 4, moments 8 on the device. CPU sub-groups: the same on the host. Master and
+moments are always fp32: all precisions but fp32 are built as bf16_fp32. On the device also one gradient
 bucket and the next, one gradient on its way back and one widened.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
