@@ -35,11 +35,14 @@ def with_master(workload: Workload) -> Workload:
 
 
 def begin(model: ModelSpec, workload: Workload, master: Master) -> Program:
-    """The program to write the step in. Raises ProgramError where the precision asks for another master."""
+    """The program to write the step in. Raises ProgramError where a master of the weights' type has no meaning."""
     if master == "fp32":
         return Program(model, with_master(workload))
-    if workload.precision in ("bf16_split", "bf16_fp32"):
-        raise ProgramError(f"master=weights is for precisions without an fp32 master, not {workload.precision}")
+    if workload.precision not in ("bf16", "bf16_16bit"):
+        raise ProgramError(
+            "master=weights is for bf16 weights with moments of 32 or 16 bits, precisions bf16 and bf16_16bit, "
+            f"not {workload.precision}"
+        )
     p = Program(model, workload)
     p.reserve("master", model.total_params * workload.bytes.weight, Tier.HOST)
     return p
