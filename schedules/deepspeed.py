@@ -37,7 +37,9 @@ def with_master(workload: Workload) -> Workload:
 def begin(model: ModelSpec, workload: Workload, master: Master) -> Program:
     """The program to write the step in. Raises ProgramError where a master of the weights' type has no meaning."""
     if master == "fp32":
-        return Program(model, with_master(workload))
+        p = Program(model, with_master(workload))
+        reserve_master(p, model.layers)
+        return p
     if workload.precision not in ("bf16", "bf16_16bit"):
         raise ProgramError(
             "master=weights is for bf16 weights with moments of 32 or 16 bits, precisions bf16 and bf16_16bit, "
@@ -46,6 +48,16 @@ def begin(model: ModelSpec, workload: Workload, master: Master) -> Program:
     p = Program(model, workload)
     p.reserve("master", model.total_params * workload.bytes.weight, Tier.HOST)
     return p
+
+
+def reserve_master(p: Program, layers: Sequence[int], tier: Tier = Tier.HOST) -> None:
+    """Room for the fp32 master of these layers where the weights are fp32 too: DeepSpeed keeps both, whatever the type.
+
+    The optimizer steps the one and casts it to the other; here it steps the weights, and no op touches the master.
+    """
+    if layers and p.workload.precision == "fp32":
+        nbytes = sum(map(p.model.params, layers)) * p.workload.bytes.weight
+        p.reserve("master" if tier == Tier.HOST else f"master.{tier}", nbytes, tier)
 
 
 def flat_grad(p: Program, i: int) -> Held:

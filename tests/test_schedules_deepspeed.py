@@ -83,6 +83,27 @@ def test_moments_of_16_bits_come_with_weights_for_a_master(name: str, host: int)
     assert not [op for op in own.ops if any(access.tensor.startswith("g32.") for access in op.accesses)]
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "tier", "held"),
+    [  # bytes per parameter: weights, sum of gradients, fp32 gradients, master, moments
+        ("zero3_offload", {}, HOST, 4 + 4 + 4 + 4 + 8),
+        ("zero_offload", {}, HOST, 4 + 4 + 4 + 8),  # one micro-batch has no sum
+        ("zero_infinity", {}, NVME, 4 + 4 + 8),
+        ("zero_offload_pp", {"ratio": 1.0}, HOST, 4 + 4 + 4 + 4 + 8),
+        ("superoffload", {"ratio": 1.0}, HOST, 4 + 4 + 4 + 4 + 8),
+        ("zero_offload_pp", {"ratio": 0.0}, HOST, 4),
+        ("superoffload", {"ratio": 0.0}, HOST, 4),
+    ],
+)
+def test_fp32_weights_have_a_master_beside_them(name: str, knobs: dict[str, Knob], tier: Tier, held: int) -> None:
+    schedule = policies.build(name, TINY, workload(accumulation=1, precision="fp32"), ROOM, **knobs)
+    copies = sum(b.nbytes for b in schedule.buffers if b.name.startswith("worker"))  # superoffload's
+    assert schedule.allocated_bytes(tier) - copies == held * TINY.total_params
+    on_gpu = knobs.get("ratio") == 0.0
+    masters = {(b.tier, b.nbytes) for b in schedule.buffers if b.name.startswith("master")}
+    assert masters == {(DEVICE if on_gpu else tier, 4 * TINY.total_params)}
+
+
 @pytest.mark.parametrize("precision", ["bf16_split", "bf16_fp32", "bf16_8bit", "fp32"])
 @pytest.mark.parametrize("name", ["zero3_offload", "zero_offload"])
 def test_weights_are_a_master_of_bf16_alone(name: str, precision: str) -> None:

@@ -30,7 +30,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.deepspeed import Bucket, Reduction, cast, micro_batches, optimizer_step, sub_groups, upload, with_master
+from schedules.deepspeed import (
+    Bucket,
+    Reduction,
+    cast,
+    micro_batches,
+    optimizer_step,
+    reserve_master,
+    sub_groups,
+    upload,
+    with_master,
+)
 from schedules.kept_activations import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
@@ -63,6 +73,8 @@ def policy(
     p = Program(model, with_master(workload))
     stepped = [i for group in on_gpu for i in group]
     p.keep_on_device(*(t for i in stepped for t in (p.weight(i), p.state(i), p.grad(i, wide=True))))
+    reserve_master(p, stepped, Tier.DEVICE)
+    reserve_master(p, [i for group in on_cpu for i in group])
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     copies = p.slots("worker", max(map(len, groups)), Tier.HOST)
     clip, last = workload.grad_clip is not None, workload.microbatches[-1]

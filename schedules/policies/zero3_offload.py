@@ -11,10 +11,10 @@ Under accumulation later micro-batches bring the sum up, add on the device and t
 gradients are made by the last one only.
 
 Where states live, in bytes per parameter, all on the host (20): weights 2, gradient sum 2, fp32 gradients 4, fp32
-master 4, moments 8. All precisions but fp32 are built as bf16_fp32, unless master=weights, which is
-DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16, nothing is widened, and moments stay
-fp32 (16), or at precision bf16_16bit are bf16 as well, its bf16_optimizer_states (12). On the device: slots for
-max_live parameters, two gradient buckets, one gradient on its way back and one widened.
+master 4, moments 8. All precisions but fp32 are built as bf16_fp32, unless master=weights, which is DeepSpeed's
+bf16_master_weights_and_grads: then master and gradients are bf16, nothing is widened, and moments stay fp32 (16), or at
+precision bf16_16bit are bf16 as well, its bf16_optimizer_states (12). With fp32 weights the master is another copy
+(24). On the device: slots for max_live parameters, two gradient buckets, one gradient on its way back and one widened.
 
 Exact in its training. Approximated: a layer is fetched and its gradient handed over as a whole, where DeepSpeed goes
 by module and by bucket, and waits before a fourth (0.3 % faster at most); tensors below its persistence

@@ -9,24 +9,24 @@ With params_on_nvme weights are read into a pool of host buffers for each use, t
 the one that is fetched ahead of time, and written after each sub-group, the host waiting.
 
 Where states live, in bytes per parameter. NVMe: fp32 master 4, moments 8, fp32 gradients 4. Host: weights 2 (with
-params_on_nvme on NVMe, and the pool on the host), gradient sum 2, and 16 for each sub-group in flight. Master
-and moments are always fp32: all precisions but fp32 are built as bf16_fp32. On the device what zero3_offload
-has.
+params_on_nvme on NVMe, and the pool on the host), gradient sum 2, and 16 for each sub-group in flight. Master and
+moments are always fp32: all precisions but fp32 are built as bf16_fp32. With fp32 weights the master is another copy.
+On the device what zero3_offload has.
 
-Exact in its training. Approximated, beside what zero3_offload says: sub-groups are whole layers, so that 16 bytes
-are for the largest of them; gradients gather for the drive in a quarter of those (one layer, one write) where
-DeepSpeed fills all of them; with params_on_nvme Adam reads the weights that it replaces, 2 bytes per
-parameter that DeepSpeed does not read; the drive gives its full rate, which DeepSpeed's default I/O settings
-do not.
+Exact in its training. Approximated, beside what zero3_offload says: sub-groups are whole layers, so that 16 bytes are
+for the largest of them; gradients gather for the drive in a quarter of those (one layer, one write) where DeepSpeed
+fills all of them; with params_on_nvme Adam reads the weights that it replaces, 2 bytes per parameter that DeepSpeed
+does not read; the master beside fp32 weights stays on the drive, 4 bytes less each way; the drive gives its full rate,
+which DeepSpeed's default I/O settings do not.
 Source: ZeRO-Infinity, arXiv 2104.07857; DeepSpeed edaa722 (0.19.6 development), runtime/swap_tensor.
 """
 
 from __future__ import annotations
 
-from schedules.deepspeed import Fetch, Reduction, micro_batches, sub_groups, with_master
+from schedules.deepspeed import Fetch, Reduction, micro_batches, reserve_master, sub_groups, with_master
 from schedules.kept_activations import Activations, kept_as
 from schedules.model import ModelSpec
-from schedules.op import Stream
+from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.swap import Swap
 from schedules.workload import MemoryBudget, Workload
@@ -58,6 +58,7 @@ def policy(
     """
     kept = kept_as(model, activations, every=every)
     p = Program(model, with_master(workload))
+    reserve_master(p, model.layers, Tier.NVME)
     swap = Swap(p, sub_groups(model, sub_group_size), params_on_nvme, sets=1 + pipeline_read + pipeline_write)
     reducing = Stream.D2H if overlap_comm else Stream.COMPUTE
     fetch = Fetch(

@@ -11,8 +11,8 @@ Where states live, in bytes per parameter. Host (18): fp32 master 4, fp32 gradie
 weights 2; under accumulation 2 more for the sum. All precisions but fp32 are built as bf16_fp32, unless master=weights,
 which is DeepSpeed's bf16_master_weights_and_grads: then master and gradients are bf16, gradients add up where the
 optimizer takes them, nothing is widened, and moments stay fp32 (14), or at precision bf16_16bit are bf16 as well (10).
-Device: weights 2, one bucket (two with overlap_comm), the gradient that backward is writing, one sum and one fp32
-gradient in transit.
+With fp32 weights the master is another copy (20). Device: weights 2, one bucket (two with overlap_comm), the gradient
+that backward is writing, one sum and one fp32 gradient in transit.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
 gradient buffers beside the bucket; Adam writes the compute-type weights itself and the cast reads and writes them in
