@@ -372,6 +372,22 @@ def test_zero_infinity_overlaps_the_drive_with_the_step_only_on_request(read: bo
     assert schedule.ops[-1].name.startswith("H.write")
 
 
+# ---- zenflow
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_zenflow_scales_on_the_host_what_its_optimizer_takes_over_whether_it_clips_or_not(clip: float | None) -> None:
+    schedule = build("zenflow", topk_ratio=0.5, clip=clip)
+    stepped = layers_on(schedule, Phase.ADAM, Stream.CPU)
+    assert len(stepped) == 4 and layers_on(schedule, Phase.SCALE, Stream.HOST) == stepped
+    scaled = [op for op in schedule.ops if op.phase == Phase.SCALE]
+    # fp32 gradients, read and written; with clipping the norm as well, 8 bytes
+    assert [op.nbytes for op in scaled] == [8 * TINY.params(op.layer or 0) + (8 if clip else 0) for op in scaled]
+    for op in scaled:  # once its new weights have gone up
+        layer = TINY.layer_name(op.layer or 0)
+        assert place(schedule, f"P.w.{layer}") < place(schedule, op.name) < place(schedule, f"U.{layer}")
+
+
 # ---- any knobs
 
 

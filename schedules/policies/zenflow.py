@@ -1,21 +1,23 @@
 """ZenFlow: the important part is updated on the device, the rest on the CPU beside the whole next window. Stale.
 
-What it does. Weights live on the device. A step is a window, of as many micro-batches as ZenFlow has steps between
-two updates on the CPU (update_interval). After each backward the gradients of the less important part go to the host
-and are added up there; those of the important part stay on the device, add up there, and are applied there at the end
-of the window. A CPU optimizer in a process of its own applies the sums of the window before while this window runs.
-At the end of a window the host waits for that update, and its new weights go up. So the less important weights miss
-the update of one window: they are stale by one, the important ones are not.
+What it does. Weights live on the device. A step is a window, of as many micro-batches as ZenFlow has steps between two
+updates on the CPU (update_interval). After each backward the gradients of the less important part go to the host and
+are added up there; those of the important part stay on the device, add up there, and are applied there at the end of
+the window. A CPU optimizer in a process of its own applies the sums of the window before while this window runs. At the
+end of a window the host waits for that update, and its new weights go up; then it scales the gradients of this window,
+clipped or not, for the next. So the less important weights miss the update of one window: they are stale by one, the
+important ones are not.
 
 Where states live, in bytes per parameter at bf16. Device: weights 2 and, of the important part, gradient 2, fp32 master
 4 and moments 8. Host, of the rest: the window's sum of gradients 2, fp32 gradients 4, fp32 master 4, moments 8, weights
 2, and a copy of them that goes up, 2. All precisions but fp32 are built as bf16_fp32.
 
 Stale, not exact, and declared so. After the paper, with overlap_step on (off in DeepSpeed unless set: then the host
-waits for each update). Approximated: importance is by column, chosen again every few steps by the norm of its
-gradient; here it is by block, evenly spread and fixed, embedding and head being less important. The important part is
-updated once a window, where ZenFlow updates it in every step of it: an optimizer on the device takes little time. A
-window's sum is cast to fp32 when it ends, where ZenFlow's two buffers take turns. Warm-up rounds of ordinary offload
+waits for each update). Approximated: importance is by column, chosen again every few steps by the norm of its gradient;
+here it is by block, evenly spread and fixed, embedding and head being less important. The important part is updated
+once a window, where ZenFlow updates it in every step of it: an optimizer on the device takes little time. A window's
+sum is cast to fp32 when it ends, where ZenFlow's two buffers take turns. The norm, which ZenFlow always takes, of each
+gradient on the device before it leaves, is taken on the CPU, and only with clipping. Warm-up rounds of ordinary offload
 are left out.
 The released code does more. All gradients leave, the important ones too, on the compute stream unless overlap_comm is
 set; from the second micro-batch of a window on the sum comes up, is added to on the device and goes down again, and
@@ -64,7 +66,6 @@ def policy(
     sums = {i: p.buffer(f"host.sum.{p.grad(i)}", Tier.HOST) for i in rest}  # grow in this window
     bucket, slab = p.slots("bucket", 2), p.slots("slab", 2, Tier.HOST)
     ends = end_buffers(p, "grad")
-    clip = workload.grad_clip is not None
     due = {i: p.at_home(p.grad(i, wide=True)) for i in rest}
 
     def grad(i: int) -> str | None:
@@ -79,7 +80,7 @@ def policy(
     for m in workload.microbatches:
         sweep(p, [m], weights=used.get, grad=grad, done=done, kept=kept)
     p.synchronize(*((sums[i], p.grad(i)) for i in rest), kind=Kind.OFFLOAD, name="H.window")
-    if clip:
+    if workload.grad_clip is not None:
         p.norm([(sums[i], p.grad(i)) for i in rest])
         for i in sorted(important):
             p.norm([p.at_home(p.grad(i))], stream=Stream.COMPUTE, name=f"N.{i}")
@@ -91,8 +92,7 @@ def policy(
     for i in rest:
         p.cast((sums[i], p.grad(i)), due[i], stream=Stream.CPU)
         p.discard(sums[i])
-        if clip:
-            p.scale(i, grad=due[i])
+        p.scale(i, grad=due[i], stream=Stream.HOST)
     for i in rest:
-        p.update(i, grad=due[i], scaled=clip)
+        p.update(i, grad=due[i], scaled=True)
     return p
