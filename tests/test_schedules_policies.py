@@ -695,6 +695,7 @@ def test_adapters_have_a_rank() -> None:
         ("resident", "keep", BLOCKS),
         ("paged_optimizer", "keep", BLOCKS),
         ("lora_streamed", "keep", BLOCKS),
+        ("lora_streamed", "resident", BLOCKS + 2),
         ("lohan", "swap", BLOCKS),
         ("lohan", "spill", BLOCKS),
         ("flexgen_block", "nvme", BLOCKS),
@@ -705,6 +706,12 @@ def test_no_knob_counts_more_than_there_are(name: str, knob: str, most: int) -> 
     assert policies.build(name, TINY, workload(), ROOM, **{knob: most})
     with pytest.raises(PolicyError, match=f"{knob}={most + 1}: there are {most} (blocks|layers)"):
         policies.build(name, TINY, workload(), ROOM, **{knob: most + 1})
+
+
+def test_blocks_that_are_swapped_are_not_spilled() -> None:
+    assert policies.build("lohan", TINY, workload(), ROOM, swap=3, spill=1)
+    with pytest.raises(PolicyError, match="spill=2: there are 1 blocks that are not swapped"):
+        policies.build("lohan", TINY, workload(), ROOM, swap=3, spill=2)
 
 
 HEAD = "from schedules.program import Program\n\n\ndef policy(model, workload, memory, *, slots: int = 2):\n"

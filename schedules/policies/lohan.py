@@ -56,7 +56,8 @@ def policy(
         ssd: weights and optimizer state live on a drive.
         inputs: where the inputs wait from which blocks run forward again.
     """
-    at_most(len(model.blocks), "blocks", swap=swap, spill=spill)
+    at_most(len(model.blocks), "blocks", swap=swap)
+    at_most(len(model.blocks) - swap, "blocks that are not swapped", spill=spill)
     away = spread(model.blocks, swap)
     deep = spread([i for i in model.blocks if i not in away], spill)
     again = [i for i in model.blocks[:-1] if i not in away | deep]  # the last block's is needed again at once

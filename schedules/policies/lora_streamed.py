@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schedules.end_layers import end_buffers
-from schedules.kept_activations import Activations, at_least_1, kept_as, most_that_fit
+from schedules.kept_activations import Activations, at_least_1, at_most, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
@@ -51,6 +51,7 @@ def policy(
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
     """
     at_least_1("of the adapters", rank=rank)
+    at_most(len(model.layers), "layers", resident=resident)
     workload = replace(workload, lora_rank=workload.lora_rank or rank)
 
     def build(keep: int) -> Program:

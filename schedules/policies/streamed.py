@@ -29,7 +29,7 @@ they land, all must be done before the next forward begins. `defer` picks that m
 and updates them after all others, first block first, beside the next forward. With gradient clipping no
 update may start before the global norm is known, and all layers are updated in that order.
 
-Exact in its training; nothing is approximated.
+Exact in its training; nothing is approximated. Of knobs that speak of other blocks, more than are left means all.
 """
 
 from __future__ import annotations
