@@ -18,7 +18,8 @@ from schedules.workload import MemoryBudget
 Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
 KNOBS = {  # the help of knobs that many policies have
     "activations": "what a block keeps for its backward: its input, on the device (recompute) or the host (inputs), to "
-    "run forward again from; or all that it needs, on the device (keep), the host or NVMe.",
+    "run forward again from; or all that it needs, on the device (keep), the host or NVMe. What sends activations away "
+    "is ours, for comparison, unless it is the default.",
     "every": "blocks per kept input: fewer inputs are kept, and the activations of so many blocks are there at once.",
     "keep": "how many of the last blocks keep their activations; as many as fit the device if left out.",
 }

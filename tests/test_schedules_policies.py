@@ -708,6 +708,11 @@ def test_no_knob_counts_more_than_there_are(name: str, knob: str, most: int) -> 
         policies.build(name, TINY, workload(), ROOM, **{knob: most + 1})
 
 
+def test_what_a_system_has_not_is_said_to_be_ours() -> None:
+    _, meaning = policies.knob_help("zero3_offload")["activations"]
+    assert meaning.endswith("What sends activations away is ours, for comparison, unless it is the default.")
+
+
 def test_blocks_that_are_swapped_are_not_spilled() -> None:
     assert policies.build("lohan", TINY, workload(), ROOM, swap=3, spill=1)
     with pytest.raises(PolicyError, match="spill=2: there are 1 blocks that are not swapped"):
