@@ -68,10 +68,10 @@ class Workload:
 
     `precision` names a row of PRECISIONS. `grad_clip` is the largest global gradient norm; None does not
     clip. The task is to train the model, or to evaluate its loss and nothing else. With `lora_rank` the model's own
-    weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks (LoRA, Hu
-    et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it keeps its activations, and computes
-    again in its backward: with "pointwise" what takes no product of matrices, the outputs of its norms and of the
-    MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens at a time.
+    weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks but experts
+    (LoRA, Hu et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it keeps its activations, and
+    computes again in its backward: with "pointwise" what takes no product of matrices, the outputs of its norms and of
+    the MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens at a time.
     Raises ValueError when a value has no meaning.
     """
 

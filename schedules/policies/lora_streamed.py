@@ -10,8 +10,8 @@ their frozen weights on the device too.
 Where states live, in bytes per parameter at bf16. Frozen, host: weights 2; no gradient, no moments. Adapters (a few
 thousandths of the model), device: weights 2, gradient 2, optimizer state 8.
 
-Exact in its training of adapters of rank `rank` beside every projection of every block (LoRA, arXiv 2106.09685),
-scaled by 2 (alpha twice the rank), without dropout. Systems that work so: layer streaming for LoRA in
+Exact in its training of adapters of rank `rank` beside every projection of every block (LoRA, arXiv 2106.09685; experts
+have none), scaled by 2 (alpha twice the rank), without dropout. Systems that work so: layer streaming for LoRA in
 MakazhanAlpamys/Soup (docs/performance-and-quantization.md), which reads each layer twice a step through two device
 buffers. Not here: base weights of 4 bits (QLoRA), which would stream at a quarter of the bytes.
 """
