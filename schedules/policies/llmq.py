@@ -6,7 +6,7 @@ nothing. What has no room on the device lives in pinned host memory, as its user
 LLM.Q's own benchmarks go on when a model grows (offload, each with those before it):
 - moment: one of the two moments passes through two device buffers during the update, beside that of the block before.
 - states: so does the other.
-- inputs: blocks' inputs (the residual stream) leave after forward and come back for the backward.
+- inputs: blocks' inputs (the residual stream), but the first's, leave after forward and come back for the backward.
 - weights: blocks' weights come through two device buffers for every forward and backward, one block ahead;
   embedding and head take turns in one more. For the update they come once more, and go back.
 - gradients: a block's gradient is written to the host from the compute stream; from the second micro-batch on the
@@ -21,8 +21,9 @@ stochastically: precision bf16_16bit.
 Exact in its training. Approximated: kernels that work on host memory directly (moments and weights of embedding and
 head, sums of gradients, the norm of those) are shown as copies on the compute stream, whose result goes down beside
 what follows; the moments of embedding and head pass in eighths, so that no device buffer holds them; with
-offload=moment half of each layer's elements have both moments on the host, where all should have one. fp8 products and
-moments, and more than one GPU, are not here. Its C++ issues ops faster than the profile's Python.
+offload=moment half of each layer's elements have both moments on the host, where all should have one; the head's input,
+which leaves as blocks' do and does not come back, stays. fp8 products and moments, and more than one GPU, are not here.
+Its C++ issues ops faster than the profile's Python.
 Source: IST-DASLab/llmq b77d969, doc.md, src/models (llama_model.cpp, llama_weights.cpp, llama_run_state.cpp),
 src/training (adamw_optimizer.cpp, gradients.cpp).
 """
@@ -61,7 +62,7 @@ def policy(
         away = LEVELS[1 : LEVELS.index(level) + 1]
         kept = Kept(
             on_device=model.blocks if activations == "keep" else (),
-            inputs=model.blocks[:-1] if "inputs" in away else (),  # the last block's is needed again at once
+            inputs=model.blocks[1:] if "inputs" in away else (),
         )
         return LlmqStep(model, workload, kept, away=away).whole()
 
