@@ -55,7 +55,7 @@ def reproduce(
         progress(number / len(points), f"{point.system}, {point.model}")
         found.append(_row(point))
     progress(1.0, "")
-    return pd.DataFrame(found)
+    return pd.DataFrame(found).astype({"micro_batch_size": "Int64"})  # of some points it is unpublished
 
 
 def phases() -> pd.DataFrame:
