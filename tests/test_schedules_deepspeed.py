@@ -302,6 +302,14 @@ def test_superoffload_waits_for_each_sub_group_that_is_complete() -> None:
     assert sum(op.nbytes for op in copied) == 8 * TINY.total_params
 
 
+def test_superoffloads_worker_has_a_buffer_for_each_place_in_a_sub_group() -> None:
+    model, size = replace(TINY, vocab_size=4096), 2 * TINY.params(0)
+    assert sub_groups(model, size) == [[-1], [0, 1], [2, 3], [4]]  # embedding and head are the largest layers
+    schedule = policies.build("superoffload", model, workload(), ROOM, ratio=1.0, sub_group_size=size)
+    sizes = {b.name: b.nbytes for b in schedule.buffers if b.name.startswith("worker")}
+    assert sizes == {"worker0": 4 * model.params(model.head), "worker1": 4 * model.params(0)}
+
+
 def test_superoffload_with_clipping_overlaps_nothing() -> None:
     schedule = build("superoffload", ratio=0.5, sub_group_size=1, clip=1.0)
     backward = place(schedule, "H.epilogue")

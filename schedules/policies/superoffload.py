@@ -16,12 +16,13 @@ sub-group's gradient again. Master and moments are always fp32: all precisions b
 bf16_fp32. On the device also one gradient bucket and the next, one gradient on its way back and one widened.
 
 Exact in its training. Approximated: a layer goes as a whole where DeepSpeed goes by tensor; embedding and head have
-gradient buffers beside the buckets; the CPU's sub-groups hold 2 more bytes per parameter on the host, the cast
-weights, which DeepSpeed makes for a moment; that memory is pageable there, and the copy slower than here; Adam writes
-the compute-type weights itself and the cast reads and writes them in place; the norm is computed only with gradient
-clipping; the host's copy of what the worker returns is not shown; the worker has the host's cores as if alone; its 1
-ms polling and, without overlap_comm, the host's wait before each module are not shown. The paper's weight-flow mode
-and its clipping by rollback and replay are not in the released code, and not here.
+gradient buffers beside the buckets; the CPU's sub-groups hold 2 more bytes per parameter on the host, the cast weights,
+which DeepSpeed makes for a moment; that memory is pageable there, and the copy slower than here; Adam writes the
+compute-type weights itself and the cast reads and writes them in place; the norm is computed only with gradient
+clipping; the host's copy of what the worker returns is not shown; its gradients go to a buffer for the first layer of a
+sub-group, one for the second and so on, where DeepSpeed has one for the largest sub-group; the worker has the host's
+cores as if alone; its 1 ms polling and, without overlap_comm, the host's wait before each module are not shown. The
+paper's weight-flow mode and its clipping by rollback and replay are not in the released code, and not here.
 Source: SuperOffload, arXiv 2509.21271; DeepSpeed edaa722 (0.19.6 development), runtime/superoffload; defaults after
 DeepSpeedExamples 45b4b71, training/DeepSpeed-SuperOffload.
 """
@@ -76,16 +77,15 @@ def policy(
     reserve_master(p, stepped, Tier.DEVICE)
     reserve_master(p, [i for group in on_cpu for i in group])
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
-    copies = p.slots("worker", max(map(len, groups)), Tier.HOST)
     clip, last = workload.grad_clip is not None, workload.microbatches[-1]
     landed: set[int] = set()
 
     def worker(group: Sequence[int]) -> None:
         """The worker copies a sub-group's gradient and steps it."""
         held = {}
-        for i in group:
+        for place, i in enumerate(group):
             wide = p.grad(i, wide=True)
-            held[i] = (copies.next(), wide)
+            held[i] = (p.buffer(f"worker{place}", Tier.HOST), wide)
             p.cast(p.at_home(wide), held[i], stream=Stream.CPU)
         for i in group:
             p.update(i, grad=held[i], scaled=True)
