@@ -59,7 +59,7 @@ RIVAL = (
     "links.h2d.bandwidth=50GB/s", "links.d2h.bandwidth=50GB/s", "links.duplex=100GB/s",
 )  # fmt: skip
 ALONE = ("gpu.copy_slowdown=0fraction",)  # in its model copies do not slow kernels
-# what its planner (PressureFit, with recompute) predicts of the same step, run by us on this machine's kind
+# what its planner (PressureFit, with recompute) predicts of the same step, run by us on a 2-core Intel Xeon
 ITS_OWN = "| the rival's own planner, as it counts | bf16 | 9,763 | 12,033 | 81.1% | 42 s |"
 # (model, machine, sequence, tokens per step), on each of these shares of its own memory
 LADDERS = (
@@ -303,8 +303,9 @@ def main() -> None:
         "Llama-3 8B on an H100 as als244/dataflow (c56b6ab) takes it: 989 TFLOP/s x 0.65, attention less, memory at 3 "
         "TB/s x 0.9, links of 50 GB/s each way; 12 GiB of device memory, 4 x 4 sequences of 4,096 tokens. It updates "
         "on the GPU, with bf16 weights, gradients and moments on the host: 8 bytes per parameter (our `bf16_16bit`) "
-        "where fp32 moments make 12. Its planner was run by hand, for one step that begins with nothing on the GPU "
-        f"(of two it predicts 9,625). All of it on {machine_name()}, ours with {CORES} processes, {today()}.",
+        "where fp32 moments make 12. Its planner was run by hand, on an Intel Xeon with two cores, for one step that "
+        f"begins with nothing on the GPU (of two it predicts 9,625); ours on {machine_name()} with {CORES} processes, "
+        f"{today()}.",
         "",
         rival(),
         "",
