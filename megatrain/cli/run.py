@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sim.prediction import Prediction
 
 USUAL_STEPS = 20
-BYTES = 256  # tokens of a model that reads bytes
+LARGE = 700.0  # of a loss, whose exponential is no number any more
 SHORT = 8192  # tokens of a micro-batch, up to which a GPU waits for launches (docs/gpu.md)
 HAPPENED = {"resumed": "resumed from", "skipped": "skipped, since its save was interrupted:"}  # where the word is short
 
@@ -176,7 +176,7 @@ def run(
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     for note in (
         *_notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()),
-        *_unread(target, schedule, files),
+        *(_unread(target, schedule, files) if steps else ()),
     ):
         print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
@@ -252,6 +252,8 @@ def _notes(workload: Workload, way: Way, *, on_gpu: bool) -> Iterator[str]:
 
 def _unread(target: str, schedule: Schedule, files: Files) -> Iterator[str]:
     """That what stands to be read is not: weights beside the model, text that is the model's."""
+    from megatrain.data import ByteText
+
     workload, model = schedule.workload, schedule.model
     folder = Path(target).parent if Path(target).name == "config.json" else Path(target)
     if files.weights is None and files.resume is None:
@@ -261,7 +263,7 @@ def _unread(target: str, schedule: Schedule, files: Files) -> Iterator[str]:
             yield "these are random weights that are evaluated: give --weights, or --resume with a checkpoint"
         elif workload.lora_rank is not None:
             yield "adapters are trained beside random weights: give those of a model with --weights"
-    if files.tokens is None and model.vocab_size != BYTES:
+    if files.tokens is None and model.vocab_size != ByteText.vocab_size:
         yield (
             f"without --data Python's own sources are read, byte by byte, whatever the {model.vocab_size:,} tokens of "
             f"{model.name} mean: enough to see how fast it trains"
@@ -345,7 +347,7 @@ def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
     if len(result.losses) > 2 and result.step_ns:
         record["measured_step_s"] = statistics.median(result.step_ns) / 1e9
         record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
-    if schedule.workload.task == "evaluate":
+    if schedule.workload.task == "evaluate" and result.losses:
         record["mean_loss"] = statistics.fmean(result.losses)
         record["tokens"] = schedule.workload.tokens_per_step * len(result.losses)
     return record
@@ -366,7 +368,8 @@ def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
     label = f"{schedule.label}, digest {schedule.short_digest}"
     if "mean_loss" in record:
         loss, tokens = record["mean_loss"], record["tokens"]
-        yield f"{label}: loss {loss:.4f}, perplexity {math.exp(loss):,.2f}, over {tokens:,} tokens"
+        perplexity = math.exp(loss) if loss < LARGE else math.inf
+        yield f"{label}: loss {loss:.4f}, perplexity {perplexity:,.2f}, over {tokens:,} tokens"
     elif record["losses"]:
         yield f"{label}: loss {record['losses'][0]:.3f} -> {record['losses'][-1]:.3f}"
     if "measured_step_s" in record:
