@@ -336,7 +336,7 @@ def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: 
 
 
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
-    with _endless(tmp_path, "--accumulation", "200") as run:  # a step takes a while
+    with _endless(tmp_path, "--accumulation", "600") as run:  # a step takes a while
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGINT)
         while "steps under way" not in run.stderr.readline():

@@ -102,7 +102,7 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "roundpipe, activations=recompute, every=2": {"activations": "recompute", "every": 2},
     "zenflow, topk_ratio=0.5": {"topk_ratio": 0.5},
     "lora_streamed, resident=0, keep=1": {"resident": 0, "keep": 1, "rank": 4},
-    "lora_streamed, resident=9": {"resident": 9},
+    "lora_streamed, resident=6": {"resident": 6},
     "flexgen_block, activations=host": {"activations": "host", "slots": 1},
     "flexgen_block, block=1, resident=1, nvme=1": {"block": 1, "resident": 1, "nvme": 1},
 }
