@@ -56,8 +56,9 @@ def row(frame: pd.DataFrame, **values: object) -> pd.Series[Any]:
     return frame.iloc[0]
 
 
-def per_cent(share: float) -> str:
-    return f"{share:+.1%}".replace("%", " %")
+def per_cent(share: float, form: str = "+.1%") -> str:
+    """With the space that ours have."""
+    return f"{share:{form}}".replace("%", " %")
 
 
 # ---- plans
@@ -220,15 +221,15 @@ def validated() -> pd.DataFrame:
 
 def _summary(errors: pd.Series[float]) -> list[str]:
     of = validation.summary(list(errors))
-    sizes = [f"{size:.1%}" for size in (of.median, of.p95)]
-    return [text.replace("%", " %") for text in (f"{of.bias:+.1%}", *sizes, f"{of.worst:+.1%}", f"{of.within_4:.0%}")]
+    sizes = [per_cent(size, ".1%") for size in (of.median, of.p95)]
+    return [per_cent(of.bias), *sizes, per_cent(of.worst), per_cent(of.within_4, ".0%")]
 
 
 def test_the_validation_is_that_stored(validated: pd.DataFrame) -> None:
     replay, predict, rounds = table("README.md", "level", "points", "bias")
     assert replay[1:] == [str(len(validated)), *_summary(validated.replay_error)]
     assert predict[1:] == [str(len(validated)), *_summary(validated.predict_error)]
-    middle, most = (f"{share:.1%}".replace("%", " %") for share in (validated.noise.median(), validated.noise.max()))
+    middle, most = (per_cent(share, ".1%") for share in (validated.noise.median(), validated.noise.max()))
     assert rounds[1:] == [str(len(validated)), "", middle, "", most, ""]
     tau, regret = validation.ranking(validated)
     says("README.md", f"Kendall's tau {tau:.2f}; the one chosen is {regret:.1%} slower than the fastest")
@@ -240,7 +241,7 @@ def test_the_validation_is_that_stored(validated: pd.DataFrame) -> None:
 def test_stored_validations_stand_among_all(folder: str, name: str) -> None:
     of = pd.read_csv(RESULTS / folder / "predicted_measured.csv")
     (shown,) = (figures for what, *figures in table("docs/accuracy.md", "passes over memory") if what.endswith(name))
-    assert shown[1:] == [f"{of.noise.median():.1%}".replace("%", " %"), *_summary(of.predict_error)]
+    assert shown[1:] == [per_cent(of.noise.median(), ".1%"), *_summary(of.predict_error)]
 
 
 # ---- a GPU of our own

@@ -232,7 +232,8 @@ def test_of_a_stale_schedule_the_newest_that_a_step_was_trained_from_stays_too(t
         own = folder / str(every)
         session.train(verify(of), steps=1, hyper=Adam(lr=1e-3), files=session.Files(save=own))
         more = session.Files(save=own, every=every, resume=own)
-        session.train(verify(of), steps=3, hyper=Adam(lr=1e-3), files=more)
+        with pytest.warns(UserWarning, match="stale by 1"):
+            session.train(verify(of), steps=3, hyper=Adam(lr=1e-3), files=more)
         assert sorted(path.name for path in own.iterdir()) == [f"step-{step:08d}" for step in kept]
 
 
