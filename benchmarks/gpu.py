@@ -189,7 +189,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     cores = usable_cores()
     threads = sorted({1, max(1, cores // 4), max(1, cores // 2), max(1, cores - 2), cores})
     host_bytes = host_bytes_of(options, results)
-    traces = results.folder / "traces" if options.traces else None
+    plans, traces = results.folder / "plans", results.folder / "traces" if options.traces else None
     if traces is not None:
         traces.mkdir(exist_ok=True)
 
@@ -225,7 +225,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         whole = device_bytes(results)
 
         def planned_for(device: int) -> Row:
-            row = gpu_steps.measure(case, device, host_bytes, machine, traces, gpu_rows.spun(case))
+            row = gpu_steps.measure(case, device, host_bytes, machine, plans, traces, gpu_rows.spun(case))
             return {**row, "planned_for_GB": device / 1e9}
 
         try:
@@ -238,7 +238,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         return planned_for(whole - SPARE)
 
     def kernels() -> Row:
-        return gpu_steps.kernels(in_way(KERNELS_OF, way), device_bytes(results), host_bytes, machine)
+        return gpu_steps.kernels(in_way(KERNELS_OF, way), device_bytes(results), host_bytes, machine, plans)
 
     way: dict[str, bool] = {}
     for name, of in WAYS_OF.items():

@@ -7,12 +7,13 @@ import dataclasses
 import re
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from megatrain.cores import usable_cores
 from megatrain.this_machine import usable_bytes
 from megatrain.way import Way
-from schedules import policies, presets
+from schedules import codec, policies, presets
 from schedules.errors import Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
@@ -93,6 +94,12 @@ def limit_gib(key: str) -> float | None:
     return float(found[1]) if found else None
 
 
+def plan_file(folder: Path, case: Case, device_bytes: int, host_bytes: int) -> Path:
+    """Where a plan of the case for so much memory is kept, if it was made beforehand (`gpu_plans.py`)."""
+    name = re.sub("[^A-Za-z0-9._-]+", "_", case.key)
+    return folder / f"{name}.device_{device_bytes}.host_{host_bytes}.json"
+
+
 def schedule_of(
     case: Case,
     profile: HardwareProfile,
@@ -100,16 +107,19 @@ def schedule_of(
     device_bytes: int,
     host_bytes: int,
     planning_s: float | None = None,
+    plans: Path | None = None,
 ) -> Schedule:
     """The case's schedule. With resident="fit", the least number of resident layers that the host has room for.
 
-    `profile` is what the planner plans for, in at most `planning_s` if given. Raises Refused for what does not fit,
-    TimeoutError.
+    `profile` is what the planner plans for, in at most `planning_s` if given, unless the folder `plans` has one. Raises
+    Refused for what does not fit, TimeoutError.
     """
     model = presets.load(case.model)
     limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
     budget = MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE))
     if case.policy == PLANNED:
+        if plans is not None and (made := plan_file(plans, case, device_bytes, host_bytes)).exists():
+            return codec.read(made)
         return _planned(case, model, profile, budget, planning_s)
 
     # our kernels compute every schedule's layers, and a schedule says what they move

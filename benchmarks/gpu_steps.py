@@ -59,14 +59,17 @@ def measure(
     device_bytes: int,
     host_bytes: int,
     machine: dict[str, list[Row]],
+    plans: Path,
     traces: Path | None,
     spin: bool,
 ) -> Row:
     """Train by the case's schedule; its times, memory, and what was predicted for it. Raises Refused.
 
+    A plan that the folder `plans` has is taken as it is.
+
     What ops take alone is timed for each schedule anew: how fast a GPU computes depends on what it did before.
     """
-    verified = _verified(case, device_bytes, host_bytes, machine)
+    verified = _verified(case, device_bytes, host_bytes, machine, plans)
     schedule = verified.schedule
     kernel = gpu_machine.attention_kernel(schedule.model, case.seq_len).name.lower()
     begun = time.perf_counter()
@@ -111,9 +114,10 @@ def measure(
     return row
 
 
-def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]]) -> Row:
+def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]], plans: Path) -> Row:
     """What lasts longest on the GPU in one step of the case: name, calls and total ms of a few. Raises Refused."""
-    _, trainer = trainer_of(case, _verified(case, device_bytes, host_bytes, machine), ArenaBackend, case.way.prepare)
+    verified = _verified(case, device_bytes, host_bytes, machine, plans)
+    _, trainer = trainer_of(case, verified, ArenaBackend, case.way.prepare)
     with trainer:
         trainer.run(WARM_UP)
         with torch.profiler.profile(activities=[PROFILED]) as profiler:
@@ -127,9 +131,9 @@ def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, l
     return {"case": case.key, "fused": case.fused, "graphs": case.graphs, "longest": told[:LONGEST]}
 
 
-def _verified(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]]) -> Verified:
-    known = machine_of(machine)
-    return verify(schedule_of(case, known, device_bytes=device_bytes, host_bytes=host_bytes, planning_s=PLANNING_S))
+def _verified(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]], plans: Path) -> Verified:
+    known, memory = machine_of(machine), {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    return verify(schedule_of(case, known, **memory, planning_s=PLANNING_S, plans=plans))
 
 
 def trainer_of(

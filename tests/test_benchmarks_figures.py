@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -21,12 +22,13 @@ import torch
 from hand_written import WRITERS, small
 from torch import Tensor, nn
 
-from schedules import presets
+from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.flops import model_flops_per_step
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
-from schedules.workload import Workload
+from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.signature import timed
 
@@ -417,6 +419,38 @@ def test_as_few_layers_as_the_host_needs_are_resident(module: Module, monkeypatc
         built(host[0] - 1, 0)
     with pytest.raises(Refused, match=r"does not fit: .* of device memory"):
         built(10**9, "fit", 1000)
+
+
+def test_a_plan_made_beforehand_is_taken_where_the_memory_is_what_it_was_made_for(
+    module: Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case_of, plans_of = module("gpu_case"), module("gpu_plans")
+    memory = {"device_bytes": 2**37, "host_bytes": 2**36}
+    tiny, budget = presets.load("tiny"), MemoryBudget(**memory)
+    made, now = (policies.build(name, tiny, WORKLOAD, budget) for name in ("streamed", "resident"))
+    monkeypatch.setattr(case_of, "_planned", lambda *_: now)
+    rows = {part: {"a row": {"error": "failed"}} for part in ("links", "gemm", "dram")}
+    there = {"llama-3.2-3b planned 4x4x4096 bf16 fused": {"case": "llama-3.2-3b planned 4x4x4096 bf16"}}
+    body = {**memory, "runs": [{"gpu": "NVIDIA H200"}], "rows": {**rows, "steps": there}}
+    (tmp_path / "gpu.json").write_text(json.dumps(body))
+    monkeypatch.setattr(plans_of, "schedule_of", lambda case, machine, **memory: made)
+    monkeypatch.setattr(sys, "argv", ["gpu_plans.py", str(tmp_path)])
+    plans_of.main()
+    case = case_of.Case(model="qwen2.5-7b", policy=case_of.PLANNED, seq_len=4096, micro_batch_size=4, accumulation=4)
+    wanted = list(plans_of.wanted(body, []))
+    assert case in wanted and not any("3b planned 4x4" in one.key for one in wanted)
+    assert [one.key for one in plans_of.wanted(body, ["3b planned 4x4"])] == ["llama-3.2-3b planned 4x4x4096 bf16"]
+
+    def taken(case: Any, device_bytes: int = 2**37, host_bytes: int = 2**36) -> Schedule:
+        found: Schedule = case_of.schedule_of(
+            case, None, device_bytes=device_bytes, host_bytes=host_bytes, plans=tmp_path / "plans"
+        )
+        return found
+
+    assert taken(case) == made
+    assert all(taken(one) == made for one in wanted)
+    assert taken(case, device_bytes=2**37 - 1) == taken(case, host_bytes=2**35) == now
+    assert taken(dataclasses.replace(case, precision="bf16_16bit", accumulation=2)) == now
 
 
 # ---- checks

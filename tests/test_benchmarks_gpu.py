@@ -159,7 +159,7 @@ for gpu in ("h100", "h200"):
         engine = (case.model, case.precision) if case.policy == g.ZERO3 else None
         pinned_GB = 0.0 if engine else max(pinned_GB, g.expected(gpu).get(case.key, {"host_GB": 0.0})["host_GB"])
     assert all(time > g.STARTUP_S for time in times), times
-    assert 18 * 60 < sum(times) < 25 * 60, (gpu, sum(times))  # a lease of half an hour, less what else is measured
+    assert 18 * 60 < sum(times) < 26 * 60, (gpu, sum(times))  # a lease of half an hour, less what else is measured
     seven = [case for case in cases if case.key.startswith(f"qwen2.5-7b {g.ZERO3}") and case.precision == "bf16"]
     begun = [g.seconds(case, gpu) for case in seven]  # a new process starts the engine, whichever batch comes first
     going = [g.seconds(case, gpu, engine=("qwen2.5-7b", "bf16")) for case in seven]
