@@ -78,7 +78,7 @@ def measure(
     with trainer:
         startup_s = time.perf_counter() - begun
         with undisturbed():
-            losses = trainer.run(MOST, on_loss=pace.on_loss, stop=pace.enough)
+            losses = trainer.run(MOST, on_step=pace.on_step, stop=pace.enough)
         disturbed = pace.neighbours.told()
         retried = retries() - pace.retried
         trace = trainer.trace()
@@ -173,7 +173,7 @@ class Pace:
         self.retried, self.neighbours, self._asked = 0, Neighbours(), 0
         self._since = math.inf
 
-    def on_loss(self, step: int, loss: float) -> None:
+    def on_step(self, step: int, loss: float, norm: float | None) -> None:
         """A step has ended."""
         if step == WARM_UP - 1:
             self.retried, self.neighbours, self._since = retries(), Neighbours(), time.perf_counter()

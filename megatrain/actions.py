@@ -43,6 +43,7 @@ class Actions:
     on_gradient: OnGradient | None = None
     tokens: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # step -> inputs, targets, on the device
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # step -> micro-batch -> its part of the mean
+    squares: dict[int, Tensor] = field(default_factory=dict)  # step -> sum of the squares of all gradients, if taken
 
     def works(self) -> list[Work]:
         """Per op of the schedule, what it does in a given step; all memory looked up."""
@@ -329,6 +330,7 @@ def _norm(a: Actions, op: Op) -> Work:
     total, add = a.store.tensor(target), target in op.reads
     grads = [a.store.tensor(access) for access in _all(op.reads, *tensors.GRADIENTS)]
     device = grads[0].device  # of all: verified
+    last = op == [each for each in a.schedule.ops if each.phase == Phase.NORM][-1]
 
     def run(step: int) -> None:
         parts = [part for grad in grads for part in torch.split(grad, NORM_CHUNK[device.type])]
@@ -337,6 +339,8 @@ def _norm(a: Actions, op: Op) -> Work:
         if add:
             squares += total.to(device, non_blocking=True)
         total.copy_(squares, non_blocking=True)  # in the stream's order, and its readers wait for the op
+        if last:
+            a.squares[step] = squares
 
     return run
 

@@ -121,10 +121,12 @@ def run_all(
     for number, (verified, prediction) in enumerate(zip(proven, predictions, strict=True)):
         schedule = verified.schedule
 
-        def told(step: int, loss: float, number: int = number, policy: str = schedule.policy) -> None:
+        def told(
+            step: int, loss: float, norm: float | None, number: int = number, policy: str = schedule.policy
+        ) -> None:
             progress((number + (step + 1) / steps) / len(proven), f"{policy}, loss {loss:.2f}")
 
-        trained = train(verified, steps=steps, hyper=Adam(lr=chosen.lr), backend=backend, on_loss=told)
+        trained = train(verified, steps=steps, hyper=Adam(lr=chosen.lr), backend=backend, on_step=told)
         trained.trace.save(folder / "traces" / f"{schedule.policy}.measured.json")
         runs.append(Run(schedule=schedule, prediction=prediction, trained=trained))
     return Demo(model=proven[0].schedule.model, workload=chosen.workload, lr=chosen.lr, profile=profile, runs=runs)

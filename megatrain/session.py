@@ -21,7 +21,7 @@ from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.preflight import require_drive, require_memory, require_room
 from megatrain.this_machine import backend_of
-from megatrain.train import Debug, Trainer, never, unheard
+from megatrain.train import Debug, OnStep, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError
 from schedules.model import ModelSpec
@@ -101,14 +101,14 @@ def train(
     way: Way = PLAINLY,
     files: Files = Files(),
     on_stage: Callable[[str], None] = unheard,
-    on_loss: Callable[[int, float], None] = unheard,
+    on_step: OnStep = unheard,
     on_files: Callable[[FileEvent, Path], None] = unheard,
     stop: Callable[[], bool] = never,
 ) -> Trained:
     """Train so many steps, more of them where `files` say to resume; none where a checkpoint is only to be exported.
 
     `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer, and ops are computed in this `way`. `on_stage` is
-    told what begins before the first step, the first time when all has been checked; `on_loss` is as in Trainer.run,
+    told what begins before the first step, the first time when all has been checked; `on_step` is as in Trainer.run,
     and `on_files` is told what happens to a folder. Once `stop` says so, the steps under way are finished, a checkpoint
     is saved where `files` say where, and nothing is exported.
 
@@ -185,7 +185,7 @@ def train(
             )
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
-        return _train_and_save(trainer, schedule, steps, files, began, on_loss, on_files, stop)
+        return _train_and_save(trainer, schedule, steps, files, began, on_step, on_files, stop)
 
 
 def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps: int) -> TokenSource:
@@ -265,7 +265,7 @@ def _train_and_save(
     steps: int,
     files: Files,
     began: Path | None,
-    on_loss: Callable[[int, float], None],
+    on_step: OnStep,
     on_files: Callable[[FileEvent, Path], None],
     stop: Callable[[], bool],
 ) -> Trained:
@@ -277,10 +277,10 @@ def _train_and_save(
     saved: list[int] = []  # the steps after which this run has saved
     first = trainer.step
 
-    def told(step: int, loss: float) -> None:
+    def told(step: int, loss: float, norm: float | None) -> None:
         if step == first:
             settled()
-        on_loss(step, loss)
+        on_step(step, loss, norm)
         if math.isfinite(loss):
             return
         if files.save is not None:
@@ -292,7 +292,7 @@ def _train_and_save(
         with _seldom_collecting_garbage() as settled:
             while len(losses) < steps and not stop():
                 left = steps - len(losses)
-                more = trainer.run(min(left, files.every or left), on_loss=told, stop=stop)
+                more = trainer.run(min(left, files.every or left), on_step=told, stop=stop)
                 losses += more
                 if files.save is not None and more:
                     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,9 @@ from schedules.schedule import Schedule
 from schedules.trace import AHEAD, Trace
 from schedules.traffic import MLP_CHUNK_TOKENS
 from schedules.verify import Verified
+
+# step, its loss, the norm of all gradients before they are clipped: none in a step that does not take it
+OnStep = Callable[[int, float, float | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,30 +175,32 @@ class Trainer(Generic[E]):
         self,
         steps: int,
         *,
-        on_loss: Callable[[int, float], None] = unheard,
+        on_step: OnStep = unheard,
         stop: Callable[[], bool] = never,
     ) -> list[float]:
         """Train `steps` steps more; their losses, each the mean over all tokens of its step.
 
-        `on_loss` is told (step, loss) in order, AHEAD steps late so that nothing waits for it. Once `stop` says so no
+        `on_step` is told of each in order, AHEAD steps late so that nothing waits for it. Once `stop` says so no
         further step begins; those under way are finished.
 
         Raises:
             OpFailed: an op failed; the trainer is closed then, as after an interrupt.
         """
         try:
-            return self._run(steps, on_loss, stop)
+            return self._run(steps, on_step, stop)
         except BaseException:  # an interrupt too: no thread may be left behind
             self.close()
             raise
 
-    def _run(self, steps: int, on_loss: Callable[[int, float], None], stop: Callable[[], bool]) -> list[float]:
+    def _run(self, steps: int, on_step: OnStep, stop: Callable[[], bool]) -> list[float]:
         losses: list[float] = []
 
         def finish(step: int) -> None:
             self._executor.wait(step)
-            losses.append(self._loss(step))
-            on_loss(step, losses[-1])
+            del self._actions.tokens[step]
+            parts, squares = self._actions.losses.pop(step), self._actions.squares.pop(step, None)
+            losses.append(sum(float(parts[m]) for m in sorted(parts)))
+            on_step(step, losses[-1], None if squares is None else math.sqrt(float(squares)))
 
         first, last = self.step, self.step + steps
         for step in range(first, last):
@@ -213,12 +219,6 @@ class Trainer(Generic[E]):
             finish(step)
         self.step = last
         return losses
-
-    def _loss(self, step: int) -> float:
-        """The loss of a finished step; lets go of its tokens."""
-        del self._actions.tokens[step]
-        parts = self._actions.losses.pop(step)
-        return sum(float(parts[m]) for m in sorted(parts))
 
     def works(self) -> list[Work]:
         """What each op of the schedule does to this trainer's memory, in program order; made anew for each executor."""

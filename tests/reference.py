@@ -28,6 +28,7 @@ class Reference:
 
     losses: list[float]  # per step, the mean over its tokens
     gradients: list[dict[int, Tensor]]  # per step, those that the optimizer applies: clipped
+    norms: list[float]  # per step, of these before they are clipped, if that is done
     parameters: dict[int, Tensor]  # after the last step
 
 
@@ -94,7 +95,7 @@ def train(
         summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return summed / workload.tokens_per_step
 
-    losses, gradients = [], []
+    losses, gradients, norms = [], [], list[float]()
     for step in range(steps):
         inputs, targets = inputs_and_targets(data.batch(step))
         parts = []
@@ -112,12 +113,13 @@ def train(
                     p.grad, used.grad = used.grad, None
                     used.data.copy_(p.data)
         if workload.grad_clip is not None:
-            torch.nn.utils.clip_grad_norm_([*matrices, *others], workload.grad_clip)
+            norms.append(float(torch.nn.utils.clip_grad_norm_([*matrices, *others], workload.grad_clip)))
+
         gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in updated.items()})
         optimizer.step()
         optimizer.zero_grad()
     final = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in updated.items()}
-    return Reference(losses=losses, gradients=gradients, parameters=final)
+    return Reference(losses=losses, gradients=gradients, norms=norms, parameters=final)
 
 
 def _parameters(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

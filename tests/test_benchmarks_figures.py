@@ -366,7 +366,7 @@ def test_short_steps_go_on_until_clocks_have_settled_and_the_later_half_counts(
         begun = pace.neighbours
         while not pace.enough():
             now += lasts_s
-            pace.on_loss(done, 1.0)
+            pace.on_step(done, 1.0, None)
             done += 1
         assert (done, pace.retried) == (due, 5) and pace.neighbours is not begun
 

@@ -624,7 +624,7 @@ def test_a_training_asks_for_room_before_its_first_step(tmp_path: Path, monkeypa
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
         began.clear()
         session.train(
-            verify(of), steps=4, hyper=Adam(lr=1e-3), files=files, on_loss=lambda step, loss: began.append(step)
+            verify(of), steps=4, hyper=Adam(lr=1e-3), files=files, on_step=lambda step, loss, norm: began.append(step)
         )
 
     folders = [tmp_path / name for name in "abc"]
@@ -654,7 +654,7 @@ def test_a_loss_that_is_not_finite_stops_and_costs_no_good_checkpoint(tmp_path: 
             steps=9,
             hyper=lambda step: Adam(lr=1e30 if step == 2 else 1e-3),
             files=files,
-            on_loss=lambda step, loss: losses.append(loss),
+            on_step=lambda step, loss, norm: losses.append(loss),
             on_files=lambda event, folder: told.append((event, folder.name)),
         )
     assert told[-2:] == [("saved", "step-00000003"), ("removed", "step-00000003")]

@@ -481,7 +481,7 @@ def test_a_training_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) 
     assert of.reached() == "before the first step was done"
     notes = []
     for step, loss in enumerate([5.5, 5.4, 5.3, 5.2, 5.1], 20):
-        of.loss(step, loss, 1e-3)
+        of.trained(step, loss, 1e-3)
         notes.append(of.note())
     assert notes[0] == "21/120, loss 5.500"
     assert notes[3] == "24/120, loss 5.200"  # the first come together
@@ -495,7 +495,7 @@ def test_without_a_terminal_a_training_says_a_line_now_and_then(monkeypatch: pyt
     for stage in ("allocating memory", *(f"filling layer {i} of 3" for i in (1, 2, 3)), "first step"):
         of.stage(stage)
     for step in range(5):
-        of.loss(step, 5.5, 1e-3)
+        of.trained(step, 5.5, 1e-3)
     assert said.getvalue().splitlines() == [
         "allocating memory",
         "filling layer 1 of 3",
@@ -510,16 +510,18 @@ def test_without_a_terminal_a_training_says_a_line_now_and_then(monkeypatch: pyt
 def test_a_log_goes_on_where_it_ended_and_stops_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     for first in (0, 1):
-        of, _ = shown(1, [10.0, 11.0, 12.5], monkeypatch, log=log)
+        of, _ = shown(1, [10.0, 11.0, 12.5, 13.5], monkeypatch, log=log)
         of.stage("allocating memory")
-        of.loss(first, math.nan if first else 5.5, 0.5)
+        of.trained(first, math.nan if first else 5.5, 0.5, math.inf if first else 0.25)
+    of.trained(2, 5.5, 0.5)
     assert [json.loads(line) for line in log.read_text().splitlines()] == [
-        {"step": 1, "loss": 5.5, "lr": 0.5, "seconds": 2.5},
-        {"step": 2, "loss": None, "lr": 0.5, "seconds": 2.5},
+        {"step": 1, "loss": 5.5, "lr": 0.5, "norm": 0.25, "seconds": 2.5},
+        {"step": 2, "loss": None, "lr": 0.5, "norm": None, "seconds": 2.5},
+        {"step": 3, "loss": 5.5, "lr": 0.5, "seconds": 3.5},
     ]
     of, said = shown(2, [0.0, 1.0, 2.0], monkeypatch, log=Path("/dev/full"))
-    of.loss(0, 5.5, 0.5)
-    of.loss(1, 5.5, 0.5)
+    of.trained(0, 5.5, 0.5)
+    of.trained(1, 5.5, 0.5)
     assert said.getvalue().count("note: /dev/full cannot be written any longer, and ends: No space left on device") == 1
     of, _ = shown(2, [0.0, 1.0], monkeypatch, log=tmp_path)
     with pytest.raises(IsADirectoryError):

@@ -236,9 +236,9 @@ def test_second_run_goes_on_where_the_first_ended() -> None:
     told: list[tuple[int, float]] = []
     with trainer(schedule, record=True) as once, trainer(schedule, record=True) as twice:
         whole = once.run(5)
-        parts = twice.run(2, on_loss=lambda step, loss: told.append((step, loss)))
+        parts = twice.run(2, on_step=lambda step, loss, norm: told.append((step, loss)))
         twice.trace()
-        parts += twice.run(3, on_loss=lambda step, loss: told.append((step, loss)))
+        parts += twice.run(3, on_step=lambda step, loss, norm: told.append((step, loss)))
         assert parts == whole
         assert told == list(enumerate(whole))
         assert twice.trace().steps == 3

@@ -149,6 +149,7 @@ def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
 
 def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER) -> Reference:
     gradients: list[dict[int, Tensor]] = [{} for _ in range(steps)]
+    norms: list[float] = []
 
     def keep(step: int, layer: int, of: slice, grad: Tensor) -> None:
         n = trained.params(schedule.model, schedule.workload, layer)
@@ -164,9 +165,9 @@ def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam 
         debug=debug or Debug(poison=False),
         nvme=Path(tempfile.gettempdir()),
     ) as trainer:
-        losses = trainer.run(steps)
+        losses = trainer.run(steps, on_step=lambda step, loss, norm: norms.extend([] if norm is None else [norm]))
         parameters = {i: trainer.parameters(i) for i in trained.layers(schedule.model, schedule.workload)}
-    return Reference(losses=losses, gradients=gradients, parameters=parameters)
+    return Reference(losses=losses, gradients=gradients, norms=norms, parameters=parameters)
 
 
 def text(workload: Workload) -> ByteText:
@@ -220,6 +221,8 @@ def test_training_by_schedule_is_plain_training(name: str, case: Case) -> None:
     schedule = schedule_of(name, case.model, case.workload)
     found, right = run(schedule, STEPS), expected(case, schedule.staleness, schedule.workload, fresh_of(schedule))
     assert found.losses == pytest.approx(right.losses, rel=1e-6)
+    if right.norms:
+        assert found.norms == pytest.approx(right.norms, rel=1e-5)
     updated = trained.layers(schedule.model, schedule.workload)
     for step in range(STEPS):
         for i in updated:

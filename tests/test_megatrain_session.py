@@ -93,7 +93,7 @@ def test_a_checkpoint_on_the_way_that_has_no_room_does_not_end_the_training(
 def test_what_lives_on_is_not_looked_through_for_garbage_and_is_let_go_in_the_end() -> None:
     before, seen = gc.get_freeze_count(), list[int]()
     session.train(
-        verified(), steps=2, hyper=Adam(lr=1e-3), on_loss=lambda step, loss: seen.append(gc.get_freeze_count())
+        verified(), steps=2, hyper=Adam(lr=1e-3), on_step=lambda step, loss, norm: seen.append(gc.get_freeze_count())
     )
     assert min(seen) > before + 10_000 and gc.get_freeze_count() <= before
 
@@ -118,12 +118,12 @@ def test_one_training_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
     """Two would remove each other's checkpoints, or make one of parts of both."""
     files, told = session.Files(save=tmp_path / "run", every=1), list[str]()
 
-    def second(step: int, loss: float) -> None:
+    def second(step: int, loss: float, norm: float | None) -> None:
         with pytest.raises(CheckpointError, match=r"another training is saving to .*run: wait for its end") as error:
             session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files)
         told.append(str(error.value))
 
-    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files, on_loss=second)
+    session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files, on_step=second)
     assert len(told) == 1
     files = replace(files, resume=tmp_path / "run")
     session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files)
@@ -207,7 +207,7 @@ def test_a_training_tells_what_it_does_with_folders_and_stops_when_asked(tmp_pat
             hyper=Adam(lr=1e-3),
             files=replace(files, resume=resume),
             on_stage=lambda stage: told.append(("stage", stage)),
-            on_loss=lambda step, loss: told.append(("loss", step)),
+            on_step=lambda step, loss, norm: told.append(("loss", step)),
             on_files=lambda event, folder: told.append((event, folder.name)),
             stop=lambda: ("loss", stop_at) in told,
         ).losses
@@ -237,7 +237,7 @@ def test_no_step_begins_once_a_training_is_to_stop(stop_at: int | None, trained:
         return Trainer(step, CpuBackend(), data, Adam(lr=1e-3), initial=initial.random_parameters(model, 0))
 
     with trainer() as stopped, trainer() as whole:
-        losses = stopped.run(8, on_loss=lambda step, loss: told.append(step), stop=lambda: stop_at in told)
+        losses = stopped.run(8, on_step=lambda step, loss, norm: told.append(step), stop=lambda: stop_at in told)
         assert len(losses) == stopped.step == trained
         assert losses == whole.run(trained)
         for i in step.schedule.model.layers:

@@ -132,7 +132,7 @@ def run(
     fused: Annotated[bool, typer.Option("--fused", help="Compile norms, rotations, gates and the loss.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Replay blocks as CUDA graphs.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the measured trace here.")] = None,
-    log: Annotated[Path | None, typer.Option(help="Append a JSON line per step: step, loss, lr, seconds.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Append a JSON line per step: loss, lr, norm, seconds.")] = None,
     as_json: Json = False,
 ) -> None:
     """Verify a schedule and train with it on this machine."""
@@ -190,7 +190,7 @@ def run(
                     happened[event] = str(folder)
                     progress.say(f"{HAPPENED.get(event, event)} {folder}")
 
-                def on_loss(step: int, loss: float) -> None:
+                def on_step(step: int, loss: float, norm: float | None) -> None:
                     nonlocal neighbours  # not before: processes of its own may have compiled for the first step
                     neighbours = neighbours or Neighbours()
                     first = not progress.losses
@@ -200,7 +200,7 @@ def run(
                         and (step == decay_until or (first and step > decay_until))
                     ):
                         progress.say(f"note: the learning rate is 0 since step {decay_until}, see --decay-until")
-                    progress.loss(step, loss, hyper(step).lr)
+                    progress.trained(step, loss, hyper(step).lr, norm)
 
                 def interrupted() -> typer.Exit:
                     progress.say(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}")
@@ -221,7 +221,7 @@ def run(
                         way=way,
                         files=files,
                         on_stage=progress.stage,
-                        on_loss=on_loss,
+                        on_step=on_step,
                         on_files=on_files,
                         stop=lambda: interrupt.asked,
                     )

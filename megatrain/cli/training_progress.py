@@ -20,8 +20,8 @@ class TrainingProgress:
     """How far a training of so many steps is, each of so many tokens; all but the log goes to stderr.
 
     log: a file that gets a JSON line for each step as it finishes, after what it has already: "step", counted from 1
-        over all runs that go on from each other, "loss" (null where it is not finite), "lr", and "seconds" since this
-        object was made.
+        over all runs that go on from each other, "loss" (null where it is not finite), "lr", the "norm" of all
+        gradients if the step takes it, and "seconds" since this object was made.
     """
 
     def __init__(self, bar: Progress, steps: int, tokens: int, log: Path | None = None) -> None:
@@ -46,13 +46,13 @@ class TrainingProgress:
         else:
             self._line(name, at_once=kind != name.split(" ")[0])
 
-    def loss(self, step: int, loss: float, lr: float) -> None:
-        """A step, counted from 0 over all runs that go on from each other, is done."""
+    def trained(self, step: int, loss: float, lr: float, norm: float | None = None) -> None:
+        """A step, counted from 0 over all runs that go on from each other, is done; `norm` as in Trainer.run."""
         self._step, self._now = step + 1, time.perf_counter()
         if not self.losses:
             self._began = self._now
         self.losses.append(loss)
-        self._write(loss, lr)
+        self._write(loss, lr, norm)
         if self._drawn:
             self._bar.update(self._task, advance=1, description="training", note=self.note())
         else:
@@ -87,13 +87,14 @@ class TrainingProgress:
             self._said = self._now
             self.say(text)
 
-    def _write(self, loss: float, lr: float) -> None:
+    def _write(self, loss: float, lr: float, norm: float | None) -> None:
         if self._log is None:
             return
         told = {
             "step": self._step,
             "loss": loss if math.isfinite(loss) else None,
             "lr": lr,
+            **({} if norm is None else {"norm": norm if math.isfinite(norm) else None}),
             "seconds": round(self._now - self._start, 3),
         }
         try:
