@@ -47,7 +47,6 @@ from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row, out_of_me
 from gpu_table import table
 from torch.utils import cpp_extension
 
-from megatrain.backend import OpFailed
 from megatrain.cores import usable_cores
 from megatrain.cuda import prepare_process
 from megatrain.ram import total_memory
@@ -222,7 +221,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
 
     def step(case: Case) -> Row:
-        whole = device_bytes(results)
+        whole = case.device_bytes(device_bytes(results))
 
         def planned_for(device: int) -> Row:
             row = gpu_steps.measure(case, device, host_bytes, machine, plans, traces, gpu_rows.spun(case))
@@ -230,7 +229,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
         try:
             return planned_for(whole)
-        except (torch.cuda.OutOfMemoryError, OpFailed) as error:
+        except Exception as error:
             if not out_of_memory(error):
                 raise
         print(f"{case.key}: no memory left on the GPU; once more with less", file=sys.stderr, flush=True)

@@ -124,7 +124,8 @@ def _rebuilt(key: str, row: Row, host_bytes: int) -> Schedule:
     """The schedule of a row, from the policy, the batch and the knobs that it names."""
     fields = {field.name for field in dataclasses.fields(Workload)} & row.keys()
     gib = limit_gib(key)
-    limit = round(row["planned_for_GB"] * 1e9) if gib is None else int(gib * 2**30)
+    planned_for = round(row["planned_for_GB"] * 1e9)
+    limit = planned_for if gib is None else min(planned_for, int(gib * 2**30))
     schedule = policies.build(
         row["policy"],
         presets.load(row["model"]),

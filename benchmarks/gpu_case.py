@@ -72,6 +72,10 @@ class Case:
         """The key, and the way."""
         return self.key + "".join(f" {name}" for name in ("fused", "graphs") if getattr(self, name))
 
+    def device_bytes(self, free: int) -> int:
+        """Of so many bytes of the GPU's memory those that it is planned for."""
+        return min(free, int(self.device_gib * 2**30)) if self.device_gib else free
+
     @property
     def way(self) -> Way:
         """In which it is computed."""
@@ -97,7 +101,7 @@ def limit_gib(key: str) -> float | None:
 def plan_file(folder: Path, case: Case, device_bytes: int, host_bytes: int) -> Path:
     """Where a plan of the case for so much memory is kept, if it was made beforehand (`gpu_plans.py`)."""
     name = re.sub("[^A-Za-z0-9._-]+", "_", case.key)
-    return folder / f"{name}.device_{device_bytes}.host_{host_bytes}.json"
+    return folder / f"{name}.device_{case.device_bytes(device_bytes)}.host_{host_bytes}.json"
 
 
 def schedule_of(
@@ -115,7 +119,7 @@ def schedule_of(
     Refused for what does not fit, TimeoutError.
     """
     model = presets.load(case.model)
-    limit = int(case.device_gib * 2**30) if case.device_gib else device_bytes
+    limit = case.device_bytes(device_bytes)
     budget = MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE))
     if case.policy == PLANNED:
         if plans is not None and (made := plan_file(plans, case, device_bytes, host_bytes)).exists():

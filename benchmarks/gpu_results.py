@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import hashlib
 import json
 import os
 import platform
@@ -37,6 +38,8 @@ HANGS_AFTER_S = 150.0  # a row of which nothing is expected; else three times wh
 OVER_S = 100.0  # a row may take so much longer than the time there is for all
 DID_NOT_END = "did not end: it ended the process, or was stopped since it took too long"
 CUT_OFF = "cut off: what ended the benchmark came before its end"
+CHECKS = (SMOKE, "checks", "block")  # parts that tell whether what computes is right
+PACKAGES = ("megatrain", "schedules", "sim")  # of which that consists
 LEASE = datetime.timedelta(hours=1)  # rows of runs that began longer ago are another lease's
 
 
@@ -44,7 +47,8 @@ class Results:
     """Rows by part and name, from `folder`/gpu.json on; none is begun that is expected to end after `budget_s`.
 
     A smoke test that failed is forgotten; with `again`, so is every other check that did, and what ended in an error.
-    Rows that contain a text of `anew`, as in "steps: ...", stand until they are measured again, if another lease's.
+    Rows that contain a text of `anew`, as in "steps: ...", stand until they are measured again, if another lease's; so
+    do the smoke test, and checks of other code.
     With `went_on`, in a process that follows another of the same call, a row that was cut off has ended that one.
     Raises Refused where the rows that are there are another GPU's.
     """
@@ -62,6 +66,7 @@ class Results:
             "command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]),
             "gpu": torch.cuda.get_device_name(),
             "host": f"{machine_name()}, {usable_cores()} cores",
+            "sources": _sources(),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -109,10 +114,14 @@ class Results:
         return any("error" in row or not row["passed"] for row in found)
 
     def there(self, part: str, key: str) -> bool:
-        """Whether its rows were measured, or failed, and are not to be measured anew."""
+        """Whether its rows were measured, or failed, and are not to be measured anew, as checks are of other code."""
         rows = [row for name, row in self.body["rows"].get(part, {}).items() if _of(name, key)]
-        wanted = any(text in f"{part}: {key}" for text in self._anew)
-        return any(not (wanted and self._of_another_lease(row)) for row in rows)
+        wanted = part == SMOKE or any(text in f"{part}: {key}" for text in self._anew)
+        return any(not self._of_other_code(part, row) and not (wanted and self._of_another_lease(row)) for row in rows)
+
+    def _of_other_code(self, part: str, row: Row) -> bool:
+        """Whether it tells that what computed then was right, which is not what computes now."""
+        return part in CHECKS and self.body["runs"][row["run"]].get("sources") != self._run["sources"]
 
     def _of_another_lease(self, row: Row) -> bool:
         begun = datetime.datetime.fromisoformat(self.body["runs"][row["run"]]["date"])
@@ -148,9 +157,10 @@ class Results:
             sound = _sound(error)
             if not sound:
                 traceback.print_exc()
-            plain = isinstance(error, (Refused, gpu_rivals.LeftOut))
-            found = {"case": key, "error": (str(error) if plain else f"{type(error).__name__}: {error}")[:2000]}
-            if plain:
+            refusals = (Refused, gpu_rivals.LeftOut)
+            said = str(error) if isinstance(error, refusals) else f"{type(error).__name__}: {error}"
+            found = {"case": key, "error": said[:2000]}
+            if isinstance(_cause(error), refusals) or out_of_memory(error):
                 found["refused"] = True
         faulthandler.cancel_dump_traceback_later()
         told["took_s"] = round(time.monotonic() - begun, 1)
@@ -171,6 +181,15 @@ class Results:
         write_text(self._file.with_suffix(".md"), table(self.body))
 
 
+def _sources() -> str:
+    """What tells one state of the code from another."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for file in sorted(file for package in PACKAGES for file in (root / package).rglob("*.[pc]*")):
+        if file.suffix in (".py", ".cpp"):
+            digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _of(name: str, key: str) -> bool:
     """Whether a row is what was measured under a key, or one of several."""
     return name == key or name.startswith(f"{key}: ")
@@ -183,7 +202,7 @@ def _wanted_again(part: str, row: Row, again: bool) -> bool:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether it, or what made an op fail, is that torch found no memory on the GPU."""
+    """Whether it, or what made an op fail or a buffer be refused, is that torch found no memory on the GPU."""
     return isinstance(_cause(error), torch.cuda.OutOfMemoryError)
 
 
@@ -193,5 +212,6 @@ def _sound(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> BaseException | None:
-    """Of an op that failed, why: that may be CUDA."""
-    return error.__cause__ if isinstance(error, OpFailed) else error
+    """Why an op failed, or a buffer was refused for want of room."""
+    wants_room = isinstance(error.__cause__, torch.cuda.OutOfMemoryError)
+    return error.__cause__ if isinstance(error, OpFailed) or wants_room else error

@@ -22,11 +22,13 @@ from gpu_machine import Row
 from gpu_steps import LASTS_S, MOST, STEPS, WARM_UP, first_counted, undisturbed
 from torch import Tensor, nn
 
+from megatrain.neighbours import Neighbours
 from schedules import presets
 from schedules.flops import model_flops_per_step
 from schedules.model import ModelSpec
 
 BUCKET = 250_000_000  # elements; more than a layer, as DeepSpeed's prefetch wants it
+WARM = WARM_UP + 1  # steps before those that count: in the second torch records CUDA graphs, and the last is timed
 PHASED_STEPS = 2  # after those that count, with the GPU idle between phases
 # Of the host's memory per parameter, as the policy zero3_offload counts it with master=weights (the state that ours
 # has) and with master=fp32 (as is usual): weights, sum of gradients, gradient, master, two moments in fp32.
@@ -77,19 +79,20 @@ def tokens(case: Case, vocab: int) -> Tensor:
 def steps(case: Case, step: Callable[[], None]) -> Row:
     """Seconds of a step by the GPU's clock, nothing waiting between steps that the rival itself does not wait for."""
     spec, workload = presets.load(case.model), case.workload
-    for _ in range(WARM_UP):
+    for _ in range(WARM):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         step()
         torch.cuda.synchronize()
         lasts_s = time.perf_counter() - begun
     count = max(STEPS, min(MOST, math.ceil(LASTS_S / max(lasts_s, 1e-6))))
-    marks = [gpu_machine.mark()]
+    marks, neighbours = [gpu_machine.mark()], Neighbours(long_s=LASTS_S)
     with undisturbed():
         for _ in range(count):
             step()
             marks.append(gpu_machine.mark())
         torch.cuda.synchronize()
+    disturbed = neighbours.told()
     counted = marks[first_counted(WARM_UP + count) - WARM_UP :]
     found = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(counted)]
     median = statistics.median(found)
@@ -103,6 +106,7 @@ def steps(case: Case, step: Callable[[], None]) -> Row:
         "model_TFLOP_s": model_flops_per_step(spec, workload) / median / 1e12,
         "gpu_peak_GB": torch.cuda.max_memory_allocated() / 1e9,
         "host_threads": torch.get_num_threads(),
+        "disturbed": disturbed,
     }
 
 

@@ -176,7 +176,8 @@ class Pace:
     def on_step(self, step: int, loss: float, norm: float | None) -> None:
         """A step has ended."""
         if step == WARM_UP - 1:
-            self.retried, self.neighbours, self._since = retries(), Neighbours(), time.perf_counter()
+            self.retried, self.neighbours = retries(), Neighbours(long_s=LASTS_S)
+            self._since = time.perf_counter()
 
     def enough(self) -> bool:
         """Whether no further step is wanted; asked before each."""

@@ -17,16 +17,16 @@ _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 0, 1, 2, 5, 6, 7  # columns of t
 
 
 class Neighbours:
-    """What others have of the machine's cores from now on. Nothing is known of them where Linux is not."""
+    """What others have of the machine's cores from now on, for `long_s` or longer. Nothing is known without Linux."""
 
-    def __init__(self, proc: Path = PROC) -> None:
-        self._proc, self._begun = proc, time.monotonic()
+    def __init__(self, proc: Path = PROC, long_s: float | None = None) -> None:
+        self._proc, self._long_s, self._begun = proc, LONG_S if long_s is None else long_s, time.monotonic()
         self._before_s, self._own_s = _busy_s(proc), _own_s()
 
     def told(self) -> str | None:
-        """What they had, if it was more than QUIET of all cores over LONG_S or longer."""
+        """What they had, if it was more than QUIET of all cores, and it is known."""
         after_s, elapsed_s = _busy_s(self._proc), time.monotonic() - self._begun
-        if self._before_s is None or after_s is None or elapsed_s < LONG_S:
+        if self._before_s is None or after_s is None or elapsed_s < self._long_s:
             return None
         all_cores = os.cpu_count() or 1
         cores = min((after_s - self._before_s - (_own_s() - self._own_s)) / elapsed_s, all_cores)

@@ -39,7 +39,8 @@ def require_memory(
     more_ram = beside[then] if on_gpu else max(0, beside[then] - bytes_within_steps(verified.schedule))
     places: list[tuple[tuple[Tier, ...], int, str, int, str]] = []
     if on_gpu:
-        free = torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cache, for us to use
+        free = torch.cuda.mem_get_info(device)[0] + kept
         workspace = estimated_workspace(verified.schedule)
         places.append(((Tier.DEVICE,), workspace, "within an op", free, "of the GPU's memory are free"))
     in_ram = (Tier.HOST,) if on_gpu else (Tier.DEVICE, Tier.HOST)

@@ -171,7 +171,7 @@ def _read_shares(
         backend = machine()
         try:
             compute = _compute(schedule, backend, way)
-            update = readings.adam_load(schedule.model.params(0), schedule.workload.precision)
+            update = readings.adam_load(backend, schedule.model.params(0), schedule.workload.precision)
             return dict(readings.shares(backend, readings.Arenas(backend), compute, update))
         finally:
             backend.close()

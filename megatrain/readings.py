@@ -96,7 +96,7 @@ def dram(backend: Backend[Any], arenas: Arenas, threads: list[int]) -> Found:
 
     "all" is what updates in place and copies both ways move together: copies alone do not find all that memory can do.
     """
-    values, target = torch.randn(ARENA // 4), torch.randn(ARENA // 4)
+    values, target = (_host_memory(backend, name, ARENA).view(torch.float32).normal_() for name in ("values", "target"))
     works = {
         "read": (lambda: values.sum(), values.nbytes),
         "write": (lambda: target.fill_(1.0), target.nbytes),
@@ -124,7 +124,7 @@ def optimizer(backend: Backend[Any], arenas: Arenas, threads: list[int]) -> Foun
     found = Found()
     for precision in PRECISIONS:
         for count in threads if precision in ("bf16", "fp32") else threads[-1:]:
-            load = adam_load(PARAMS, precision, count)
+            load = adam_load(backend, PARAMS, precision, count)
             found[f"{precision}/{count}/alone"] = rates(backend, [load])[0]
             beside = [arenas.copy(stream, SIZES[-1]) for stream in (Stream.H2D, Stream.D2H)]
             found[f"{precision}/{count}/copies"] = rates(backend, [load, *beside])[0]
@@ -159,7 +159,7 @@ def shares(backend: Backend[Any], arenas: Arenas, compute: Load, update: Load) -
 def drive(backend: Backend[Any], folder: Path) -> Found:
     """Bytes per second of a drive by "read or write/bytes of a piece/pieces under way". Raises DriveError."""
     found = Found()
-    memory = _host_memory(backend, "drive")
+    memory = _random_bytes(backend, "drive")
     for piece in PIECES:
         for depth in DEPTHS:
             with Drive(folder, piece=piece, depth=depth) as opened:
@@ -177,16 +177,21 @@ def drive_both(backend: Backend[Any], folder: Path) -> tuple[float, float]:
 
         def load(stream: Stream, verb: str) -> Load:
             slab = opened.allocate(Buffer(name=verb, tier=Tier.NVME, nbytes=DRIVE_FILE))
-            memory = _host_memory(backend, verb)
+            memory = _random_bytes(backend, verb)
             slab.write(memory)
             return Load(stream=stream, work=functools.partial(getattr(slab, verb), memory))
 
         return together(backend, load(Stream.NVME_READ, "read"), load(Stream.NVME_WRITE, "write"))
 
 
-def _host_memory(backend: Backend[Any], name: str) -> Tensor:
-    """Random bytes in memory as training has it: where that is aligned to pages a drive reads into it directly."""
-    memory = backend.allocate(Buffer(name=name, tier=Tier.HOST, nbytes=DRIVE_FILE))
+def _host_memory(backend: Backend[Any], name: str, nbytes: int) -> Tensor:
+    """Memory as training has it, which may be faster than other: huge pages, pinned, and read by a drive directly."""
+    return backend.allocate(Buffer(name=name, tier=Tier.HOST, nbytes=nbytes))
+
+
+def _random_bytes(backend: Backend[Any], name: str) -> Tensor:
+    """What a drive's file holds."""
+    memory = _host_memory(backend, name, DRIVE_FILE)
     memory.view(torch.int32).random_()
     return memory
 
@@ -220,14 +225,14 @@ def block_load(model: ModelSpec, workload: Workload, device: torch.device, point
     return Load(stream=Stream.COMPUTE, work=work)
 
 
-def adam_load(n: int, precision: str, threads: int | None = None) -> Load:
+def adam_load(backend: Backend[Any], n: int, precision: str, threads: int | None = None) -> Load:
     """The optimizer's step on n parameters in host memory, by so many threads or the stream's own number."""
     spec = PRECISIONS[precision]
-    values = torch.randn(n).mul_(0.02)
-    weights = torch.empty(n, dtype=float_type(spec.weight))
-    state = torch.empty(spec.state_bytes(n), dtype=torch.uint8)
-    adam.initialise(weights, state, precision, values)
-    grad = torch.randn(n).to(weights.dtype)
+    dtype = float_type(spec.weight)
+    weights, grad = (_host_memory(backend, name, n * dtype.itemsize).view(dtype) for name in ("weights", "grad"))
+    state = _host_memory(backend, "state", spec.state_bytes(n))
+    adam.initialise(weights, state, precision, torch.randn(n).mul_(0.02))
+    grad.normal_()
 
     def work() -> None:
         adam.step(weights, grad, state, Adam(lr=1e-4), 1, precision=precision)

@@ -574,8 +574,8 @@ def rivals(module: Module, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_rivals_steps_count_after_the_warm_up(
     rivals: ModuleType, module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, lasting = Clock(monkeypatch, rivals), iter([900.0] * rivals.WARM_UP + [1.0, 3.0, 2.0, 5.0, 4.0])
-    short = [0.25] * rivals.WARM_UP + [9.0] * 4 + [0.2, 0.3, 0.1, 0.5, 0.4]  # the later half of more than 2 s
+    clock, lasting = Clock(monkeypatch, rivals), iter([900.0] * rivals.WARM + [1.0, 3.0, 2.0, 5.0, 4.0])
+    short = [0.25] * rivals.WARM + [9.0] * 4 + [0.2, 0.3, 0.1, 0.5, 0.4]  # the later half of more than 2 s
     case = module("gpu_case").Case(model="tiny", policy="plain torch", seq_len=16, micro_batch_size=2)
     row = rivals.steps(case, lambda: clock.lasts(next(lasting)))
     assert row["step_s"] == {"median": 3.0, "least": 1.0, "most": 5.0} and not [*lasting]
@@ -630,7 +630,7 @@ def test_zero3_is_measured_undisturbed_and_then_by_phases(
         rivals.zero3(case, needed - 1)
     row = rivals.zero3(case, needed)
     (engine,) = engines
-    counted, phased = rivals.WARM_UP + rivals.STEPS, rivals.PHASED_STEPS
+    counted, phased = rivals.WARM + rivals.STEPS, rivals.PHASED_STEPS
     assert engine.done == ["forward", "backward", "step"] * 3 * (counted + phased) and engine.batch == [2, 6]
     assert row["step_s"] == pytest.approx({"median": 1.05, "least": 1.05, "most": 1.05})
     assert row["tokens_per_s"] == pytest.approx(2 * 3 * 16 / 1.05) and row["gpu_peak_GB"] == 3.0
@@ -699,5 +699,5 @@ def test_plain_torch_steps_by_the_mean_of_its_micro_batches(
         knobs={"checkpointing": True} if checkpointing else {},
     )  # fmt: skip
     rivals.plain(case)
-    assert grads == [[1.0, 2.0, 3.0]] * (rivals.WARM_UP + rivals.STEPS)
+    assert grads == [[1.0, 2.0, 3.0]] * (rivals.WARM + rivals.STEPS)
     assert [(model.checkpointing, model.training) for model in models] == [(checkpointing, True)]

@@ -416,7 +416,24 @@ rows.body["rows"] = {
     "steps": {"fine": {"case": "a"}, "broken": broken, "large": {**broken, "refused": True}},
     "rivals": {"broken": broken},
 }
-assert rows.unexpected() == ["checks: wrong", "steps: broken"], rows.unexpected()"""
+assert rows.unexpected() == ["checks: wrong", "steps: broken"], rows.unexpected()
+def ends(status):
+    ended.append(status)
+ended, gpu_results.os = [], type("os", (), {"_exit": staticmethod(ends)})
+def op(cause, of=gpu_results.OpFailed):
+    error = of("F.0.0 of step 0 failed")
+    error.__cause__ = cause
+    def work():
+        raise error
+    return work
+rows.body["rows"] = {}
+no_room = gpu_results.torch.cuda.OutOfMemoryError("no room")
+for name, work in (
+    ("illegal", op(RuntimeError("CUDA error: an illegal memory access"))), ("full", op(no_room)),
+    ("no buffer", op(no_room, gpu_results.Refused)), ("package", op(None, gpu_results.Refused)),
+):
+    rows.measure("steps", name, work)
+assert rows.unexpected() == ["steps: illegal"] and ended == [gpu_results.AGAIN], (rows.unexpected(), ended)"""
     done = python(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
@@ -448,7 +465,16 @@ assert rows.measure("links", "links", lambda: [{"case": "of 3"}]) and rows.there
 assert list(rows.body["rows"]["links"]) == ["links: of 3"] and list(rows.body["rows"]["steps"]) == list(there)
 assert not rows.measure("steps", "old b", lambda: 1 / 0) and opened("links").there("links", "links")
 rows.measure("steps", "old a", lambda: {**row("old a", 2), "tokens_per_s": 2.0})
-assert rows.body["rows"]["steps"]["old a"]["tokens_per_s"] == 2.0 and opened().there("steps", "old a")"""
+assert rows.body["rows"]["steps"]["old a"]["tokens_per_s"] == 2.0 and opened().there("steps", "old a")
+for part, run in (("smoke", 1), ("block", 0)):
+    rows.body["rows"][part] = {part: {"case": part, "run": run, "passed": True}}
+there = {part: rows.there(part, part) for part in ("smoke", "block")}
+rows.body["rows"]["smoke"]["smoke"]["run"] = 0  # another lease's
+rows.body["runs"][1]["sources"] = "others"
+rows.body["rows"]["block"]["block"]["run"] = 1
+now = {part: rows.there(part, part) for part in ("smoke", "block")}
+assert there == {"smoke": True, "block": True} and now == {"smoke": False, "block": False}, (there, now)
+assert (gpu_results.Path(gpu_results.__file__).parent.parent / "megatrain" / "native" / "adam.cpp").is_file()"""
     done = python(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
@@ -548,7 +574,8 @@ options.parts = ["steps"]  # who leaves them out has steps in the plain way
 ways.clear()
 assert len(told()) > 4
 options.parts = gpu.PARTS
-rows.body["rows"]["block"] = {"fused: a": {"case": "a", "passed": False}}
+rows.body["runs"].append(rows._run)
+rows.body["rows"]["block"] = {"fused: a": {"case": "a", "passed": False, "run": 0}}
 assert len(told()) == 2 and "fused" not in told()[1]  # a way that computes a block wrongly is not tried"""
     done = python(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -576,6 +603,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 import gpu, gpu_arena, gpu_machine, gpu_results, gpu_rows, gpu_steps, gpu_table, rehearsal
+from schedules.errors import Refused
 from schedules.op import Buffer, Tier
 rehearsal.install(gpu)
 rows = gpu_results.Results(Path(sys.argv[1]), 100.0, again=False)
@@ -609,10 +637,19 @@ def short_of_memory(case, device, *more):
     steps.append(device)
     if len(steps) == 1:
         raise torch.cuda.OutOfMemoryError("no room")
+    if len(steps) == 2:
+        raise Refused("the GPU has no room for a buffer") from torch.cuda.OutOfMemoryError("no room")
     return {"case": case.key}
 gpu_steps.measure = short_of_memory
 part = next(part for part in gpu.parts(options, rows) if part.part == "ways")
-assert part.work()["planned_for_GB"] == steps[1] / 1e9 and steps[0] - steps[1] == spare
+try:
+    part.work()
+except Refused:
+    assert steps[0] - steps[1] == spare
+else:
+    raise AssertionError
+del steps[0]
+assert part.work()["planned_for_GB"] == steps[2] / 1e9
 assert whole and set(whole) == {1.0} and torch.get_num_threads() != 7
 counts = []
 median = gpu_machine.statistics.median

@@ -543,17 +543,18 @@ def test_all_of_a_slab_is_touched_on_the_cores_named_before_it_is_pinned(
 @pytest.mark.parametrize("by", ["an interrupt", "want of threads"])
 def test_no_thread_touches_memory_that_is_gone(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """What ends the thread that pins ends none of those that touch: they hold the memory, and stop soon."""
-    memset, begun, goes_on = ctypes.memset, threading.Event(), threading.Event()
+    memset, begun, goes_on = ctypes.memset, threading.Semaphore(0), threading.Event()
     places: list[tuple[int, int]] = []
 
     def touching(address: int, value: int, nbytes: int) -> None:
-        begun.set()
+        begun.release()
         assert goes_on.wait(10)
         memset(address, value, nbytes)
         places.append((address, nbytes))
 
     def ends(thread: threading.Thread, *_: object) -> None:
-        assert begun.wait(10)
+        for _ in started:  # each is in its first piece
+            assert begun.acquire(timeout=10)
         raise KeyboardInterrupt if by == "an interrupt" else RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ctypes, "memset", touching)

@@ -40,6 +40,8 @@ def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(mon
     on_host += to_begin
     on_gpu = on_device + estimated_workspace(step.schedule)
     assert on_gpu > on_device
+    for kept, allocated in (("memory_reserved", 11), ("memory_allocated", 4)):  # by a training before in this process
+        monkeypatch.setattr(torch.cuda, kept, lambda device, nbytes=allocated: nbytes)
     for device, gpu, ram, lacking in (
         ("cpu", 0, on_device + on_host - to_begin + more, ""),
         ("cpu", 0, on_device + on_host - to_begin + more - 1, "of memory are available on this machine"),
@@ -48,7 +50,7 @@ def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(mon
         ("cuda", on_gpu, on_host - 1, r"\(host .*\), and .* of memory are available on this machine"),
     ):
         monkeypatch.setattr(preflight, "available_memory", lambda ram=ram: ram)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu, 10**12))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gpu=gpu: (gpu - 7, 10**12))
         with pytest.raises(Refused, match=lacking) if lacking else nullcontext():
             preflight.require_memory(step, torch.device(device))
 

@@ -238,7 +238,7 @@ def test_a_gpu_is_described_as_one() -> None:
             "dram": readings.dram(backend, arenas, [1]),
             "adam": readings.optimizer(backend, arenas, [1]),
         }
-        shares = [readings.shares(backend, arenas, compute, readings.adam_load(1000, "fp32"))]
+        shares = [readings.shares(backend, arenas, compute, readings.adam_load(backend, 1000, "fp32"))]
         backend.close()
         here = Here(
             device="a GPU",
