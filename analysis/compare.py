@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from schedules import policies
+from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
@@ -28,6 +29,7 @@ OUR_STATE: dict[str, Knob] = {"master": "weights"}  # the baseline's knobs with 
 SAME_STATE = " ".join([BASELINE, *(f"{name}={value}" for name, value in OUR_STATE.items())])
 # the precisions that take these knobs: of others it keeps the same state, or always an fp32 master
 OUR_PRECISIONS = ("bf16", "bf16_16bit")
+NOT_BUILT = "not built"  # how the shortage of a policy begins that refuses the step, or is not safe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +38,11 @@ class Row:
 
     Of what does not fit, rates and times are NaN, `shortage` is short ("does not fit: host +41.0 GB") and
     `reason` whole; both are empty where it fits. So too where a measured profile lacks the time of an op ("not
-    measured: ...") or an op takes too long ("not predicted: ..."): `fits` is None there. `gap` is by what fraction the
-    step exceeds its bound; both are told of any exact schedule of these micro-batches too, NaN where none is known. The
-    ratio is to the baseline of the same `precision`, or, where there is none, to another
-    (`same_state` is False then); NaN where that trains something else. `baseline` is the label of the row it is to.
+    measured: ..."), an op takes too long ("not predicted: ...") or a policy refuses the step ("not built: ...", with
+    neither peaks nor digest): `fits` is None there. `gap` is by what fraction the step exceeds its bound; both are told
+    of any exact schedule of these micro-batches too, NaN where none is known. The ratio is to the baseline of the same
+    `precision`, or, where there is none, to another (`same_state` is False then); NaN where that trains something else.
+    `baseline` is the label of the row it is to.
     """
 
     model: str
@@ -55,26 +58,26 @@ class Row:
     precision: str  # as built: a policy may insist on its own
     recompute: str
     trains: str  # "weights", "adapters" or "nothing"
-    fits: bool | None
-    shortage: str
-    reason: str
-    tokens_per_s: float
-    model_tflops_per_s: float
-    mfu: float
-    hfu: float
-    step_s: float
-    bound_s: float
-    gap: float
-    bound_of_any_schedule_s: float
-    gap_to_any_schedule: float
-    binding: str
-    device_peak_gb: float
-    host_peak_gb: float
-    nvme_peak_gb: float
-    ratio_to_zero3_offload: float
-    baseline: str
-    same_state: bool
-    digest: str
+    fits: bool | None = True
+    shortage: str = ""
+    reason: str = ""
+    tokens_per_s: float = math.nan
+    model_tflops_per_s: float = math.nan
+    mfu: float = math.nan
+    hfu: float = math.nan
+    step_s: float = math.nan
+    bound_s: float = math.nan
+    gap: float = math.nan
+    bound_of_any_schedule_s: float = math.nan
+    gap_to_any_schedule: float = math.nan
+    binding: str = ""
+    device_peak_gb: float = math.nan
+    host_peak_gb: float = math.nan
+    nvme_peak_gb: float = math.nan
+    ratio_to_zero3_offload: float = math.nan
+    baseline: str = ""
+    same_state: bool = False
+    digest: str = ""
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
@@ -110,19 +113,30 @@ def rows(
     profile: HardwareProfile,
     workload: Workload,
     budget: MemoryBudget | None = None,
+    *,
+    refused_too: bool = False,
 ) -> Iterator[Row]:
-    """The rows of one model and workload, one by one as they are found. Raises as `compare` does."""
+    """The rows of one model and workload, one by one as they are found.
+
+    Raises as `compare` does; with `refused_too` a policy that refuses this step, or is not safe, is a row that says so.
+    """
     budget = budget or memory_of(profile)
     bounds_ns: dict[Workload, float] = {}
     for text in names:
         name, knobs = policies.with_knobs(text)
-        schedule = policies.build(name, model, workload, budget, **knobs)
-        verify(schedule)
-        row = _row_of(schedule, profile, budget)
-        if row.fits and is_bounded(schedule):
-            if (step := schedule.workload) not in bounds_ns:
-                bounds_ns[step] = bound_of_these_micro_batches(schedule, profile, budget)
-            row = _bounded(row, bounds_ns[step] / 1e9)
+        try:
+            schedule = policies.build(name, model, workload, budget, **knobs)
+            verify(schedule)
+        except (InputError, Refused) as error:
+            if not refused_too:
+                raise
+            row = _not_built(name, model, workload, profile, error)
+        else:
+            row = _row_of(schedule, profile, budget)
+            if row.fits and is_bounded(schedule):
+                if (step := schedule.workload) not in bounds_ns:
+                    bounds_ns[step] = bound_of_these_micro_batches(schedule, profile, budget)
+                row = _bounded(row, bounds_ns[step] / 1e9)
         given = " ".join(f"{knob}={value}" for knob, value in knobs.items())
         yield replace(row, knobs=given, label=f"{row.label} {given}".strip())
 
@@ -220,56 +234,38 @@ def _lacking(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit, 
     return _row(schedule, profile, peaks, fits=False, shortage=short, reason=reason)
 
 
-def _row(
-    schedule: Schedule,
-    profile: HardwareProfile,
-    peaks: Mapping[Tier, int],
-    *,
-    fits: bool | None = True,
-    shortage: str = "",
-    reason: str = "",
-    tokens_per_s: float = math.nan,
-    model_tflops_per_s: float = math.nan,
-    mfu: float = math.nan,
-    hfu: float = math.nan,
-    step_s: float = math.nan,
-    bound_s: float = math.nan,
-    gap: float = math.nan,
-    binding: str = "",
-) -> Row:
-    workload = schedule.workload
+def _row(schedule: Schedule, profile: HardwareProfile, peaks: Mapping[Tier, int], **found: Any) -> Row:
     return Row(
-        model=schedule.model.name,
-        params_b=schedule.model.total_params / 1e9,
         policy=schedule.policy,
-        knobs="",
         label=schedule.label,
-        machine=profile.name,
-        source="predicted",
-        micro_batch_size=workload.micro_batch_size,
-        accumulation=workload.accumulation,
-        seq_len=workload.seq_len,
-        precision=workload.precision,
-        recompute=workload.recompute,
-        trains=workload.trains,
-        fits=fits,
-        shortage=shortage,
-        reason=reason,
-        tokens_per_s=tokens_per_s,
-        model_tflops_per_s=model_tflops_per_s,
-        mfu=mfu,
-        hfu=hfu,
-        step_s=step_s,
-        bound_s=bound_s,
-        gap=gap,
-        bound_of_any_schedule_s=math.nan,
-        gap_to_any_schedule=math.nan,
-        binding=binding,
         device_peak_gb=peaks[Tier.DEVICE] / 1e9,
         host_peak_gb=peaks[Tier.HOST] / 1e9,
         nvme_peak_gb=peaks[Tier.NVME] / 1e9,
-        ratio_to_zero3_offload=math.nan,
-        baseline="",
-        same_state=False,
         digest=schedule.digest,
+        **_of_step(schedule.model, schedule.workload, profile),
+        **found,
     )
+
+
+def _not_built(name: str, model: ModelSpec, workload: Workload, profile: HardwareProfile, why: Exception) -> Row:
+    policy, reason = policies.short(name), str(why)
+    short = f"{NOT_BUILT}: {reason.splitlines()[0]}"
+    step = _of_step(model, workload, profile)
+    return Row(policy=policy, label=policy, fits=None, shortage=short, reason=reason, **step)
+
+
+def _of_step(model: ModelSpec, workload: Workload, profile: HardwareProfile) -> dict[str, Any]:
+    """What a row says of the model, the step and the machine."""
+    return {
+        "model": model.name,
+        "params_b": model.total_params / 1e9,
+        "knobs": "",
+        "machine": profile.name,
+        "source": "predicted",
+        "micro_batch_size": workload.micro_batch_size,
+        "accumulation": workload.accumulation,
+        "seq_len": workload.seq_len,
+        "precision": workload.precision,
+        "recompute": workload.recompute,
+        "trains": workload.trains,
+    }

@@ -45,6 +45,13 @@ def stacked_axes(count: int, width: float, height_each: float, *, common_x: bool
         return list(figure.subplots(count, 1, sharex=common_x, squeeze=False)[:, 0])
 
 
+def grid_of_axes(rows: int, columns: int, width: float, height_each: float) -> list[list[Axes]]:
+    """Rows of axes in one new figure with one x axis, and in each row one y axis."""
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(width, height_each * rows), layout="constrained")
+        return [list(row) for row in figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)]
+
+
 def plain_ticks(axis: Axis) -> None:
     """Numbers, not powers of ten, on a logarithmic axis whose limits are set: at 1, 2 and 5 of every decade.
 

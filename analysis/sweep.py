@@ -11,15 +11,14 @@ import hashlib
 import importlib
 import itertools
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatrain.cores import usable_cores
+from analysis.axes import axes_of
+from analysis.pool import computed
 from schedules import policies
 from schedules.errors import InputError, Refused
 from schedules.flops import model_flops_per_step
@@ -34,7 +33,6 @@ from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
 from sim.plan import bound_of_any_split, is_bounded, plan, splits
 from sim.prediction import Prediction, memory_of, predict
-from sim.worker import begin_to_work, lost_ones_told
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]
@@ -116,17 +114,10 @@ def points(
             otherwise, or there is no such policy.
     """
     list(splits(seq_len, tokens_per_step, None, None, precision, grad_clip))  # tells what is wrong with the step
-    axes: dict[str, list[str]] = {}
-    for setting in vary:
-        path, equals, values = (part.strip() for part in setting.partition("="))
-        if not equals or not values:
-            raise InputError(f"{setting!r} varies nothing; write number=VALUE,VALUE, as in host.memory=128GiB,256GiB")
-        if path in axes:  # the later one of two would hide the other
-            raise InputError(f"{path} is varied twice; write all its values at once, as in {path}=VALUE,VALUE")
-        axes[path] = [f"{path}={value.strip()}" for value in values.split(",")]
+    axes = [[f"{path}={value}" for value in values] for path, values in axes_of(vary).items()]
     sources = {name: _source(name) for name in names}
     found: dict[str, Point] = {}
-    for model, machine, changes, name in itertools.product(models, machines, itertools.product(*axes.values()), names):
+    for model, machine, changes, name in itertools.product(models, machines, itertools.product(*axes), names):
         point = Point(
             model=model,
             machine=machine,
@@ -393,21 +384,10 @@ def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, da
         return
     if dask is not None:
         yield from _on_dask(do, left, dask)
-    elif workers == 1:
-        yield from map(do, left)
     else:
-        others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(workers or usable_cores(), initializer=begin_to_work) as pool:
-            pending = [pool.submit(do, point) for point in left]
-            try:
-                with lost_ones_told("the same command goes on from here, and fewer --workers need less memory"):
-                    for future in as_completed(pending):
-                        yield future.result()
-            except BaseException:  # what is half done is lost in any case: do not wait for it
-                pool.shutdown(wait=False, cancel_futures=True)
-                for worker in set(multiprocessing.active_children()) - others:
-                    worker.terminate()
-                raise
+        yield from computed(
+            do, left, workers, "the same command goes on from here, and fewer --workers need less memory"
+        )
 
 
 def _on_dask(do: Callable[[T], Row], left: Sequence[T], address: str) -> Iterator[Row]:

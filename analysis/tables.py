@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from analysis import varied
 from analysis.compare import OUR_PRECISIONS, SAME_STATE, several_baselines
 from megatrain.terminal import Column, Record, show_records
 from sim.units import rate, seconds
@@ -50,7 +51,7 @@ def _memory(key: str) -> Callable[[Record], str]:
 
     def cell(record: Record) -> str:
         gb = record[key]
-        return "0" if not gb else f"{gb:,.1f} GB" if gb >= 1 else f"{gb * 1e3:.1f} MB"
+        return "-" if gb is None else "0" if not gb else f"{gb:,.1f} GB" if gb >= 1 else f"{gb * 1e3:.1f} MB"
 
     return cell
 
@@ -293,6 +294,15 @@ def show_comparison(frame: pd.DataFrame, console: Console | None = None) -> None
     for number, (title, rows) in enumerate(groups, start=1):
         note = comparison_note(frame) if number == len(groups) else ""
         show(rows, comparison_columns(rows), title=title, note=note, console=console)
+
+
+def show_varied(frame: pd.DataFrame, axes: Sequence[str], setting: str, console: Console | None = None) -> None:
+    """Print what `varied.run` found: a table per model, a row per policy and point, in the order of the points."""
+    for number, (model, rows) in enumerate(frame.groupby("model", sort=False), start=1):
+        asked = [Column(heading=axis, cell=_text(varied.column(axis)), folds=True) for axis in axes]
+        title = f"{model} ({parameters(rows['params_b'].iloc[0])}), {setting}"
+        note = comparison_note(frame) if number == frame["model"].nunique() else ""
+        show(rows, [*asked, *comparison_columns(rows)], title=title, note=note, console=console)
 
 
 def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -291,3 +292,13 @@ def override(profile: HardwareProfile, assignments: Sequence[str]) -> HardwarePr
             target = target.setdefault(section, {})
         target[key] = {"value": number, "unit": unit, "source": "set on the command line"}
     return from_json(document, profile.name)
+
+
+def changed(profile: HardwareProfile, assignments: Sequence[str]) -> HardwareProfile:
+    """As `override`, and the name tells: "rtx3090 with host.memory=100GiB". Of several for one number the last counts.
+
+    Raises HardwareError as `override` does.
+    """
+    last = {assignment.partition("=")[0].strip(): assignment for assignment in assignments}
+    machine = override(profile, assignments)
+    return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine

@@ -22,7 +22,7 @@ import pytest
 from matplotlib.text import Text
 from timed_profile import timed
 
-from analysis import buying, costs, prices, sweep, tables
+from analysis import buying, costs, pool, prices, sweep, tables
 from analysis.figure import figure_of
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
 from schedules import policies, presets
@@ -474,11 +474,11 @@ def test_there_are_no_more_workers_than_cores_for_them(monkeypatch: pytest.Monke
     """A scheduler may give a few cores of a hundred, and memory for as many processes."""
     asked: list[int] = []
 
-    def pool(workers: int, **_: Any) -> Any:
+    def no_pool(workers: int, **_: Any) -> Any:
         asked.append(workers)
         raise InputError("enough")
 
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", no_pool)
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
     with pytest.raises(InputError, match="enough"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -20,18 +21,21 @@ from megatrain.cli.options import (
     Recompute,
     Seq,
     Set,
+    given,
     listed,
     machine_of,
     models_of,
+    note_idle,
     note_length,
     print_json,
     require_outputs,
     workload_of,
 )
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 
 
 def compare(
+    context: typer.Context,
     models: Models = None,
     models_too: ModelsToo = None,
     policy: Annotated[
@@ -51,42 +55,66 @@ def compare(
     clip: Clip = None,
     recompute: Recompute = "none",
     change: Set = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            help="An option of the step, or a number of the machine, and the values to try: batch=1,2,4 or "
+            "host.memory=96GB,192GB. Repeatable.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a plot and its data to this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict every policy on every model of a list, beside ZeRO-3 offload."""
+    """Predict every policy on every model of a list, beside ZeRO-3 offload; with --vary, at each of many points."""
     from analysis import compare as comparison
-    from analysis import figure, plots, tables
+    from analysis import figure, lines, plots, tables, varied
+    from analysis.axes import axes_of
     from megatrain.terminal import print_words
     from schedules import policies
+    from sim.hardware import load
 
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
     workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
-    same_state = [comparison.SAME_STATE] if precision in comparison.OUR_PRECISIONS else []
+    axes = axes_of(vary or [])
+    _require_said_once(context, change or [], axes)
+    precisions = axes.get("precision", [precision])
+    same_state = [comparison.SAME_STATE] if set(precisions) & set(comparison.OUR_PRECISIONS) else []
     chosen = listed(policy or []) or [*policies.comparable(), *same_state]
     for name in chosen:
         policies.with_knobs(name)  # tells which is not there before any is simulated
     chosen = list(dict.fromkeys(chosen))
     specs = models_of(models, models_too)
+    points = varied.points(specs, chosen, load(hardware), change or [], workload, axes)
     for spec in specs:
-        note_length(spec, seq)
-    found = []
-    with progress_bar() as progress:
-        task = progress.add_task("simulating", total=len(specs) * len(chosen), note="")
-        for spec in specs:
-            for row in comparison.rows(spec, chosen, profile, workload):
-                found.append(row)
-                progress.update(task, advance=1, note=f"{row.model} {row.policy}")
-    frame = comparison.frame(found)
+        note_length(spec, max(point.workload.seq_len for point in points))
+    note_idle(hardware, points[0].profile, list(axes))
+    with progress_bar() as bar:
+        if axes:
+            task = bar.add_task("simulating", total=len(points), note="")
+            frame = varied.run(points, progress=lambda point: bar.update(task, advance=1, note=point.told))
+        else:
+            task = bar.add_task("simulating", total=len(specs) * len(chosen), note="")
+            found = []
+            for spec in specs:
+                for row in comparison.rows(spec, chosen, profile, workload):
+                    found.append(row)
+                    bar.update(task, advance=1, note=f"{row.model} {row.policy}")
+            frame = comparison.frame(found)
+    setting = varied.setting(workload, profile.name, axes)
     try:  # first to the file, see `plan`
         if out is not None:
-            figure.save(figure.figure_of(plots.throughput(frame)), out / "throughput", frame)
+            drawn = lines.throughput(frame, axes, setting) if axes else figure.figure_of(plots.throughput(frame))
+            figure.save(drawn, out / "throughput", frame)
     finally:
         if as_json:
             print_json(tables.records(frame))
         else:
-            tables.show_comparison(frame)
+            if axes:
+                tables.show_varied(frame, list(axes), setting)
+            else:
+                tables.show_comparison(frame)
             for lacking in frame["reason"][frame["fits"].isna()].head(1):
                 print_words(f"The first that is not predicted: {lacking}")
             if policy is None:
@@ -97,3 +125,11 @@ def compare(
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")
     if frame["fits"].eq(False).all():
         raise Refused(f"none of these fits {profile.name}")
+
+
+def _require_said_once(context: typer.Context, changes: list[str], axes: Mapping[str, list[str]]) -> None:
+    """Raises InputError where something is varied and has a value as well: one of the two would be hidden."""
+    numbers = {change.partition("=")[0].strip() for change in changes}
+    said = [*given(context, list(axes)), *(f"--set {path}" for path in axes if path in numbers)]
+    if said:
+        raise InputError(f"{said[0]} gives a value to what is varied: leave out one of them")

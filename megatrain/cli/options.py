@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,18 +77,24 @@ def machine_of(hardware: str, changes: list[str] | None) -> HardwareProfile:
 
     Says so on stderr where ops were measured whose times a number does not change.
     """
-    from sim.hardware import load, override
+    from sim.hardware import changed, load
+
+    machine = load(hardware)
+    other = changed(machine, changes or [])
+    note_idle(machine.name, other, [change.partition("=")[0].strip() for change in changes or []])
+    return other
+
+
+def note_idle(name: str, machine: HardwareProfile, paths: Sequence[str]) -> None:
+    """Say so where numbers at these paths were changed and are not what times of this machine come from."""
     from sim.machine import THREADS, TIMED, lookup
 
-    machine = override(load(hardware), changes or [])
-    last = {change.partition("=")[0].strip(): change for change in changes or []}  # of several for one number
-    if machine.measured is not None and (idle := [path for path in TIMED if path in last]):
-        told = f"note: the ops of {machine.name} were measured, and take as long whatever {' and '.join(idle)} may be"
+    if machine.measured is not None and (idle := [path for path in TIMED if path in paths]):
+        told = f"note: the ops of {name} were measured, and take as long whatever {' and '.join(idle)} may be"
         print(told, file=sys.stderr)
-    if "host.cores" in last and not any(lookup(machine, path) for path in THREADS):
-        told = f"note: nothing says how many cores an op of {machine.name} occupies, so host.cores changes no time"
+    if "host.cores" in paths and not any(lookup(machine, path) for path in THREADS):
+        told = f"note: nothing says how many cores an op of {name} occupies, so host.cores changes no time"
         print(f"{told}; give {', '.join(THREADS)}", file=sys.stderr)
-    return replace(machine, name=f"{machine.name} with {', '.join(last.values())}") if last else machine
 
 
 def is_schedule(target: str) -> bool:
@@ -113,8 +118,8 @@ def schedule_of(
     from schedules import policies, presets
 
     if is_schedule(target):
-        if given := _given(context, fixed):
-            raise InputError(f"the file {target} is a whole step: leave out {', '.join(given)}, or name a model")
+        if too := given(context, fixed):
+            raise InputError(f"the file {target} is a whole step: leave out {', '.join(too)}, or name a model")
         schedule = schedule_to_prove(Path(target))
     else:
         name, chosen = policies.with_knobs(policy, knobs or [])
@@ -139,7 +144,7 @@ def note_length(model: ModelSpec, seq_len: int) -> None:
         )
 
 
-def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+def given(context: typer.Context, names: Sequence[str]) -> list[str]:
     """Of these parameters, as users write them, those that the command line has."""
     found = []
     for parameter in context.command.params:

@@ -75,7 +75,7 @@ def summary(name_or_path: str | Path) -> str:
 def explain(name_or_path: str | Path) -> str:
     """A policy's help: what its file says it does, and its knobs. Raises PolicyError."""
     module = _module(name_or_path)
-    function, where = _policy(module), _short(name_or_path)
+    function, where = _policy(module), short(name_or_path)
     text = inspect.getdoc(module) or f"{where}: its file does not say what it does."
     lines = []
     meanings = _meanings(function, name_or_path)
@@ -91,7 +91,7 @@ def knob_help(name_or_path: str | Path) -> dict[str, tuple[str, str]]:
     """What each knob of a policy accepts, and what it means, "" where its file does not say. Raises PolicyError."""
     function = load(name_or_path)
     meanings = _meanings(function, name_or_path)
-    known = _knobs(function, _short(name_or_path))
+    known = _knobs(function, short(name_or_path))
     return {name: (_expected(knob), meanings.get(name, "")) for name, knob in known.items()}
 
 
@@ -101,7 +101,7 @@ def knobs(name_or_path: str | Path) -> dict[str, inspect.Parameter]:
     The annotation is bool, int (a count, never negative), float, str, Literal of strings, None, or a union of
     these; a parameter that has none is of its default's type. Raises PolicyError.
     """
-    return _knobs(load(name_or_path), _short(name_or_path))
+    return _knobs(load(name_or_path), short(name_or_path))
 
 
 def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, Knob]:
@@ -117,7 +117,7 @@ def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, 
         if not equals:
             raise PolicyError(f"{setting!r} is not of the form knob=value")
         name = name.strip().replace("-", "_")
-        _must_know(name, known, _short(name_or_path))
+        _must_know(name, known, short(name_or_path))
         if name in parsed:
             raise PolicyError(f"knob {name} is set twice")
         parsed[name] = _parse(name, text.strip(), known[name])
@@ -158,7 +158,7 @@ def _built(
     *,
     waits: bool,
 ) -> Schedule:
-    function, where = load(name_or_path), _short(name_or_path)
+    function, where = load(name_or_path), short(name_or_path)
     known = _knobs(function, where)
     for name, value in values.items():
         _must_know(name, known, where)
@@ -217,7 +217,9 @@ def _policy(module: ModuleType) -> Policy:
     return function
 
 
-def _short(name_or_path: str | Path) -> str:
+def short(name_or_path: str | Path) -> str:
+    """What its schedules call a policy: its name, or that of its file."""
+    """What a policy's schedules call it: its name, or that of its file."""
     return plain(Path(name_or_path).stem)
 
 

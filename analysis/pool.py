@@ -1,0 +1,41 @@
+"""Work that is shared out among processes, and its results as they come."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import TypeVar
+
+from megatrain.cores import usable_cores
+from sim.worker import begin_to_work, lost_ones_told
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def computed(do: Callable[[T], R], left: Sequence[T], workers: int | None, remedy: str) -> Iterator[R]:
+    """What `do` makes of each, in the order in which they are done.
+
+    Args:
+        workers: processes; one for every core that this process may use if None, and with 1 no other than this one.
+        remedy: what helps where a process is ended for want of memory.
+
+    Raises:
+        Refused: a process was ended from outside.
+    """
+    if workers == 1:
+        yield from map(do, left)
+        return
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(workers or usable_cores(), initializer=begin_to_work) as pool:
+        pending = [pool.submit(do, point) for point in left]
+        try:
+            with lost_ones_told(remedy):
+                for future in as_completed(pending):
+                    yield future.result()
+        except BaseException:  # what is half done is lost in any case: do not wait for it
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+            raise

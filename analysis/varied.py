@@ -1,0 +1,156 @@
+"""Policies side by side over axes: options of the step, such as the micro-batch, and numbers of the machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from analysis import compare
+from analysis.pool import computed
+from schedules.errors import InputError
+from schedules.model import ModelSpec
+from schedules.words import nearest
+from schedules.workload import Workload
+from sim.hardware import changed
+from sim.machine import NUMBERS, HardwareProfile
+
+STEP = {  # options of the command line, and the fields of a workload that they are
+    "batch": "micro_batch_size",
+    "accumulation": "accumulation",
+    "seq": "seq_len",
+    "precision": "precision",
+    "recompute": "recompute",
+    "clip": "grad_clip",
+}
+UNCLIPPED = "none"
+_WORDS = ("precision", "recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A model, a step and a machine, and the policies that are compared there. `values` are by axis, as written."""
+
+    model: ModelSpec
+    names: tuple[str, ...]
+    profile: HardwareProfile
+    workload: Workload
+    values: Mapping[str, str]
+
+    @property
+    def told(self) -> str:
+        return " ".join([self.model.name, *(f"{name}={value}" for name, value in self.values.items())])
+
+
+def column(axis: str) -> str:
+    """Of a table of points, the column of an axis, which says what was asked: "vary.batch"."""
+    return f"vary.{axis}"
+
+
+def points(
+    models: Sequence[ModelSpec],
+    names: Sequence[str],
+    machine: HardwareProfile,
+    changes: Sequence[str],
+    workload: Workload,
+    axes: Mapping[str, Sequence[str]],
+) -> list[Point]:
+    """Every combination of models and values, in this order: the values of the last axis follow one another.
+
+    Args:
+        changes: of the machine, at all points.
+        axes: as `axes.axes_of` returns them; those that are no option of the step are numbers of the machine.
+
+    Raises:
+        InputError: nothing is called as an axis is, or a value means nothing.
+    """
+    _require_known(axes)
+    found = []
+    for model, values in itertools.product(models, itertools.product(*axes.values())):
+        at = dict(zip(axes, values, strict=True))
+        numbers = [f"{path}={value}" for path, value in at.items() if path not in STEP]
+        found.append(
+            Point(
+                model=model,
+                names=tuple(names),
+                profile=changed(machine, [*changes, *numbers]),
+                workload=_step(workload, at),
+                values=at,
+            )
+        )
+    return found
+
+
+def _require_known(axes: Iterable[str]) -> None:
+    for name in axes:
+        if name not in STEP and name not in NUMBERS:
+            close = nearest(name, [*STEP, *NUMBERS], cutoff=0.4)
+            known = f"known: {', '.join(STEP)}, and numbers of the machine, as in host.memory=96GB,192GB"
+            told = f"did you mean {' or '.join(close)}?" if close else known
+            raise InputError(f"nothing that can be varied is called {name!r}; {told}")
+
+
+def _step(workload: Workload, at: Mapping[str, str]) -> Workload:
+    for name, text in at.items():
+        if name in STEP:
+            try:
+                workload = replace(workload, **{STEP[name]: _value(name, text)})
+            except ValueError as error:
+                raise InputError(f"--vary {name}={text}: {error}") from None
+    return workload
+
+
+def _value(name: str, text: str) -> Any:
+    if name in _WORDS:
+        return text
+    if name == "clip":
+        return None if text == UNCLIPPED else _number(float, text, f"a number, or {UNCLIPPED}")
+    return _number(int, text, "a whole number")
+
+
+def _number(kind: type[int] | type[float], text: str, what: str) -> int | float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"give {what}") from None
+
+
+def run(points: Sequence[Point], *, workers: int | None = None, progress: Callable[[Point], None]) -> pd.DataFrame:
+    """A row for every policy at every point, in this order: a column per axis, as `column` names it, and those of
+    `compare.Row`. Ratios are to the baseline at the same point.
+
+    Args:
+        workers: processes; one for every core that this process may use if left out.
+        progress: told of every point when it is done.
+
+    Raises:
+        InputError: a policy refuses the step of every point.
+        Refused: a process was ended from outside.
+    """
+    found: dict[int, pd.DataFrame] = {}
+    for number, rows in computed(_evaluated, list(enumerate(points)), workers, "fewer cores need less memory"):
+        found[number] = rows
+        progress(points[number])
+    table = pd.concat([found[number] for number in range(len(points))], ignore_index=True)
+    for _, rows in table.groupby(["policy", "knobs"], sort=False):
+        if rows["shortage"].str.startswith(compare.NOT_BUILT).all():
+            raise InputError(rows["reason"].iloc[0])
+    return table
+
+
+def _evaluated(numbered: tuple[int, Point]) -> tuple[int, pd.DataFrame]:
+    number, point = numbered
+    rows = compare.rows(point.model, point.names, point.profile, point.workload, refused_too=True)
+    table = compare.frame(list(rows))
+    asked = pd.DataFrame({column(axis): value for axis, value in point.values.items()}, index=table.index)
+    return number, pd.concat([asked, table], axis="columns")
+
+
+def setting(workload: Workload, machine: str, axes: Mapping[str, Sequence[str]]) -> str:
+    """What all points have in common: "predicted on h100; accumulation=1, seq=1024, precision=bf16"."""
+    fixed = {name: getattr(workload, field) for name, field in STEP.items() if name not in axes}
+    told = ", ".join(f"{name}={value}" for name, value in fixed.items() if value not in (None, "none"))
+    return f"predicted on {machine}; {told}"
