@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from analysis.figure import FONT_PT, figure_of, grid_of_axes
 from analysis.palette import BLACK, GREY, Style, policy_style
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 _PANEL_INCHES, _WIDEST_INCHES = 3.8, 12.5  # the latter fits a page and a screen, and its writing stays legible there
 _LEGEND_INCHES = 2.4  # a policy's name and its line
 _TITLE_LETTERS = 10  # in an inch
-_ROOM, _MOST_ROOM = 0.06, 0.4  # for the marks of a policy beneath the lines, and of all, of the height of a panel
-_DASHES = ("-", "--", "-.", ":")  # of the lines of one colour
+_ROOM, _MOST_ROOM = 0.08, 0.4  # for the marks of a policy beneath the lines, and of all, of the height of a panel
+_DASHES = ("-", "--", "-.", ":")
+_MARKS: dict[bool | None, tuple[dict[str, Any], str]] = {  # by what `fits` says
+    False: ({"fillstyle": "none"}, "hollow: does not fit"),
+    None: ({"marker": "$?$"}, "not predicted"),
+}
 _MEANING = {
     "batch": "batch: sequences per micro-batch",
     "accumulation": "accumulation: micro-batches per step",
@@ -31,11 +35,14 @@ _MEANING = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """How a policy is drawn. `marks` is how high its marks stand, of the height of a panel; None where it has none."""
+    """How a policy is drawn: `wider` from 1 for the first to nearly 0 for the last. `marks` is how high its marks
+    stand, of the height of a panel; None where it has none.
+    """
 
     label: str
     style: Style
     dash: str
+    wider: float
     marks: float | None
 
 
@@ -53,11 +60,13 @@ def throughput(table: pd.DataFrame, axes: Mapping[str, Sequence[str]], setting: 
     models = list(table["model"].unique())
     panels = list(table.groupby(["model", *map(column, others)], sort=False))
     columns = len(axes[others[-1]]) if others else 1
-    grid = grid_of_axes(len(panels) // columns, columns, min(max(7.0, _PANEL_INCHES * columns), _WIDEST_INCHES), 2.9)
+    inches = min(max(7.0, _PANEL_INCHES * columns), _WIDEST_INCHES)
+    grid = grid_of_axes(len(panels) // columns, columns, inches, 3.1)
     lines, room = _lines(table)
     for ax, ((model, *values), rows) in zip((ax for row in grid for ax in row), panels, strict=True):
         told = [f"{name}={value}" for name, value in zip(others, values, strict=True)]
-        ax.set_title(", ".join([*([model] if len(models) > 1 else []), *told]), loc="left", fontsize=FONT_PT + 1)
+        title = ", ".join([*([model] if len(models) > 1 else []), *told])
+        ax.set_title(_wrapped(title, inches / columns), loc="left", fontsize=FONT_PT + 1)
         for key, line in lines.items():
             _draw(ax, _of(rows, key), line)
         ax.set_xticks(range(len(axes[first])), axes[first])
@@ -71,10 +80,13 @@ def throughput(table: pd.DataFrame, axes: Mapping[str, Sequence[str]], setting: 
         ax.set_xlabel(_MEANING.get(first, first))
     figure = figure_of(grid[0][0])
     title = ", ".join([*(models if len(models) == 1 else []), setting])
-    letters = int(_TITLE_LETTERS * figure.get_figwidth())
-    figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=FONT_PT + 1)
+    figure.suptitle(_wrapped(title, inches), x=0.01, ha="left", fontsize=FONT_PT + 1)
     _legend(figure, grid[0][0], table)
     return figure
+
+
+def _wrapped(title: str, inches: float) -> str:
+    return textwrap.fill(title, int(_TITLE_LETTERS * inches), break_on_hyphens=False)
 
 
 def _of(rows: pd.DataFrame, key: tuple[str, str]) -> pd.DataFrame:
@@ -89,23 +101,20 @@ def _lines(table: pd.DataFrame) -> tuple[dict[tuple[str, str], _Line], float]:
     found: dict[tuple[str, str], _Line] = {}
     for key, of in rows.items():
         style = policy_style(" ".join(key).strip())
-        dash = _DASHES[sum(line.style.colour == style.colour for line in found.values()) % len(_DASHES)]
         marks = room * (1 - (lacking.index(key) + 0.5) / len(lacking)) if key in lacking else None
         label = max(of["label"], key=len)  # what is not built is not known to be stale
-        found[key] = _Line(label=label, style=style, dash=dash, marks=marks)
+        dash, wider = _DASHES[len(found) % len(_DASHES)], 1 - len(found) / len(rows)  # no line hides one beneath it
+        found[key] = _Line(label=label, style=style, dash=dash, wider=wider, marks=marks)
     return found, room
 
 
 def _draw(ax: Axes, rows: pd.DataFrame, line: _Line) -> None:
-    colour, mark, rates = line.style.colour, line.style.marker, rows["tokens_per_s"].to_numpy(dtype=float)
-    ax.plot(range(len(rates)), rates, line.dash, color=colour, marker=mark, markersize=5, label=line.label)
+    look: Any = {"color": line.style.colour, "marker": line.style.marker, "markersize": 4 + 3 * line.wider}
+    rates = rows["tokens_per_s"].to_numpy(dtype=float)
+    ax.plot(range(len(rates)), rates, line.dash, linewidth=1.2 + 1.5 * line.wider, label=line.label, **look)
     for x, fits in enumerate(rows["fits"]):
         if line.marks is not None and not fits:
-            ax.plot(x, line.marks, color=colour, marker=_mark(fits), markersize=6, transform=ax.get_xaxis_transform())
-
-
-def _mark(fits: bool | None) -> str:
-    return "$?$" if fits is None else "x"
+            ax.plot(x, line.marks, transform=ax.get_xaxis_transform(), **{**look, **_MARKS[fits][0]})
 
 
 def _scale(ax: Axes, room: float) -> None:
@@ -121,8 +130,8 @@ def _legend(figure: Figure, ax: Axes, table: pd.DataFrame) -> None:
     from matplotlib.lines import Line2D
 
     handles = list(ax.get_legend_handles_labels()[0])
-    for fits, told in ((False, "does not fit"), (None, "not predicted")):
+    for fits, (mark, told) in _MARKS.items():
         if any(found is fits for found in table["fits"].astype(object)):
-            handles.append(Line2D([], [], color=BLACK, marker=_mark(fits), linestyle="", label=told))
+            handles.append(Line2D([], [], color=BLACK, linestyle="", label=told, **{"marker": "o", **mark}))
     columns = max(1, int(figure.get_figwidth() / _LEGEND_INCHES))
     figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), columns), frameon=False)

@@ -87,7 +87,7 @@ def points(
 def _require_known(axes: Iterable[str]) -> None:
     for name in axes:
         if name not in STEP and name not in NUMBERS:
-            close = nearest(name, [*STEP, *NUMBERS], cutoff=0.4)
+            close = nearest(name, [*STEP, *NUMBERS])
             known = f"known: {', '.join(STEP)}, and numbers of the machine, as in host.memory=96GB,192GB"
             told = f"did you mean {' or '.join(close)}?" if close else known
             raise InputError(f"nothing that can be varied is called {name!r}; {told}")

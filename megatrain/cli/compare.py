@@ -129,7 +129,12 @@ def compare(
 
 def _require_said_once(context: typer.Context, changes: list[str], axes: Mapping[str, list[str]]) -> None:
     """Raises InputError where something is varied and has a value as well: one of the two would be hidden."""
+    from analysis.varied import STEP
+
     numbers = {change.partition("=")[0].strip() for change in changes}
-    said = [*given(context, list(axes)), *(f"--set {path}" for path in axes if path in numbers)]
+    said = [
+        *given(context, [axis for axis in axes if axis in STEP]),
+        *(f"--set {path}" for path in axes if path in numbers),
+    ]
     if said:
         raise InputError(f"{said[0]} gives a value to what is varied: leave out one of them")
