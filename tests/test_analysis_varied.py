@@ -134,9 +134,11 @@ def test_a_policy_that_refuses_a_step_is_a_row_that_says_so(table: pd.DataFrame)
     assert cell == "-", "nothing is known of its memory"
 
 
-def test_a_policy_that_refuses_every_step_is_told() -> None:
+def test_it_is_an_error_where_no_policy_takes_any_step() -> None:
+    step = Workload(micro_batch_size=1, seq_len=64, precision="fp32")
+    assert run(some(["batch=1,2"], workload=step))["fits"].isna().sum() == 2
     with pytest.raises(InputError, match="master=weights is for bf16 weights"):
-        run(some(["batch=1,2"], workload=Workload(micro_batch_size=1, seq_len=64, precision="fp32")))
+        run(some(["batch=1,2"], [compare.SAME_STATE], workload=step))
 
 
 def test_ratios_are_to_the_baseline_at_the_same_point() -> None:

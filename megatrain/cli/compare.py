@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,6 +32,14 @@ from megatrain.cli.options import (
     workload_of,
 )
 from schedules.errors import InputError, Refused
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from analysis.varied import Point
+    from schedules.model import ModelSpec
+    from schedules.workload import Workload
+    from sim.machine import HardwareProfile
 
 
 def compare(
@@ -86,22 +94,12 @@ def compare(
         policies.with_knobs(name)  # tells which is not there before any is simulated
     chosen = list(dict.fromkeys(chosen))
     specs = models_of(models, models_too)
-    points = varied.points(specs, chosen, load(hardware), change or [], workload, axes)
+    machine = load(hardware)
+    points = varied.points(specs, chosen, machine, change or [], workload, axes)
     for spec in specs:
         note_length(spec, max(point.workload.seq_len for point in points))
-    note_idle(hardware, points[0].profile, list(axes))
-    with progress_bar() as bar:
-        if axes:
-            task = bar.add_task("simulating", total=len(points), note="")
-            frame = varied.run(points, progress=lambda point: bar.update(task, advance=1, note=point.told))
-        else:
-            task = bar.add_task("simulating", total=len(specs) * len(chosen), note="")
-            found = []
-            for spec in specs:
-                for row in comparison.rows(spec, chosen, profile, workload):
-                    found.append(row)
-                    bar.update(task, advance=1, note=f"{row.model} {row.policy}")
-            frame = comparison.frame(found)
+    note_idle(machine.name, points[0].profile, list(axes))
+    frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload)
     setting = varied.setting(workload, profile.name, axes)
     try:  # first to the file, see `plan`
         if out is not None:
@@ -125,6 +123,29 @@ def compare(
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")
     if frame["fits"].eq(False).all():
         raise Refused(f"none of these fits {profile.name}")
+
+
+def _at_one_step(
+    specs: Sequence[ModelSpec], names: Sequence[str], profile: HardwareProfile, workload: Workload
+) -> pd.DataFrame:
+    from analysis import compare as comparison
+
+    found = []
+    with progress_bar() as bar:
+        task = bar.add_task("simulating", total=len(specs) * len(names), note="")
+        for spec in specs:
+            for row in comparison.rows(spec, names, profile, workload):
+                found.append(row)
+                bar.update(task, advance=1, note=f"{row.model} {row.policy}")
+    return comparison.frame(found)
+
+
+def _at_points(points: Sequence[Point]) -> pd.DataFrame:
+    from analysis import varied
+
+    with progress_bar() as bar:
+        task = bar.add_task("simulating", total=len(points), note="")
+        return varied.run(points, progress=lambda point: bar.update(task, advance=1, note=point.told))
 
 
 def _require_said_once(context: typer.Context, changes: list[str], axes: Mapping[str, list[str]]) -> None:
