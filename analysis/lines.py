@@ -134,4 +134,6 @@ def _legend(figure: Figure, ax: Axes, table: pd.DataFrame) -> None:
         if any(found is fits for found in table["fits"].astype(object)):
             handles.append(Line2D([], [], color=BLACK, linestyle="", label=told, **{"marker": "o", **mark}))
     columns = max(1, int(figure.get_figwidth() / _LEGEND_INCHES))
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), columns), frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=min(len(handles), columns), frameon=False, handlelength=3.2
+    )
