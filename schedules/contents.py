@@ -126,9 +126,9 @@ class Contents:
         if access.tensor == tensors.NORM and self._coverage.no_norm:
             return
         what = (
-            f"nothing: no op wrote it before {op.name}"
-            if held is None
-            else f"{describe(held.tensor)}, put there by {held.writer}"
+            f"{describe(held.tensor)}, put there by {held.writer}"
+            if held
+            else f"nothing: {self._unwritten(op, access)}"
         )
         yield Violation(
             rule="stale read",
@@ -138,6 +138,14 @@ class Contents:
             message=f"{op.name} reads {describe(access.tensor)} from {access.buffer}, which then holds {what}",
             fix=f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
         )
+
+    def _unwritten(self, op: Op, access: Access) -> str:
+        """Why a buffer is still empty where an op reads it; what the step before wrote there may seem to be left."""
+        for later in self._schedule.ops[self._schedule.index[op.name] :]:
+            if access in later.writes:
+                lasting = "only weights, adapters and optimizer state are kept from one step to the next"
+                return f"{later.name} writes it later in the step, and {lasting}"
+        return f"no op wrote it before {op.name}"
 
     def _age(self, op: Op, buffer: str, held: Content) -> Violation | None:
         """Weights must be of the version this step trains (or as stale as declared); the rest of this step."""
@@ -172,6 +180,17 @@ class Contents:
         self._oldest = max(self._oldest, self._step - held.version)
         if oldest <= held.version <= self._step:
             return None
+        if held.version > self._step:
+            return Violation(
+                rule="stale read",
+                op=op.name,
+                on=held.writer,
+                buffer=buffer,
+                message=f"{op.name} reads {describe(held.tensor)} in version {held.version} where version {self._step} "
+                f"is the newest that is due (counted in updates); {held.writer} wrote it",
+                fix=f"update layer {parse(held.tensor).layer} after {op.name}: a step computes with weights from "
+                "before its own updates",
+            )
         age = f"version {held.version} where version {self._step} is due"
         counted = f"updates; declared staleness {stale}" if cls in tensors.PARAMETERS else "steps"
         return Violation(

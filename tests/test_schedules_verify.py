@@ -175,6 +175,26 @@ def test_weights_that_missed_an_update_are_stale() -> None:
     assert any("version 0 where version 2" in str(v) for v in problems(declared)), "two is more than declared"
 
 
+def test_an_update_that_a_step_begins_with_has_no_gradient_and_makes_its_weights_too_new() -> None:
+    """Who means to apply the gradients of the step before is told why that cannot be, not to bring w.0 up to date."""
+    p = Program(MODEL, PLAIN, staleness=1)
+    weights, grads = p.slots("weight", 2), p.slots("grad", 2)
+    p.update(0, grad=p.at_home(p.grad(0)))
+    for i in MODEL.layers[:-1]:
+        p.forward(i, weights=p.load(p.weight(i), weights))
+    backward(p, weights, grads)
+    found = problems(without(p.build(policy="first"), "U.0#2"))
+    told = {v.op: v for v in found if v.rule == "stale read"}
+    assert told["U.0"].message.endswith(
+        "which then holds nothing: O.g.0 writes it later in the step, and only weights, adapters and optimizer state "
+        "are kept from one step to the next"
+    )
+    assert "in version 1 where version 0 is the newest that is due (counted in updates); P.w.0 wrote it" in str(
+        told["F.0.0"]
+    )
+    assert told["F.0.0"].fix.startswith("update layer 0 after F.0.0: ") and "declare" not in told["F.0.0"].fix
+
+
 def behind(steps: int, *, declared: int) -> Schedule:
     """Block 0 computes with weights that have gone through so many copies, one a step."""
     p = Program(MODEL, PLAIN, staleness=declared)
