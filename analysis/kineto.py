@@ -54,8 +54,8 @@ class Recording:
 
     `step_ns` is from the end of the step before to its own, when the last op that the CPU called for within the
     profiler's mark of it ended: the GPU may lag behind the marks. Of a lone step the mark tells the beginning, or,
-    where its ops ended after the mark did, the first of them. Without marks it is the whole recording, of as many
-    `steps` as an optimizer's were recorded.
+    where its ops ended after the mark did, the first of them. Without marks it is the whole recording up to the end of
+    its last op, of as many `steps` as an optimizer's were recorded.
     """
 
     schedule: Schedule
@@ -283,7 +283,7 @@ def _typical_step(steps: Sequence[_Step], rows: Sequence[_Row]) -> tuple[str, in
     if lasted:
         return sorted(lasted, key=lambda step: step[2] - step[1])[(len(lasted) - 1) // 2]
     begin = first.begin if ended <= first.end else min(row.span.start for row in own)
-    return first.name, begin, max(first.end, ended), own
+    return first.name, begin, max(ended, begin + 1), own  # in no time at all there would be no rate
 
 
 class _Contexts:

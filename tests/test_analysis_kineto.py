@@ -320,6 +320,14 @@ def test_of_several_steps_without_marks_it_is_told_that_they_are_taken_as_one(tm
     assert found.step == "the whole recording" and found.steps == 3 and found.trace.machine == "a GPU"
 
 
+@pytest.mark.parametrize("mark", ["Optimizer.step#A", "ProfilerStep#0"])
+def test_a_lone_step_ends_with_its_last_op_as_its_trace_does(mark: str, tmp_path: Path) -> None:
+    """A range may end later, and so may the mark of a step."""
+    events = [event("user_annotation", mark, 1000, 100), event("cpu_op", "aten::mm", 1010, 30)]
+    found = kineto.read(write(tmp_path / "lone.json", events), TINY, STEP)
+    assert found.step_ns == 40_000 and found.trace.step_end_ns.tolist() == [40_000]
+
+
 def test_kernels_that_overlap_are_not_counted_twice(tmp_path: Path) -> None:
     events = gpu_step(1000, 0)
     events += launched(90, 1009, "kernel", "reduce_kernel", 1050, 10, 23)  # beside the first kernel
