@@ -17,10 +17,10 @@ from schedules import codec, policies, presets
 from schedules.op import Kind, Op, Phase, Stream
 from schedules.schedule import RECORDED, Schedule
 from schedules.trace import COLUMNS, ISSUE, Trace, TraceError
-from schedules.workload import Workload
-from sim.cost import Terms
+from schedules.workload import MemoryBudget, Workload
+from sim.cost import Terms, demands
 from sim.engine import simulate
-from sim.hardware import load, override
+from sim.hardware import load, names, override
 from sim.machine import HardwareProfile
 from sim.prediction import memory_of
 
@@ -194,6 +194,29 @@ def test_what_slows_the_gpus_work_is_a_copy(schedule: Schedule, profile: Hardwar
     assert any(phase == Phase.BACKWARD for phase, _ in beside)
     assert all(other.phase == Phase.COPY for phase, other in beside if phase == Phase.BACKWARD)
     assert all(other.stream != Stream.COMPUTE for phase, other in beside if phase == Phase.COPY)
+
+
+def test_what_ops_share_is_alike_on_all_gpus_of_a_name() -> None:
+    """So that `diff` may take any where none is named."""
+    step, room = Workload(micro_batch_size=4, seq_len=64), MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
+    built = policies.build("streamed", presets.load("tiny"), step, room, keep=0)
+    (_,) = {tuple(frozenset(demand.usage) for demand in demands(built, load(name))) for name in names()}
+
+
+def test_traces_of_what_may_be_a_cpu_are_told_to_be_compared_as_a_gpus(
+    schedule: Schedule, profile: HardwareProfile, tmp_path: Path
+) -> None:
+    named = run(schedule, profile)
+    named.save(tmp_path / "named")
+    replace(named, machine="some CPU").save(tmp_path / "cpu")
+    codec.save(schedule, tmp_path / "step")
+
+    def said(*arguments: str) -> str:
+        return megatrain("diff", *arguments, "--schedule", "step", cwd=tmp_path).stderr
+
+    told = "note: ops are taken to share what they share on a GPU; if some CPU is a CPU, give its profile"
+    assert said("named", "cpu").startswith(told) and said("cpu", "cpu").startswith(told)
+    assert not said("named", "named") and not said("cpu", "cpu", "--hardware", "rtx4090")
 
 
 def test_a_hidden_difference_moves_little(schedule: Schedule, profile: HardwareProfile) -> None:

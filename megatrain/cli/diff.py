@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,6 @@ import typer
 
 from megatrain.cli.bars import stages
 from megatrain.cli.options import (
-    Hardware,
     Json,
     machine_of,
     print_json,
@@ -18,28 +18,34 @@ from megatrain.cli.options import (
     schedule_to_show,
 )
 
+SOME_GPU = "h200"  # what ops share is the same on every GPU that is known by a name
+
 
 def diff(
     first: Annotated[Path, typer.Argument(help="The trace to compare against.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="Another trace of the same schedule.", show_default=False)],
     schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file of both.")],
-    hardware: Hardware = "h200",
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", "-H", "--profile", help="A machine's name, or a profile; any GPU if left out."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many differences to show.")] = 12,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a row per op to this CSV file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show where two runs of a schedule differ, largest first, and which differences change the step time.
 
-    The hardware only says which ops share a resource.
+    The hardware only says which ops share a resource. GPUs are alike in that; a CPU is not.
     """
     from analysis import tables, trace_diff, trace_words
     from schedules.files import write_text
     from schedules.trace import Trace
+    from sim.hardware import names
     from sim.units import seconds
 
     require_input(first, second, schedule)
     require_outputs(files=[out])
-    machine = machine_of(hardware, None)
+    machine = machine_of(hardware or SOME_GPU, None)
     with stages() as begin:
         begin("reading")
         step = schedule_to_show(schedule)
@@ -49,6 +55,10 @@ def diff(
         totals = trace_diff.totals(found)
         not_replayed = trace_words.not_replayed(trace_diff.overlapping(step, *traces))
         moves = None if not_replayed else trace_diff.moves(step, *traces)
+    unknown = [trace.machine for trace in traces if trace.machine not in names()]
+    if hardware is None and unknown and not step.is_recording:  # a recording's ops share what its streams do
+        told_of = f"ops are taken to share what they share on a GPU; if {unknown[0]} is a CPU"
+        print(f"note: {told_of}, give its profile with --hardware", file=sys.stderr)
     told = {"ops": trace_words.sentences(found, top), "idle streams": trace_words.idle_sentences(found, top)}
     try:  # first to the file, see `plan`
         if out is not None:
