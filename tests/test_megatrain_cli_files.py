@@ -460,6 +460,22 @@ def test_words_are_as_wide_as_the_terminal(columns: int | None, monkeypatch: pyt
     assert len(lanes) == 2 and {len(lane) for lane in lanes} == {columns or 9 + SPANS}
 
 
+@pytest.mark.parametrize(
+    ("command", "where"), [("compare", "analysis.compare.predict"), ("simulate", "sim.prediction.predict")]
+)
+def test_who_interrupts_a_command_is_told_that_it_was(
+    command: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*of: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatrain", command, "tiny", "--seq", "16"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert (left.value.code, capsys.readouterr().err) == (130, "megatrain: interrupted before it was done\n")
+
+
 def test_an_interrupted_sweep_says_that_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ A file holds a command, or a few that belong together; they are listed here in t
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
 import io
 import os
@@ -93,10 +94,24 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
 
 
+def _not_silent(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which tells that it was interrupted where it has nothing of its own to say of that."""
+
+    @functools.wraps(command)
+    def told(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except KeyboardInterrupt:
+            print("megatrain: interrupted before it was done", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return told
+
+
 for command in COMMANDS:
-    app.command(help=_help(command))(command)
+    app.command(help=_help(command))(_not_silent(command))
 app.command("import", help=_help(recordings.import_trace))(
-    recordings.import_trace
+    _not_silent(recordings.import_trace)
 )  # a word of Python, which no function can have for a name
 
 
