@@ -15,7 +15,7 @@ from sim.machine import HardwareProfile
 from sim.prediction import Prediction
 from sim.room import Room
 
-Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, what is tried
+Progress = Callable[["Prediction | None", float, str], None]  # best so far, share done, how many are tried
 
 
 @dataclass
@@ -98,4 +98,4 @@ class Findings:
         if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
             self.shortest = tried.over, verdict.lacking
         if self.progress is not None:
-            self.progress(self.best, self.share, f"{candidate.policy}, {len(self.tried)} tried")
+            self.progress(self.best, self.share, f"{len(self.tried)} tried")

@@ -47,6 +47,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_plan_on_a_measured_profile_says_what_it_leaves_out(here: str, shallow: str) -> None:
     told = megatrain("plan", shallow, "-H", here, *STEP)
     assert told.returncode == 0, told.stderr
+    assert re.search(r"best [\d,.]+ tokens/s; \d+ tried$", " ".join(told.stderr.split()))
     assert "  2 x 2, 4 x 1 sequences with recompute none" in told.stdout
     assert "  1 x 4, 2 x 2, 4 x 1 sequences with recompute pointwise, mlp" in told.stdout
     assert "to measure it: megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none" in told.stdout

@@ -89,7 +89,7 @@ def plan(
             task = bar.add_task("planning", total=1.0, note="")
 
             def progress(best: Prediction | None, share: float, note: str) -> None:
-                found = f"{rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
+                found = f"best {rate(best.tokens_per_s)} tokens/s" if best else "nothing fits yet"
                 bar.update(task, completed=share, note=f"{found}; {note}")
 
             found = search(
