@@ -19,6 +19,7 @@ from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
 from sim.plan import bound_of_these_micro_batches, is_bounded
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, shortage
+from sim.profile_coverage import command
 from sim.units import scaled
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def _row_of(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) 
     try:
         return row_of(predict(schedule, profile, budget))
     except MissingCost as error:
-        short, reason = f"not measured: {error.what.signature}", str(error)
+        everything = command(schedule.model.name, [schedule.workload], schedule.policy, profile)  # others may lack more
+        short, reason = f"not measured: {error.what.signature}", str(MissingCost(error.what, everything))
     except TooLong as error:
         if lacking := shortage(schedule, profile, budget):
             return _lacking(schedule, profile, lacking, str(lacking))

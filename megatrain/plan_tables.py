@@ -282,7 +282,8 @@ def _not_measured(found: Plan) -> list[str]:
         alike.setdefault(", ".join(splits), []).append(mode)
     lines = [f"  {splits} sequences with recompute {', '.join(of)}" for splits, of in alike.items()]
     if few := sum(not tried.measured for tried in found.tried):
-        lines.append(f"  {few} of the candidates tried")
+        kinds = dict.fromkeys(tried.lacks for tried in found.tried if tried.lacks)
+        lines.append(f"  {few} of the candidates tried{', for want of ' if kinds else ''}{', '.join(kinds)}")
     return ["left out, for the profile has no times for it:", *lines, f"to measure it: {found.measure_with}\n"]
 
 

@@ -71,7 +71,7 @@ class Tried:
     """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
 
     `over` is how many bytes it lacked, zero if it has room; `on_drive` whether a drive holds any of it; `measured` is
-    False where the profile lacks an op's time.
+    False where the profile lacks an op's time, and `lacks` says of what kind, if it has none of that kind.
     """
 
     policy: str
@@ -82,6 +82,7 @@ class Tried:
     over: int = 0
     on_drive: bool = False
     measured: bool = True
+    lacks: str = ""
 
     @property
     def cost_ns(self) -> float:
@@ -143,7 +144,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
     except DoesNotFit as error:
         reason, over, lacking = f"does not fit: {error.short}", error.lacks[0].over, error.lacks[0].tier
     except MissingCost as error:  # others of the step may not need that op
-        reason, unmeasured = f"no measured time for {error.what.signature}", error.what
+        reason, unmeasured = str(error.what), error.what
     except TooLong as error:  # others of the step may have shorter ops
         reason, too_long = str(error), error
     except policies.PolicyError as error:
@@ -157,6 +158,7 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         over=over,
         on_drive=on_drive,
         measured=unmeasured is None,
+        lacks=unmeasured.kind if unmeasured else "",
     )
     better = prediction if tried.cost_ns < best_ns else None
     return Verdict(tried, better, effort, lacking, unmeasured, too_long)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from schedules import policies, trained
 from schedules import tensor as tensors
-from schedules import trained
 from schedules.errors import InputError, Refused
 from schedules.flops import attention_flops, op_flops
 from schedules.model import ModelSpec
@@ -20,8 +20,8 @@ from schedules.traffic import product_bytes
 from schedules.workload import Workload
 from sim.interpolation import between
 from sim.machine import HardwareProfile, Nvme, Value
-from sim.profile_coverage import command, covered
-from sim.signature import is_timed, signature, tabulated
+from sim.profile_coverage import command, covered, lacks_kind
+from sim.signature import in_words, is_timed, signature, tabulated
 
 # Resources, each of capacity 1. Ops that use one together share it.
 H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
@@ -37,24 +37,29 @@ LONGEST_NS = 1e13  # of one op: the times of many steps of many of them still fi
 class Unmeasured:
     """An op that a measured profile has no time for, and what that profile covers, in words.
 
-    `signature` is as `sim.signature` makes it, `workload` the schedule's; `command` measures this op and all others of
-    such a step.
+    `signature` is as `sim.signature` makes it, `workload` the schedule's; `kind` says in words what kind of op it is,
+    where the profile has times of such steps and of no such op, "" elsewhere. `command` measures this op and all others
+    of such a step; where the kind is lacking, those of this policy.
     """
 
     signature: str
+    kind: str
     machine: str
     covered: str
     command: str
     workload: Workload
+
+    def __str__(self) -> str:
+        return f"no measured time for {self.signature}{f', {self.kind}' if self.kind else ''}"
 
 
 class MissingCost(InputError):
     """A measured profile has no time for an op; the message says how to measure it, by `measure_with` if given."""
 
     def __init__(self, what: Unmeasured, measure_with: str | None = None) -> None:
+        covers = f"{what.covered}, but no such op" if what.kind else what.covered
         super().__init__(
-            f"profile {what.machine} has no measured time for {what.signature}; it covers {what.covered}; "
-            f"measure it with: {measure_with or what.command}"
+            f"profile {what.machine} has {what}; it covers {covers}; measure it with: {measure_with or what.command}"
         )
         self.what, self.measure_with = what, measure_with
 
@@ -232,15 +237,23 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
     """The measured time of an op in ns, between measured shapes if need be; None in a datasheet profile."""
     time_ns = _tabulated_ns(op, schedule, profile)
     if time_ns is None and profile.mode == "measured":
-        lacking = Unmeasured(
-            signature=signature(op, schedule.model, schedule.workload),
-            machine=profile.name,
-            covered=covered(profile),
-            command=command(schedule.model.name, [schedule.workload], schedule.policy, profile),
-            workload=schedule.workload,
-        )
-        raise MissingCost(lacking)
+        raise MissingCost(_unmeasured(op, schedule, profile))
     return time_ns
+
+
+def _unmeasured(op: Op, schedule: Schedule, profile: HardwareProfile) -> Unmeasured:
+    key, policy = signature(op, schedule.model, schedule.workload), schedule.policy
+    lacks = lacks_kind(profile, key)
+    known = policy in policies.names()  # or it is of a user's file, which nothing here says the place of
+    with_knobs = " ".join([policy, *policies.changed(schedule)])
+    return Unmeasured(
+        signature=key,
+        kind=in_words(key) if lacks else "",
+        machine=profile.name,
+        covered=covered(profile),
+        command=command(schedule.model.name, [schedule.workload], with_knobs, profile, alone=lacks and known),
+        workload=schedule.workload,
+    )
 
 
 def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:

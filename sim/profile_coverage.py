@@ -25,17 +25,34 @@ def covered(profile: HardwareProfile) -> str:
     return "; ".join(f"{model} at {at} in {' and '.join(kinds)}" for (model, at), kinds in alike.items()) or "no model"
 
 
+def lacks_kind(profile: HardwareProfile, signature: str) -> bool:
+    """Whether a profile has times of such steps, and of this kind of op at no shape: no policy that it timed has it."""
+    table = profile.measured.op_times if profile.measured else None
+    if table is None or SHAPE.sub("/", signature) in table.shapes:
+        return False
+    return any(_kind_of_step(key) == _kind_of_step(signature) for key in table.values)
+
+
+def _kind_of_step(signature: str) -> tuple[str, str | None]:
+    """Model, and what follows the shape; None where there is none."""
+    match = SHAPE.search(signature)
+    return signature.partition("/")[0], signature[match.end() :] if match else None
+
+
 def _listed(shapes: Sequence[tuple[int, int]]) -> str:
     names = [f"{batch}x{seq}" for batch, seq in shapes]
     return ", ".join(names) if len(names) <= LISTED else f"{len(names)} shapes from {names[0]} to {names[-1]}"
 
 
-def command(model: str, workloads: Sequence[Workload], policy: str, profile: HardwareProfile) -> str:
+def command(
+    model: str, workloads: Sequence[Workload], policy: str, profile: HardwareProfile, *, alone: bool = False
+) -> str:
     """The command line that measures the ops of steps that differ in micro-batches and in what is computed again.
 
     Args:
-        policy: whose ops they are, where others do not have them because the weights are not trained.
+        policy: whose ops they are, with any knobs.
         profile: where the ops are to stand too, and so are to be computed in the same way.
+        alone: no other policy's ops are to be timed. So it is anyway where others train something else.
     """
     first = workloads[0]
     words = ["megatrain", "profile", model, "--batch", str(max(w.micro_batch_size for w in workloads))]
@@ -43,7 +60,7 @@ def command(model: str, workloads: Sequence[Workload], policy: str, profile: Har
     modes = [mode for mode in RECOMPUTED if mode in {w.recompute for w in workloads}]
     if modes != ["none"]:
         words += [word for mode in modes for word in ("--recompute", mode)]
-    if first.lora_rank is not None or first.task != "train":
+    if alone or first.lora_rank is not None or first.task != "train":
         words += ["--policy", policy]
     words += [f"--{name}" for name in (profile.way or "plain").split() if name != "plain"]
     return shlex.join([*words, "--out", "FILE"])

@@ -72,6 +72,21 @@ def _whose(op: Op) -> str:
     return "device" if op.on_device else "issuer" if op.stream == Stream.HOST else "host"
 
 
+def in_words(signature: str) -> str:
+    """The kind of op that a signature is of, for those that have to be timed: "a forward that keeps no activations"."""
+    _, _, what, where, element, *_ = signature.split("/")
+    phase, *more = what.split("+")
+    if phase == Phase.ADAM:
+        who = {"device": "on the device", "issuer": "by the issuing thread", "host": "by the host's workers"}
+        return f"an optimizer's step {who[where]} in {element}"
+    if phase == Phase.FORWARD:
+        return f"a forward that keeps {'its' if 'keep' in more else 'no'} activations"
+    if phase == Phase.RECOMPUTE:
+        made = [words for word, words in (("output", "its output"), ("keep", "activations")) if word in more]
+        return f"a recompute that makes {' and '.join(made)}"
+    return f"{'an' if phase == Phase.EMBED else 'a'} {phase}{' that adds to a gradient' if 'add' in more else ''}"
+
+
 Which = Literal["all", "needed", "computed"]
 
 

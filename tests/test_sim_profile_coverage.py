@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from timed_profile import timed
 
+from analysis import compare
+from megatrain import plan_tables
 from schedules import policies, presets
 from schedules.op import Tier
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
@@ -19,6 +21,7 @@ from sim.plan import Plan, plan
 from sim.prediction import memory_of, predict
 from sim.profile_coverage import command, covered
 from sim.room import Room
+from sim.signature import in_words
 
 TINY = presets.load("tiny")
 
@@ -67,6 +70,52 @@ def test_a_missing_time_is_told_with_what_there_is_and_the_whole_command() -> No
     assert str(told.value).endswith("megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE")
     again = pickle.loads(pickle.dumps(told.value))
     assert (str(again), again.what) == (str(told.value), told.value.what)
+
+
+@pytest.mark.parametrize(
+    ("policy", "knobs", "lacks", "named"),
+    [
+        ("megatrain", {}, "block/forward/2x64/bf16, a forward that keeps no activations", "megatrain"),
+        ("streamed", {"keep": 0}, "block/forward/2x64/bf16, a forward that keeps no activations", "'streamed keep=0'"),
+        (
+            "torchao_offload",
+            {},
+            "head/adam/issuer/bf16, an optimizer's step by the issuing thread in bf16",
+            "torchao_offload",
+        ),
+    ],
+)
+def test_a_kind_of_op_that_no_timed_policy_has_is_told_in_words_with_the_policy_that_has_it(
+    policy: str, knobs: dict[str, int], lacks: str, named: str
+) -> None:
+    """The step's shape is among those that the profile covers, and is not what is lacking."""
+    profile = timed(TINY, [step(2, accumulation=2), step(4)], names=["resident"])
+    schedule = policies.build(policy, TINY, step(2), memory_of(profile), **knobs)
+    with pytest.raises(MissingCost) as told:
+        predict(schedule, profile)
+    expected = f"no measured time for tiny/{lacks}; it covers tiny at 2x64, 4x64 in bf16, but no such op; measure"
+    assert expected in str(told.value) and str(told.value).endswith(f" --precision bf16 --policy {named} --out FILE")
+
+
+def test_a_policy_of_a_file_is_not_named_as_one_to_measure() -> None:
+    """Its name is not enough to find it by."""
+    profile = timed(TINY, [step(2)], names=["resident"])
+    schedule = replace(policies.build("megatrain", TINY, step(2), memory_of(profile)), policy="mine")
+    with pytest.raises(MissingCost, match=r"but no such op; measure it with: .* --precision bf16 --out FILE$"):
+        predict(schedule, profile)
+
+
+def test_a_comparison_says_how_to_measure_what_all_policies_lack() -> None:
+    profile = timed(TINY, [step(2)], names=["resident"])
+    (row,) = compare.rows(TINY, ["megatrain"], profile, step(2))
+    assert "a forward that keeps no activations" in row.reason and "--policy" not in row.reason
+
+
+def test_ops_that_differ_in_kind_have_different_words() -> None:
+    """Those that have to be timed, of one layer and shape."""
+    table = timed(TINY, [step(2, accumulation=2)]).measured.op_times
+    kinds = [key for key in table.values if key.startswith("tiny/block/") and ("/2x64/" in key or "/adam/" in key)]
+    assert len({in_words(key) for key in kinds}) == len(kinds) > 10
 
 
 def test_the_command_names_what_is_computed_again_and_who_has_the_ops_and_in_which_way() -> None:
@@ -118,7 +167,10 @@ def test_a_candidate_whose_ops_were_not_timed_does_not_end_the_search() -> None:
     profile = timed(TINY, [step(4)], names=["resident"])
     found = planned(profile, effort=1)
     assert found.prediction.fits and found.left_out
-    assert any(not tried.measured and tried.policy == "zero3_offload" for tried in found.tried)
+    lacks = {tried.policy: tried.lacks for tried in found.tried if not tried.measured}
+    assert lacks["zero3_offload"] == "a forward that keeps no activations"
+    told = next(line for line in plan_tables._not_measured(found) if "of the candidates tried, for want of " in line)
+    assert lacks["zero3_offload"] in told
 
 
 def test_a_plan_for_which_nothing_was_measured_says_how_to() -> None:

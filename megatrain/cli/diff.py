@@ -40,7 +40,7 @@ def diff(
     from analysis import tables, trace_diff, trace_words
     from schedules.files import write_text
     from schedules.trace import Trace
-    from sim.hardware import names
+    from sim import hardware as machines
     from sim.units import seconds
 
     require_input(first, second, schedule)
@@ -55,7 +55,7 @@ def diff(
         totals = trace_diff.totals(found)
         not_replayed = trace_words.not_replayed(trace_diff.overlapping(step, *traces))
         moves = None if not_replayed else trace_diff.moves(step, *traces)
-    unknown = [trace.machine for trace in traces if trace.machine not in names()]
+    unknown = [trace.machine for trace in traces if trace.machine not in machines.names()]
     if hardware is None and unknown and not step.is_recording:  # a recording's ops share what its streams do
         told_of = f"ops are taken to share what they share on a GPU; if {unknown[0]} is a CPU"
         print(f"note: {told_of}, give its profile with --hardware", file=sys.stderr)
