@@ -53,6 +53,16 @@ def test_a_plan_on_a_measured_profile_says_what_it_leaves_out(here: str, shallow
     assert "to measure it: megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none" in told.stdout
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan", "compare"])
+def test_more_than_all_of_a_peak_is_not_told_without_a_word(command: str, here: str, shallow: str) -> None:
+    """A profile's peak may have been read while others used the machine, and its ops when they had gone."""
+    step = [shallow, "-H", here, "-b", "4", "-a", "1", "-s", "64", *(["-p", "resident"] if command != "plan" else [])]
+    told = " ".join(megatrain(command, *step, "--set", "gpu.matmul_flops=1e9FLOP/s").stderr.split())
+    assert "HFU is above 100 %: the peak of made up with gpu.matmul_flops=1e9FLOP/s, 1.0 GFLOP/s, is less than" in told
+    assert told.count("measure it again") == 1
+    assert "100 %" not in megatrain(command, *step).stderr
+
+
 @pytest.mark.parametrize("name", policies.names())
 def test_activations_are_counted_once_whatever_becomes_of_them(name: str) -> None:
     step, room = Workload(micro_batch_size=2, accumulation=2, seq_len=16), MemoryBudget(device_bytes=0, host_bytes=0)

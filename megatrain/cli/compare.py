@@ -27,6 +27,7 @@ from megatrain.cli.options import (
     models_of,
     note_idle,
     note_length,
+    note_peak,
     print_json,
     require_outputs,
     workload_of,
@@ -101,6 +102,9 @@ def compare(
     note_idle(machine.name, points[0].profile, list(axes))
     frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload)
     setting = varied.setting(workload, profile.name, axes)
+    shares = frame[["mfu", "hfu"]].max(axis=1).fillna(0.0)  # rows by point, and of each a row for every policy
+    highest = points[int(shares.argmax()) // len(chosen)]
+    note_peak(highest.profile, highest.workload, shares.max())
     try:  # first to the file, see `plan`
         if out is not None:
             drawn = lines.throughput(frame, axes, setting) if axes else figure.figure_of(plots.throughput(frame))

@@ -144,6 +144,20 @@ def note_length(model: ModelSpec, seq_len: int) -> None:
         )
 
 
+def note_peak(machine: HardwareProfile, workload: Workload, utilisation: float) -> None:
+    """Say so where MFU or HFU, the higher of which is `utilisation`, is above one: the peak they are of is too low."""
+    from sim.cost import peak_flops
+    from sim.units import scaled
+
+    if utilisation > 1:
+        peak = scaled(peak_flops(machine, workload), "TFLOP/s")
+        print(
+            f"note: MFU or HFU is above 100 %: the peak of {machine.name}, {peak}, is less than its own ops attain; "
+            "if it was read while others used the machine, measure it again",
+            file=sys.stderr,
+        )
+
+
 def given(context: typer.Context, names: Sequence[str]) -> list[str]:
     """Of these parameters, as users write them, those that the command line has."""
     found = []

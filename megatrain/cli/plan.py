@@ -19,6 +19,7 @@ from megatrain.cli.options import (
     Set,
     machine_of,
     note_length,
+    note_peak,
     print_json,
     require_outputs,
     schedule_to_prove,
@@ -137,6 +138,7 @@ def plan(
         if as_json:  # not before the bar has ended, which takes what is printed to stderr
             print_json(tables.nothing_record(spec, profile, str(error)))
         raise
+    note_peak(profile, found.schedule.workload, max(found.prediction.mfu, found.prediction.hfu))
     if as_json:
         print_json(tables.record(found, spread, answers, proof))
     else:

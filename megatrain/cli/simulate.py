@@ -23,6 +23,7 @@ from megatrain.cli.options import (
     Set,
     Target,
     machine_of,
+    note_peak,
     print_json,
     require_outputs,
     schedule_of,
@@ -71,6 +72,7 @@ def simulate(
         prediction = predict(schedule, profile, budget)
         # what holds for the memory there is says nothing of a step that has more
         any_bound_ns = bound_of_these_micro_batches(schedule, profile) if prediction.fits else 0.0
+    note_peak(profile, schedule.workload, max(prediction.mfu, prediction.hfu))
     lacking = prediction.does_not_fit
     try:  # first to the files, see `plan`
         if trace is not None:
