@@ -19,7 +19,6 @@ FONT_PT = 9  # the smallest text in a picture at the size it is saved
 DPI = 150
 _FEW = 30  # decades are few where an axis ends below so many times its beginning
 
-# outlines would hide short ops; hatches need a line thin enough to see the colour
 _SETTINGS: Any = {
     "font.size": FONT_PT,
     "axes.titlesize": FONT_PT + 2,
@@ -27,7 +26,6 @@ _SETTINGS: Any = {
     "xtick.labelsize": FONT_PT,
     "ytick.labelsize": FONT_PT,
     "legend.fontsize": FONT_PT,
-    "hatch.linewidth": 0.7,
     "svg.hashsalt": "megatrain",  # the same data gives the same file
 }
 
@@ -38,11 +36,22 @@ def new_axes(width: float, height: float) -> Axes:
         return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def stacked_axes(count: int, width: float, height_each: float, *, common_x: bool = True) -> list[Axes]:
-    """`count` axes in one new figure, one under the other, with a common x axis or each with its own."""
+def stacked_axes(count: int, width: float, height_each: float) -> list[Axes]:
+    """`count` axes in one new figure, one under the other, with a common x axis."""
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height_each * count), layout="constrained")
-        return list(figure.subplots(count, 1, sharex=common_x, squeeze=False)[:, 0])
+        return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def panel_axes(count: int, columns: int, width: float, height_each: float) -> list[Axes]:
+    """`count` axes in one new figure, row by row; the figure is of that width."""
+    rows = -(-count // columns)
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(width, height_each * rows + 0.6), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for spare in axes[count:]:
+            spare.remove()
+        return axes[:count]
 
 
 def grid_of_axes(rows: int, columns: int, width: float, height_each: float) -> list[list[Axes]]:

@@ -1,7 +1,7 @@
 """Colours that mean the same in every picture and are told apart by colour-blind readers.
 
 The eight colours are those of Okabe and Ito, "Color Universal Design" (2008). Where there are more things
-than colours, a hatch or a marker tells those of one colour apart.
+than colours, a marker or a name beside it tells those of one colour apart.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ GREY = "#999999"
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a policy is drawn: bars by colour and hatch, points and lines by colour and marker."""
+    """How a policy is drawn: bars by colour, since its name stands beside them, points and lines also by marker."""
 
     colour: str
-    hatch: str = ""
     marker: str = "o"
 
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)
-_VARIANTS = (("", "o"), ("//", "s"), ("..", "^"), ("xx", "D"), ("\\\\", "v"))
+_MARKERS = ("s", "^", "D", "v")
 
 _POLICIES = {
     "zero3_offload": Style(colour=GREY),
-    "zero3_offload master=weights": Style(colour=GREY, hatch="++", marker="P"),
+    "zero3_offload master=weights": Style(colour=GREY, marker="P"),
     "streamed": Style(colour=BLUE),
-    "lora_streamed": Style(colour=BLUE, hatch="//", marker="s"),
+    "lora_streamed": Style(colour=BLUE, marker="s"),
     "megatrain": Style(colour=GREEN),
-    "megatrain_released": Style(colour=GREEN, hatch="//", marker="s"),
+    "megatrain_released": Style(colour=GREEN, marker="s"),
     "resident": Style(colour=BLACK, marker="s"),
-    "zenflow": Style(colour=GREY, hatch="\\\\", marker="v"),
-    "zero_offload": Style(colour=GREY, hatch="//", marker="s"),
-    "zero_infinity": Style(colour=GREY, hatch="xx", marker="^"),
-    "zero_offload_pp": Style(colour=GREY, hatch="..", marker="D"),
+    "zenflow": Style(colour=GREY, marker="v"),
+    "zero_offload": Style(colour=GREY, marker="s"),
+    "zero_infinity": Style(colour=GREY, marker="^"),
+    "zero_offload_pp": Style(colour=GREY, marker="D"),
     "superoffload": Style(colour=VERMILLION),
     "gemini": Style(colour=PURPLE),
     "roundpipe": Style(colour=ORANGE),
@@ -60,8 +59,7 @@ def policy_style(policy: str) -> Style:
     if known is not None:
         return known
     number = zlib.crc32(policy.encode())
-    hatch, marker = _VARIANTS[1 + number // len(_COLOURS) % (len(_VARIANTS) - 1)]
-    return Style(colour=_COLOURS[number % len(_COLOURS)], hatch=hatch, marker=marker)
+    return Style(colour=_COLOURS[number % len(_COLOURS)], marker=_MARKERS[number // len(_COLOURS) % len(_MARKERS)])
 
 
 # What an op is, in the order of legends -> its colour.

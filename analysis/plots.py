@@ -7,17 +7,15 @@ caller could not write to a CSV file beside the picture.
 from __future__ import annotations
 
 import itertools
-import math
 import textwrap
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from analysis.compare import several_baselines
-from analysis.figure import FONT_PT, figure_of, new_axes, plain_ticks, stacked_axes
+from analysis.figure import FONT_PT, figure_of, new_axes, panel_axes, plain_ticks, stacked_axes
 from analysis.labels import Labels, drawn_at
-from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, Style, policy_style
+from analysis.palette import BLACK, BLUE, GREY, SKY, VERMILLION, policy_style
 from schedules.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,10 +28,12 @@ if TYPE_CHECKING:
 
 BAND = 0.10  # of the identity line in `predicted_against_measured`
 _STEPS_SHOWN = 3  # in pictures of memory
-_BAR_INCHES = 0.42  # room for two lines of writing over a bar
-_WIDEST_INCHES = 12.5  # fits a page and a screen, and its writing stays legible there
-_LEGEND_INCHES = 2.1  # a policy's name and its patch
-_TITLE_LETTERS = 11  # in an inch
+_WIDTH_INCHES = 9.0  # of a page, so that writing is as large there as here
+_PANELS_IN_A_ROW = 2
+_LINE_INCHES, _PANEL_INCHES = 0.2, 0.55  # of a policy's bar; of a panel's name and axis
+_BAR_SHARE = 0.68  # of a panel's width; right of the longest bar there is room for what is written behind it
+_WRITTEN_LETTERS, _NAME_LETTERS, _TITLE_LETTERS = 52, 30, 100  # in a panel's line, beside it, in the picture's width
+_MISSING = "#666666"
 _LEGEND_LETTERS = 36  # in a line, where the legend stands beside points
 _FAR = (16, 30, 44, 58, 72)  # from a mark to its label, in points of 1/72 inch; the first place that is free is taken
 _WAYS = ((-1.0, 0.6), (-0.6, 1.0), (-1.0, 0.2), (-0.2, 1.0))  # above the line; below it the opposite
@@ -44,20 +44,18 @@ _TALL = 3.0  # a line higher than this many times the data is written, not drawn
 
 
 def throughput(comparison: pd.DataFrame) -> Axes:
-    """Bars of the model's FLOP/s by model and policy; over each, its ratio to ZeRO-3 offload.
+    """Bars of the model's FLOP/s, a panel for each model and a line for each policy; behind each its ratio to ZeRO-3.
 
-    Models for which the widest picture has no room stand in further rows, at the same scale. Returns the first row.
+    Panels stand by size, two in a row, at one scale; policies stand in the order of the comparison. Returns the first.
 
     Args:
         comparison: as `compare.compare` returns it, of one workload on one machine. A row that does not fit
-            keeps its place as a dashed slot in which it says how much is missing.
+            has no bar, and says in its place how much is missing.
 
     Raises:
         InputError: rows that would stand on top of one another: of several workloads or machines, or of two models or
             policies of one name.
     """
-    from matplotlib.patheffects import withStroke
-
     for _, row in comparison[comparison.duplicated(["model", "label"])].head(1).iterrows():
         raise InputError(
             f"more than one row for {row['model']} and {row['label']}: plot one workload and machine at a time, and "
@@ -65,76 +63,51 @@ def throughput(comparison: pd.DataFrame) -> Axes:
         )
     rows = comparison.sort_values("params_b", kind="stable")
     models, policies = list(dict.fromkeys(rows["model"])), list(dict.fromkeys(rows["label"]))
-    model_inches = _BAR_INCHES * (len(policies) + 1)
-    count = math.ceil(len(models) / max(1, int((_WIDEST_INCHES - 1.5) / model_inches)))
-    in_a_row = math.ceil(len(models) / count)
-    inches = min(max(7.0, 1.5 + model_inches * in_a_row), _WIDEST_INCHES)
-    stack = stacked_axes(count, inches, 3.4 + 1.4 / count, common_x=False)  # title and legend stand there once
-    width = 0.86 / len(policies)
+    columns = min(len(models), _PANELS_IN_A_ROW)
+    names = [textwrap.fill(policy, _NAME_LETTERS) for policy in policies]
+    lines = len(policies) * max(name.count("\n") + 1 for name in names)
+    panels = panel_axes(len(models), columns, _WIDTH_INCHES, _LINE_INCHES * lines + _PANEL_INCHES)
     fastest = float(np.nanmax([0.0, *rows["model_tflops_per_s"].astype(float)]))
     unit, scale = ("GFLOP/s", 1e3) if 0 < fastest < 1 else ("TFLOP/s", 1.0)
     top = fastest * scale or 1.0
     for row in rows.to_dict("records"):
-        number, place = divmod(models.index(row["model"]), in_a_row)
-        ax, x = stack[number], place + (policies.index(row["label"]) - (len(policies) - 1) / 2) * width
-        style = _style(row)
+        ax, place = panels[models.index(row["model"])], policies.index(row["label"])
+        length, written, colour = 0.0, row["shortage"], _MISSING
         if row["fits"]:
-            height, ratio = row["model_tflops_per_s"] * scale, row["ratio_to_zero3_offload"]
-            ax.bar(x, height, width, color=style.colour, hatch=style.hatch, edgecolor="white")
+            length, ratio = row["model_tflops_per_s"] * scale, row["ratio_to_zero3_offload"]
             star = "" if row["same_state"] else "*"
-            written = f"{height:.3g}" + (f"  ({ratio:.2f}x{star})" if np.isfinite(ratio) else "")
-        else:
-            height, written = 0.0, _short(row["shortage"])
-            ax.bar(x, 0.6 * top, 0.92 * width, fill=False, hatch=style.hatch, edgecolor=style.colour, linestyle="--")
-        ax.text(
-            x, height + 0.015 * top, written, ha="center", va="bottom", rotation=90, fontsize=FONT_PT, linespacing=1.0,
-            path_effects=[withStroke(linewidth=3, foreground="white")],  # a hatch runs behind it in a dashed slot
+            written = f"{length:.3g}" + (f" ({ratio:.2f}x{star})" if np.isfinite(ratio) else "")
+            colour = BLACK
+            ax.barh(place, length, 0.75, color=policy_style(f"{row['policy']} {row['knobs']}".strip()).colour)
+        ax.annotate(
+            textwrap.shorten(written, _WRITTEN_LETTERS, placeholder=" ..."), (length, place), xytext=(4, 0),
+            textcoords="offset points", va="center", fontsize=FONT_PT, color=colour,
         )  # fmt: skip
-    for number, ax in enumerate(stack):
-        here = models[number * in_a_row : (number + 1) * in_a_row]
-        ax.set_ylim(0, 1.45 * top)
-        ax.set_xlim(-0.5, in_a_row - 0.5)
-        ax.set_xticks(range(len(here)), here)
-        ax.set_ylabel(f"model {unit}")
+    for number, (model, ax) in enumerate(zip(models, panels, strict=True)):
+        ax.set_xlim(0, top / _BAR_SHARE)
+        ax.set_ylim(len(policies) - 0.5, -0.5)
+        ax.set_yticks(range(len(policies)), names)
+        ax.tick_params(axis="y", length=0, labelleft=number % columns == 0)
+        ax.set_title(model, loc="left", fontsize=FONT_PT + 1)
+        if number >= len(models) - columns:  # those that have none below them
+            ax.set_xlabel(f"model {unit}")
         _open(ax)
-    stack[-1].set_xlabel(_what_is_written(rows))
-    title = textwrap.fill(_setting(comparison), int(_TITLE_LETTERS * inches))
-    stack[0].set_title(title, loc="left", fontsize=FONT_PT + 1)
-    styles = {row["label"]: _style(row) for row in rows.to_dict("records")}
-    _policy_legend(stack[0], styles, 1.07 + 0.05 * title.count("\n"))
-    return stack[0]
+    whole = figure_of(panels[0])
+    whole.suptitle(textwrap.fill(_setting(comparison), _TITLE_LETTERS), x=0.01, ha="left", fontsize=FONT_PT + 1)
+    if told := _what_is_written(rows):
+        whole.supxlabel(told, x=0.01, ha="left", fontsize=FONT_PT)
+    return panels[0]
 
 
 def _what_is_written(rows: pd.DataFrame) -> str:
-    """What the writing over bars means, of what there is."""
+    """What the writing behind bars means, of what there is."""
     compared = rows[rows["fits"].eq(True) & rows["ratio_to_zero3_offload"].notna()]
-    told = "model, by size"
+    told = ""
     if len(compared):
-        told += "; (x) is the ratio to zero3_offload" + (" of the same state" if several_baselines(compared) else "")
+        told = "(x): the ratio to zero3_offload" + (" of the same state" if several_baselines(compared) else "")
     if compared["same_state"].eq(False).any():
-        told += ", * where that keeps other state"
-    return told if rows["fits"].eq(True).all() else f"{told}\ndashed: does not fit, by how much"
-
-
-def _short(shortage: str) -> str:
-    what, _, how_much = shortage.partition(": ")
-    return how_much.replace(", ", "\n") if what == "does not fit" else what
-
-
-def _style(row: Mapping[Hashable, Any]) -> Style:
-    return policy_style(f"{row['policy']} {row['knobs']}".strip())
-
-
-def _policy_legend(ax: Axes, styles: Mapping[str, Style], y: float) -> None:
-    """Above the axes, so that no bar is covered."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="white", label=label) for label, s in styles.items()]
-    columns = max(1, int(figure_of(ax).get_figwidth() / _LEGEND_INCHES))
-    ax.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, y), ncols=min(len(handles), columns), frameon=False,
-        fontsize=FONT_PT, borderaxespad=0,
-    )  # fmt: skip
+        told += "; *: to one that keeps other state"
+    return told
 
 
 def _setting(comparison: pd.DataFrame) -> str:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from timed_profile import timed
 
-from analysis import plots, tables
+from analysis import figure, plots, tables
 from analysis.compare import COLUMNS, SAME_STATE, compare, frame, measured_row, ranked, rows
 from schedules import policies, presets
 from schedules.errors import InputError
@@ -163,8 +163,8 @@ def test_ratios_to_two_rows_of_the_baseline_are_told_to_be_to_that_of_the_same_s
         found = compare([TINY], [*names, *more], H200, [STEP])
         assert found["same_state"].all() and found["baseline"].tolist()[2:] == ["zero3_offload"] * len(more)
         assert (told in tables.comparison_note(found)) == several
-        written = plots.throughput(found).get_xlabel()
-        assert written == "model, by size; (x) is the ratio to zero3_offload" + " of the same state" * several
+        written = figure.figure_of(plots.throughput(found)).get_supxlabel()
+        assert written == "(x): the ratio to zero3_offload" + " of the same state" * several
 
 
 def test_a_ratio_to_other_state_says_to_whose_and_how_to_have_the_same_where_that_can_be() -> None:
