@@ -340,7 +340,13 @@ class Program(Buffers):
         Copies of the weights elsewhere are out of date afterwards. A state that is in parts is updated part by part,
         in any order, and with each as much of the weights, by the whole gradient or the same part of it.
         """
-        grad = grad or (self.home(self.grad(i)), self.grad(i))
+        grad = grad or self.at_home(self.grad(i))
+        if grad not in self._accesses:
+            missing = "backward" if self._tiers.get(grad[0]) == Tier.DEVICE else f'offload("{grad[1]}", out_of=...)'
+            raise ProgramError(
+                f"update({self.model.layer_name(i)}) reads {describe(grad[1])} from {grad[0]}, where nothing has put "
+                f"it: {missing} is missing"
+            )
         updated = self.adapter(i) if self._has_adapters(i) else self.weight(i)
         own = [
             (state or self.home(self.state(i, part)), self.state(i, part)),

@@ -31,7 +31,13 @@ def test_the_page_is_a_step_that_is_safe() -> None:
         with pytest.raises(ProgramError) as raised:
             exec(piece, names)
         assert str(raised.value) == told
-    assert verify(names["p"].build(policy="page")) and verify(names["q"].build(policy="page"))
+    for name, staleness in (("p", 0), ("q", 0), ("r", 1)):
+        assert verify(names[name].build(policy="page")).schedule.staleness == staleness
+
+
+def test_the_page_uses_what_copies_take_instead_of_a_home() -> None:
+    """A staleness can be written with these only."""
+    assert re.search(r"\.prefetch\([^\n]*out_of=", PAGE) and re.search(r"\.offload\([^\n]*into=", PAGE)
 
 
 @pytest.mark.parametrize("kind", [Program, Ring])

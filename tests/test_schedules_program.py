@@ -42,6 +42,8 @@ def test_a_buffer_is_loaded_into_unless_the_tensor_stands_there() -> None:
 
 def test_an_update_makes_all_copies_void_but_the_one_it_wrote() -> None:
     p = Program(MODEL, STEP)
+    for i in (0, 1):
+        p.zero(i, grad=p.at_home(p.grad(i)))
     ring = p.slots("weight", 2)
     slot = p.load(p.weight(0), ring)
     p.load(p.weight(1), ring)
@@ -110,6 +112,7 @@ def test_a_gradient_is_clipped_once() -> None:
     p = Program(MODEL, replace(STEP, grad_clip=1.0))
     p.scale(0, grad=p.at_home(p.grad(0)))
     p.update(0, scaled=True)
+    p.zero(1, grad=p.at_home(p.grad(1)))
     p.update(1)
     reads_norm = {op.name: op.reads_from("norm") for op in p.build(policy="part").ops}
-    assert reads_norm == {"S.g.0": True, "U.0": False, "U.1": True}
+    assert reads_norm == {"S.g.0": True, "U.0": False, "Z.g.1": False, "U.1": True}

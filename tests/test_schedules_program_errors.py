@@ -47,7 +47,8 @@ def test_a_step_in_the_right_order_is_safe() -> None:
     ("wrong", "told"),
     [
         (lambda p: p.offload(p.grad(1), out_of="slot0", blocking="x"), "O.g.1: blocking is True or False, not 'x'"),
-        (lambda p: p.update(1, stream="gpu"), "U.1: a stream is h2d, compute, d2h, cpu, nvme_read, nvme_write or host"),
+        (lambda p: p.norm([], stream="gpu"), "N: a stream is h2d, compute, d2h, cpu, nvme_read, nvme_write or host"),
+        (lambda p: p.update(1), "layer 1 from device.g.1, where nothing has put it: backward is missing"),
         (lambda p: p.slots("more", 2, "gpu"), "buffer more0: a tier is device, host or nvme, not 'gpu'"),
         (lambda p: p.evict(p.output(1, 0), tier="disk"), "a tier is device, host or nvme, not 'disk'"),
         (lambda p: p.synchronize(kind="wait"), "H: a kind is prefetch, compute, offload or update, not 'wait'"),
