@@ -13,6 +13,10 @@ import pandas as pd
 import pytest
 
 from analysis import validation
+from schedules import policies, presets
+from schedules.workload import Workload
+from sim import hardware
+from sim.prediction import memory_of, predict
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "analysis" / "results"
@@ -341,6 +345,20 @@ def test_the_worked_example_is_the_sweep_stored() -> None:
             memory,
             link,
         )
+
+
+def test_a_faster_link_may_make_a_schedule_slower_as_is_told() -> None:
+    def step_s(duplex: str, *more: str) -> float:
+        machine = hardware.override(hardware.load("h200"), [f"links.duplex={duplex}GB/s", *more])
+        step = Workload(micro_batch_size=8, seq_len=1024)
+        schedule = policies.build("megatrain", presets.load("qwen2.5-7b"), step, memory_of(machine))
+        return predict(schedule, machine).period_ns / 1e9
+
+    fast, slow = step_s("100"), step_s("57")
+    says("docs/buying.md", f"takes {fast:.3f} s on an H200")
+    says("docs/buying.md", f"and {slow:.3f} s, {1 - slow / fast:.1%} less")
+    memory = ("host.memory_bandwidth=400GB/s", f"host.adam_efficiency={0.75 * 235 / 400}")
+    says("docs/buying.md", f"{step_s('100', *memory):.3f} s after {step_s('57', *memory):.3f}")
 
 
 def test_losses_by_precision_are_those_stored() -> None:
