@@ -1,4 +1,4 @@
-"""The figures that the README and docs/ tell, against the stored results that they come from."""
+"""The figures that the README and docs/ tell, against the stored results that they come from; and their Python runs."""
 
 from __future__ import annotations
 
@@ -372,3 +372,16 @@ def test_losses_by_precision_are_those_stored() -> None:
         assert [exact, stochastic, nearest] == told, rate
         for precision in ("bf16_split", "bf16_fp32"):
             assert abs(float(stored[precision, at].split()[-1]) - float(exact.split()[-1])) < 0.00101, precision
+
+
+# ---- docs/python.md
+
+
+def test_the_page_on_python_is_a_program_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = re.findall(r"```python\n(.*?)```", document("docs/python.md"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec("\n".join(pieces), names)
+    assert names["best"] in (1, 2, 4, 8) and len(names["sweep"]) == 4
+    assert len(names["trained"].losses) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"best.json", "measured.json"}
