@@ -59,7 +59,7 @@ def measure(
     device_bytes: int,
     host_bytes: int,
     machine: dict[str, list[Row]],
-    plans: Path,
+    plans: Path | None,
     traces: Path | None,
     spin: bool,
 ) -> Row:
@@ -114,7 +114,7 @@ def measure(
     return row
 
 
-def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]], plans: Path) -> Row:
+def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]], plans: Path | None) -> Row:
     """What lasts longest on the GPU in one step of the case: name, calls and total ms of a few. Raises Refused."""
     verified = _verified(case, device_bytes, host_bytes, machine, plans)
     _, trainer = trainer_of(case, verified, ArenaBackend, case.way.prepare)
@@ -131,7 +131,9 @@ def kernels(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, l
     return {"case": case.key, "fused": case.fused, "graphs": case.graphs, "longest": told[:LONGEST]}
 
 
-def _verified(case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]], plans: Path) -> Verified:
+def _verified(
+    case: Case, device_bytes: int, host_bytes: int, machine: dict[str, list[Row]], plans: Path | None
+) -> Verified:
     known, memory = machine_of(machine), {"device_bytes": device_bytes, "host_bytes": host_bytes}
     return verify(schedule_of(case, known, **memory, planning_s=PLANNING_S, plans=plans))
 

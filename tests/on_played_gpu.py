@@ -141,7 +141,7 @@ def test_the_benchmark_measures_a_step_its_ops_alone_and_a_spun_one(
         monkeypatch.setattr(gpu_steps, seconds, 0.0)
     case = Case(model="tiny", policy="streamed", seq_len=16, micro_batch_size=2, graphs=graphs)
     played_gpu.count("graphs")
-    row = gpu_steps.measure(case, gpu_machine.free_bytes(), 1 << 33, {}, None, True)
+    row = gpu_steps.measure(case, gpu_machine.free_bytes(), 1 << 33, {}, None, None, True)
     schedule = policies.build("streamed", presets.load("tiny"), case.workload, MEMORY)
     assert (
         row["alone_ns"].keys() == set(timed(schedule).values()) and row["spin_step_s"] > 0 and row["alloc_retries"] == 0
