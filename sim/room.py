@@ -166,6 +166,14 @@ class Room:
             at = min(max(at + step, 0), self._all_on_the_drive(candidate))
         return self._on_the_drive(candidate, self._in_the_host) or candidate
 
+    def within_the_drive(self, candidate: Candidate) -> Candidate:
+        """With no more states and weights on NVMe than that has room for."""
+        if self.on(Tier.NVME, candidate):
+            return candidate
+        amounts = range(1, self._all_on_the_drive(candidate) + 1)
+        most = bisect_left(amounts, True, key=lambda n: not self.on(Tier.NVME, self._with_on_the_drive(candidate, n)))
+        return self._with_on_the_drive(candidate, most)
+
     def _sending_on(self, candidate: Candidate) -> Candidate:
         """With as many blocks' activations on NVMe as the host has no room for, of those that are sent away."""
         candidate, most = candidate.with_knobs({"nvme_offload": 0}), candidate.count("offload")

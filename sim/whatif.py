@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from schedules.op import Op, Phase, Tier
 from schedules.schedule import Knob
 from schedules.trace import Ints
 from schedules.workload import MemoryBudget, Workload
+from sim.candidate import Candidate
 from sim.cost import demands
 from sim.hardware import override
 from sim.longest_path import periods
@@ -229,13 +231,32 @@ def _frugal_in_mode(
     in_host: dict[str, Knob] = {**nothing_away, "inputs": blocks}
     ways = itertools.product(room.thriftiest(workload), ({}, in_host, nothing_away))
     for start in dict.fromkeys(least.with_knobs(knobs) for least, knobs in ways):
-        most = room.most_residents(start)
-        there = [start.with_knobs({"resident": n}) for n in sorted({n for n in (0, 1, most // 2, most) if n <= most})]
-        for held in (*there, *room.filled(start)):
-            for candidate in dict.fromkeys((held, room.rebalanced(held))):
-                peaks = room.peaks(candidate)
-                if peaks is not None and all(peaks[tier] <= budget.of(tier) for tier in Tier):
-                    yield peaks
+        for held in _held(room, start):
+            for balance in (room.rebalanced, room.within_the_drive):  # less on the drive, less in the host
+                peaks = room.peaks(balance(held))
+                if peaks is None or any(peaks[tier] > budget.of(tier) for tier in Tier):
+                    break
+                yield peaks
+
+
+def _held(room: Room, start: Candidate) -> Iterator[Candidate]:
+    """With as much on the device as that has room for, and with no more layers there than must be, for the host and the
+    drive have no room.
+    """
+    yield from room.filled(start)
+    most = room.most_residents(start)
+
+    def holding(count: int) -> Candidate:
+        return start.with_knobs({"resident": count})
+
+    def enough(count: int) -> bool:
+        rest = room.rebalanced(holding(count))
+        return room.on(Tier.HOST, rest) and room.on(Tier.NVME, rest)
+
+    if most >= 0:
+        yield holding(most)
+        if enough(most):
+            yield holding(0 if enough(0) else bisect_left(range(most), True, key=enough))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
