@@ -203,7 +203,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         return Part("checks", check.name, lambda: beside.row(check), beside.takes_s)
 
     yield from map(right, beside.checks[:1])  # begins them all, and blocks are computed beside the others
-    block = functools.partial(gpu_block.checks, PLAINLY)
+    block = functools.partial(gpu_block.checks, gpu_block.DENSE, [PLAINLY])
     yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, block, 40.0)
     if results.wrong("block", gpu_block.AS_TORCH_CHOOSES):
         torch.backends.cuda.enable_cudnn_sdp(False)  # of this process: in each row that follows
@@ -211,7 +211,11 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
         # what is wrong without it, too, is not its fault
         torch.backends.cuda.enable_cudnn_sdp(results.wrong("block", gpu_block.WITHOUT_CUDNN))
     for name in WAYS_OF:
-        yield by_itself("block", name, functools.partial(gpu_block.checks, Way(**{name: True})), 60.0)
+        block = functools.partial(gpu_block.checks, gpu_block.DENSE, [Way(**{name: True})])
+        yield by_itself("block", name, block, 60.0)
+    for model in gpu_block.MIXTURES:  # of which no row is timed: what is wrong with them chooses no way
+        block = functools.partial(gpu_block.checks, [model], gpu_block.ways_of(model))
+        yield by_itself("block", model.name, block, 60.0)
     yield from map(right, beside.checks[1:])
     clocks = gpu_checks.clocks()
     yield by_itself("checks", clocks.name, lambda: gpu_checks.checked(clocks), clocks.takes_s)

@@ -1,10 +1,14 @@
 """One block as every step's row computes it, in bf16, beside the same block in fp32: before anything is timed.
 
 Which kernel computes attention is torch's choice, by GPU and version; the tests on a GPU are in fp32, where it takes
-another one. A block runs as launched, with compiled kernels, and replayed as a CUDA graph.
+another one, and has none for windows, sinks and experts. A block runs as launched, with compiled kernels, and replayed
+as a CUDA graph.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import gpu_machine
 import torch
@@ -21,46 +25,93 @@ from schedules.model import ModelSpec
 from schedules.workload import Workload
 
 AS_TORCH_CHOOSES, WITHOUT_CUDNN = "attention as torch chooses", "attention without cuDNN"
-MODELS = ("llama-3.2-1b", "qwen2.5-7b")  # heads of 64 and of 128, four and seven to a key, without and with biases
+# Heads of 64 and of 128, four and seven to a key, without and with biases.
+DENSE = tuple(map(presets.load, ("llama-3.2-1b", "qwen2.5-7b")))
+_GPT_OSS, _QWEN = (
+    replace(presets.load(name), num_experts=8, num_experts_per_tok=2) for name in ("gpt-oss-20b", "qwen3-30b-a3b")
+)
+# Both kinds of gpt-oss' blocks, and a window without sinks; experts as both layouts store them, though fewer: eight,
+# since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them.
+MIXTURES = (
+    _GPT_OSS,
+    replace(_GPT_OSS, name="gpt-oss-20b without a window", sliding_window=None, layer_types=()),
+    replace(_QWEN, name="qwen3-30b-a3b with a window", sliding_window=128),
+)
+WAYS = (PLAINLY, Way(fused=True), Way(graphs=True))
 SEQUENCES, LENGTH = 2, 1024
-LIMIT = 0.05  # of a relative error: bf16's roundings make 0.4 to 1.7 % on a CPU, a wrong kernel much more
+LIMIT = 0.05  # of a relative error: bf16's roundings make 0.4 to 2 % on a CPU, a wrong kernel much more
+SINK = 4.0  # sinks' mean: beside 128 keys a sink of 0 would hardly be missed
+APART = 4.0  # between the numbers by which a token chooses its experts; attention adds about one to each
+WITHOUT_WAIT = (9, 10)  # compute capabilities: on others experts' products wait for the GPU, as no CUDA graph may
 
 
-def checks(way: Way) -> list[Row]:
-    """A row for each model, computed in a way: the largest relative error, of what, and the bytes kept and counted."""
+def ways_of(model: ModelSpec) -> list[Way]:
+    """The ways in which its blocks can be computed on this GPU."""
+    waits = model.num_experts > 0 and torch.cuda.get_device_capability()[0] not in WITHOUT_WAIT
+    return [way for way in WAYS if not (way.graphs and waits)]
+
+
+def checks(models: Iterable[ModelSpec], ways: Iterable[Way]) -> list[Row]:
+    """A row for each model and way: the largest relative error, of what, and the bytes kept and counted."""
     rows = []
-    for name in MODELS:
-        model = presets.load(name)
-        right, _ = _computed(model, torch.float32, PLAINLY)
+    for model in models:
+        numbers = _numbers(model)
+        # on a GPU these would be computed by other means in fp32, or not at all
+        exact = torch.device("cpu") if model.num_experts else gpu_machine.DEVICE
+        right, _ = _computed(model, numbers, exact, torch.float32, PLAINLY)
         counted = model.saved_bytes(0, Workload(micro_batch_size=SEQUENCES, seq_len=LENGTH))
-        found, kept = _computed(model, torch.bfloat16, way)
-        errors = {what: _relative(value, right[what]) for what, value in found.items()}
-        worst = max(errors, key=lambda what: errors[what])
-        rows.append(
-            {
-                "case": f"{name} {way}",
-                "passed": errors[worst] <= LIMIT and kept <= counted,
-                "kernel": gpu_machine.attention_kernel(model, LENGTH).name.lower(),
-                "worst": worst,
-                "off_by": errors[worst],
-                "kept_bytes": kept,
-                "counted_bytes": counted,
-            }
-        )
+        for way in ways:
+            found, kept = _computed(model, numbers, gpu_machine.DEVICE, torch.bfloat16, way)
+            errors = {what: _relative(value, right[what].to(value.device)) for what, value in found.items()}
+            worst = max(errors, key=lambda what: errors[what])
+            rows.append(
+                {
+                    "case": f"{model.name} {way}",
+                    "passed": errors[worst] <= LIMIT and kept <= counted,
+                    "kernel": gpu_machine.attention_kernel(model, LENGTH).name.lower(),
+                    "worst": worst,
+                    "off_by": errors[worst],
+                    "kept_bytes": kept,
+                    "counted_bytes": counted,
+                }
+            )
     return rows
 
 
-def _computed(model: ModelSpec, dtype: torch.dtype, way: Way) -> tuple[dict[str, Tensor], int]:
+def _numbers(model: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """The first block's weights, its input, and the gradient of its output: random, and of bf16.
+
+    A router's choice is no matter of rounding: it reads numbers of its own in each token, far apart and in random
+    order. Nobody chooses the first expert.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = random_parameters(model, 0)(0)
+    x, dy = (torch.randn(SEQUENCES, LENGTH, model.hidden_size, generator=generator) for _ in range(2))
+    params = views(weights, model.parameter_shapes(0))
+    for name, p in params.items():
+        if name == "self_attn.sinks":
+            p.normal_(SINK, generator=generator)
+        elif name.endswith("_proj_bias"):  # experts'
+            p.normal_(generator=generator)
+    if model.num_experts:
+        router = next(p for name, p in params.items() if name in ("mlp.router.weight", "mlp.gate.weight"))
+        router.zero_().fill_diagonal_(0.2)
+        order = torch.rand(SEQUENCES, LENGTH, model.num_experts - 1, generator=generator).argsort(-1)
+        x[..., 0], x[..., 1 : model.num_experts] = 0.0, APART * (order + 1)
+    return weights.bfloat16(), x.bfloat16(), dy.bfloat16()
+
+
+def _computed(
+    model: ModelSpec, numbers: tuple[Tensor, Tensor, Tensor], device: torch.device, dtype: torch.dtype, way: Way
+) -> tuple[dict[str, Tensor], int]:
     """The first block's output and all gradients by name, and the bytes that it keeps between forward and backward.
 
-    Weights, input and the output's gradient are random numbers of bf16 in either type: only what is computed differs.
+    Of the same numbers in either type: only what is computed differs.
     """
-    device, shapes = gpu_machine.DEVICE, model.parameter_shapes(0)
+    shapes = model.parameter_shapes(0)
     of = templates(model, seq_len=LENGTH, device=device, dtype=dtype, pointwise=way.pointwise)
-    layer, generator = of.blocks[model.layer_kind(0)], torch.Generator().manual_seed(0)
-    weights = random_parameters(model, 0)(0).bfloat16().to(device, dtype)
-    size = (SEQUENCES, LENGTH, model.hidden_size)
-    x, dy = (torch.randn(size, generator=generator).bfloat16().to(device, dtype) for _ in range(2))
+    layer = of.blocks[model.layer_kind(0)]
+    weights, x, dy = (t.to(device, dtype) for t in numbers)
     gradient, found, kept = torch.empty_like(weights), dict[str, Tensor](), 0
     params, places = views(weights, shapes), sinks(gradient, shapes, accumulate=False)
 

@@ -238,7 +238,9 @@ def attention() -> list[Row]:
 
 
 def attention_kernel(model: ModelSpec, seq: int) -> SDPBackend:
-    """Which of its kernels torch takes for plain causal attention in bf16."""
+    """Which of torch's kernels computes the attention of the first block in bf16."""
+    if model.attention_sinks or (model.window(0) or seq) < seq:
+        return SDPBackend.FLASH_ATTENTION  # asked for by megatrain.attention
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     q, k, v = (
         torch.empty(1, seq, count, model.head_dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()

@@ -26,6 +26,8 @@ import torch
 
 from megatrain import cuda, this_machine, way
 from megatrain.pointwise import PLAIN
+from schedules import presets
+from schedules.model import ModelSpec
 
 MEMORY = 16 << 30
 REHEARSED = "no GPU but a rehearsal of an H200"  # the GPU's name
@@ -94,6 +96,12 @@ def _always(value: object) -> Callable[..., object]:
     return lambda *a, **k: value
 
 
+def small(model: ModelSpec) -> ModelSpec:
+    """As the model in all that decides what is computed."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    return dataclasses.replace(model, **sizes, head_dim=16, sliding_window=model.window(0) and 4)
+
+
 def install(gpu: Any) -> None:
     """Replace torch.cuda's functions and the sizes of the benchmark, the module `gpu`, for the rest of the process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -109,6 +117,7 @@ def install(gpu: Any) -> None:
         "is_available": lambda: True,
         "is_current_stream_capturing": _always(False),
         "get_device_name": lambda index=0: REHEARSED,
+        "get_device_capability": _always((9, 0)),
         "get_device_properties": lambda index: properties,
         "mem_get_info": _always((MEMORY, MEMORY)),
         "memory_reserved": _always(0),
@@ -132,7 +141,8 @@ def install(gpu: Any) -> None:
     gpu_machine.WINDOW_S = {"link": 0.002, "product": 0.002}
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
-    gpu_block.MODELS, gpu_block.SEQUENCES, gpu_block.LENGTH = ("tiny",), 1, 16
+    gpu_block.DENSE, gpu_block.SEQUENCES, gpu_block.LENGTH = (presets.load("tiny"),), 1, 64
+    gpu_block.MIXTURES = tuple(map(small, gpu_block.MIXTURES))
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
     this_machine.DEVICE_RESERVE, this_machine.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_block
 import gpu_machine
 import gpu_steps
 import played_gpu
 import pytest
+import rehearsal
 import torch
 from fake_cuda import WORKLOAD, built, trainer
 from gpu_case import Case
@@ -30,6 +32,7 @@ from megatrain.native import adam_gpu
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
 from megatrain.template import Embed, Head, templates
 from schedules import policies, presets
+from schedules.model import ModelSpec
 from schedules.op import Phase, Tier
 from schedules.schedule import Schedule
 from schedules.traffic import MLP_CHUNK_TOKENS, workspace_bytes
@@ -149,6 +152,16 @@ def test_the_benchmark_measures_a_step_its_ops_alone_and_a_spun_one(
     launched = gpu_steps.WARM_UP + gpu_steps.STEPS - 1 + gpu_steps.alone_steps(case) - 1  # after each's eager call
     of_blocks = [op for op in schedule.ops if op.phase in PHASES and op.layer in schedule.model.blocks]
     assert played_gpu.count("graphs") == (launched * len(of_blocks) if graphs else 0)
+
+
+@unsanitized
+@pytest.mark.parametrize("model", [*gpu_block.DENSE, *gpu_block.MIXTURES], ids=lambda model: model.name)
+def test_the_benchmark_checks_a_block_in_every_way(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_block, "LENGTH", 256)
+    played_gpu.count("graphs")
+    rows = gpu_block.checks([rehearsal.small(model)], gpu_block.ways_of(model))
+    assert [row["case"] for row in rows] == [f"{model.name} {way}" for way in ("plain", "fused", "graphs")]
+    assert all(row["kept_bytes"] == row["counted_bytes"] for row in rows) and played_gpu.count("graphs") == 1
 
 
 @unsanitized

@@ -485,7 +485,10 @@ import gpu, gpu_block, gpu_machine, torch
 name = sys.argv[1].rpartition("/")[2]
 def right(case):
     return {"case": case, "passed": True}
-def checks(way):
+def checks(models, ways):
+    if models != gpu_block.DENSE:
+        return []
+    (way,) = ways
     if way.fused or way.graphs:
         return [{**right(str(way)), "passed": not way.fused}]
     if name == "both":
@@ -518,6 +521,43 @@ gpu.main()"""
         assert list(rows["block"]) == [*told, *ways] and rows["links"]["links"]["enabled"] == (
             name in ("right", "both")
         )
+
+
+def test_a_wrong_window_sink_or_expert_is_noticed() -> None:
+    code = """import gpu, gpu_block, rehearsal, torch
+from megatrain import experts, template
+from megatrain.attention import Attention
+rehearsal.install(gpu)
+def passed():
+    return [row["passed"] for row in gpu_block.checks(gpu_block.MIXTURES, gpu_block.WAYS)[:: len(gpu_block.WAYS)]]
+band, attend, products = template.band, Attention.forward, experts._products
+def wider(seq, window, device, dtype):
+    return band(seq, window and window + (dtype == torch.bfloat16), device, dtype)
+def no_sinks(attention, q, k, v, sinks):
+    return attend(attention, q, k, v, None if q.dtype == torch.bfloat16 else sinks)
+def others(rows, matrices, ends):
+    return products(rows, matrices.roll(1, 0) if rows.dtype == torch.bfloat16 else matrices, ends)
+assert passed() == [True, True, True]
+template.band = wider
+assert passed() == [False, True, False]
+template.band, Attention.forward = band, no_sinks
+assert passed() == [False, False, True]
+Attention.forward, experts._products = attend, others
+assert passed() == [False, False, False]"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_experts_are_captured_where_nothing_waits() -> None:
+    code = """import gpu, gpu_block, rehearsal, torch
+rehearsal.install(gpu)
+def graphs(models):
+    return {any(way.graphs for way in gpu_block.ways_of(model)) for model in models}
+for capability, experts in (((8, 0), False), ((9, 0), True), ((10, 0), True)):
+    torch.cuda.get_device_capability = lambda: capability
+    assert graphs(gpu_block.DENSE) == {True} and graphs(gpu_block.MIXTURES) == {experts}"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_on_a_gpu_no_test_is_run_that_has_nothing_to_say_of_it() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import autograd, experts, initial
 from megatrain.adam import Adam
@@ -248,14 +249,28 @@ def test_a_gpus_products_take_these_shapes(name: str, monkeypatch: pytest.Monkey
                 assert _outer_products(a, some, ends).shape == (*stored.shape[:2], some.shape[1])
 
 
+class ToldWindows(TorchDispatchMode):
+    """The keys before a query's own, and after it, that every call of flash attention is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_flash_attention" in func.name():
+            self.sides.append((kwargs["window_size_left"], kwargs["window_size_right"]))
+        return func(*args, **kwargs or {})
+
+
 def test_a_gpus_attention_takes_windows() -> None:
-    with torch.no_grad(), FakeTensorMode():
+    with torch.no_grad(), FakeTensorMode(), ToldWindows() as told:
         q, k, v = (torch.empty(2, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
         for window in (None, 128):
             y, total, *random = _attend(q, k, v, window, None)
             assert y.shape == q.shape and total.shape == (2, 8, 256) and total.dtype == torch.float32
             grads = _attend_backward(y, q, k, v, y, total, random, window, None)
             assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    assert told.sides == [(-1, 0), (-1, 0), (127, 0), (127, 0)]  # a window of 128 has the query's own
 
 
 def test_a_band_is_what_a_window_sees() -> None:
