@@ -1,4 +1,4 @@
-"""Policies side by side over axes: options of the step, such as the micro-batch, and numbers of the machine."""
+"""Policies side by side over axes: options of the step, such as the micro-batch, machines, and their numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.words import nearest
 from schedules.workload import Workload
-from sim.hardware import changed
+from sim.hardware import changed, load
 from sim.machine import NUMBERS, HardwareProfile
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ STEP = {  # options of the command line, and the fields of a workload that they 
     "recompute": "recompute",
     "clip": "grad_clip",
 }
-UNCLIPPED = "none"  # in place of a norm
+MACHINE = "hardware"  # an axis, too: machines by their names, or files
+UNCLIPPED = "none"
+# in place of a norm
 _WORDS = ("precision", "recompute")
 
 
@@ -64,7 +66,9 @@ def points(
 
     Args:
         changes: of the machine, at all points.
-        axes: as `axes.axes_of` returns them; those that are no option of the step are numbers of the machine.
+        machine: where the axes have no other.
+        axes: as `axes.axes_of` returns them; those that are neither an option of the step nor machines are numbers of
+            the machine.
 
     Raises:
         InputError: nothing is called as an axis is, or a value means nothing.
@@ -73,12 +77,12 @@ def points(
     found = []
     for model, values in itertools.product(models, itertools.product(*axes.values())):
         at = dict(zip(axes, values, strict=True))
-        numbers = [f"{path}={value}" for path, value in at.items() if path not in STEP]
+        numbers = [f"{path}={value}" for path, value in at.items() if path in NUMBERS]
         found.append(
             Point(
                 model=model,
                 names=tuple(names),
-                profile=changed(machine, [*changes, *numbers]),
+                profile=changed(load(at[MACHINE]) if MACHINE in at else machine, [*changes, *numbers]),
                 workload=_step(workload, at),
                 values=at,
             )
@@ -88,9 +92,9 @@ def points(
 
 def _require_known(axes: Iterable[str]) -> None:
     for name in axes:
-        if name not in STEP and name not in NUMBERS:
-            close = nearest(name, [*STEP, *NUMBERS])
-            known = f"known: {', '.join(STEP)}, and numbers of the machine, as in host.memory=96GB,192GB"
+        if name not in (*STEP, MACHINE, *NUMBERS):
+            close = nearest(name, [*STEP, MACHINE, *NUMBERS])
+            known = f"known: {', '.join(STEP)}, {MACHINE}, and numbers of the machine, as in host.memory=96GB,192GB"
             told = f"did you mean {' or '.join(close)}?" if close else known
             raise InputError(f"nothing that can be varied is called {name!r}; {told}")
 
@@ -158,4 +162,4 @@ def setting(workload: Workload, machine: str, axes: Mapping[str, Sequence[str]])
     """What all points have in common: "predicted on h100; accumulation=1, seq=1024, precision=bf16"."""
     fixed = {name: getattr(workload, field) for name, field in STEP.items() if name not in axes}
     told = ", ".join(f"{name}={value}" for name, value in fixed.items() if value not in (None, "none"))
-    return f"predicted on {machine}; {told}"
+    return f"predicted{'' if MACHINE in axes else f' on {machine}'}; {told}"

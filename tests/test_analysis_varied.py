@@ -58,7 +58,11 @@ def test_an_axis_has_its_values_as_written_in_their_order_and_each_once() -> Non
     [
         ("sqe=1,2", "nothing that can be varied is called 'sqe'; did you mean seq?"),
         ("host.memry=1GB", "'host.memry'; did you mean host.memory or "),
-        ("policy=x", "known: batch, accumulation, seq, precision, recompute, clip, and numbers of the machine"),
+        (
+            "policy=x",
+            "known: batch, accumulation, seq, precision, recompute, clip, hardware, and numbers of the machine",
+        ),
+        ("hardware=h201", "did you mean h200 "),
         ("batch=1,x", "--vary batch=x: give a whole number"),
         ("batch=1,,2", "--vary batch=: give a whole number"),
         ("seq=0", "--vary seq=0: seq_len must be a whole number of at least 1"),
@@ -81,6 +85,7 @@ def test_what_cannot_be_varied_is_told_in_a_line_before_anything_is_simulated(va
     [
         (["-b", "2", "--vary", "batch=1,2"], "--batch gives a value to what is varied"),
         (["--set", "host.memory=1GB", "--vary", "host.memory=1GB,2GB"], "--set host.memory gives a value"),
+        (["-H", "h100", "--vary", "hardware=h100,h200"], "--hardware gives a value to what is varied"),
         (["--vary", "batch=1", "--vary", "batch=2"], "batch is varied twice"),
     ],
 )
@@ -96,6 +101,12 @@ def test_points_are_every_combination_and_the_last_axis_turns_first() -> None:
     ]  # fmt: skip
     assert {point.profile.name for point in points} == {"h200 with gpu.memory=2GB, host.memory=1GB"}
     assert points[1].told == "tiny batch=4 clip=0.5 host.memory=1GB"
+    machines = some(["hardware=h100,rtx4090", "gpu.memory=1GB,2GB"])
+    names = [f"{name} with gpu.memory={memory}" for name in ("h100", "rtx4090") for memory in ("1GB", "2GB")]
+    assert [point.profile.name for point in machines] == names
+    assert (
+        varied.setting(STEP, "h200", machines[0].values) == "predicted; batch=2, accumulation=1, seq=64, precision=bf16"
+    )
     with pytest.raises(HardwareError):
         some(["host.memory=0GB"])
 

@@ -399,7 +399,9 @@ def same_order(staleness: int = 0, fresh: frozenset[int] = frozenset()) -> Refer
         gradients.append({i: values.grad.clone() for i, values in updated.items() if values.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return Reference(losses=losses, gradients=gradients, parameters={i: v.detach() for i, v in updated.items()})
+    return Reference(
+        losses=losses, gradients=gradients, norms=[], parameters={i: v.detach() for i, v in updated.items()}
+    )
 
 
 @pytest.mark.parametrize(

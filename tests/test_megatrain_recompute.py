@@ -157,7 +157,7 @@ def trained_by(schedule: Schedule, steps: int = 6, debug: Debug | None = None) -
         losses = trainer.run(steps)
         chosen = trained.layers(schedule.model, schedule.workload)
         parameters = {i: trainer.parameters(i) for i in chosen}
-    return reference.Reference(losses=losses, gradients=gradients, parameters=parameters)
+    return reference.Reference(losses=losses, gradients=gradients, norms=[], parameters=parameters)
 
 
 def text(work: Workload) -> ByteText:

@@ -68,8 +68,8 @@ def compare(
         list[str] | None,
         typer.Option(
             "--vary",
-            help="An option of the step, or a number of the machine, and the values to try: batch=1,2,4 or "
-            "host.memory=96GB,192GB. Repeatable.",
+            help="An option of the step, a number of the machine, or hardware, and the values to try: batch=1,2,4 or "
+            "host.memory=96GB,192GB or hardware=h100,h200. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a plot and its data to this folder.")] = None,
@@ -95,11 +95,12 @@ def compare(
         policies.with_knobs(name)  # tells which is not there before any is simulated
     chosen = list(dict.fromkeys(chosen))
     specs = models_of(models, models_too)
-    machine = load(hardware)
-    points = varied.points(specs, chosen, machine, change or [], workload, axes)
+    points = varied.points(specs, chosen, load(hardware), change or [], workload, axes)
     for spec in specs:
         note_length(spec, max(point.workload.seq_len for point in points))
-    note_idle(machine.name, points[0].profile, list(axes))
+    for name in axes.get(varied.MACHINE, [hardware]):
+        at_one = next(point.profile for point in points if point.values.get(varied.MACHINE, hardware) == name)
+        note_idle(load(name).name, at_one, list(axes))
     frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload)
     setting = varied.setting(workload, profile.name, axes)
     shares = frame[["mfu", "hfu"]].max(axis=1).fillna(0.0)  # rows by point, and of each a row for every policy
@@ -126,7 +127,7 @@ def compare(
     if out is not None and not as_json:
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")
     if frame["fits"].eq(False).all():
-        raise Refused(f"none of these fits {profile.name}")
+        raise Refused(f"none of these fits {', '.join(axes.get(varied.MACHINE, [profile.name]))}")
 
 
 def _at_one_step(
@@ -154,11 +155,11 @@ def _at_points(points: Sequence[Point]) -> pd.DataFrame:
 
 def _require_said_once(context: typer.Context, changes: list[str], axes: Mapping[str, list[str]]) -> None:
     """Raises InputError where something is varied and has a value as well: one of the two would be hidden."""
-    from analysis.varied import STEP
+    from analysis.varied import MACHINE, STEP
 
     numbers = {change.partition("=")[0].strip() for change in changes}
     said = [
-        *given(context, [axis for axis in axes if axis in STEP]),
+        *given(context, [axis for axis in axes if axis in (*STEP, MACHINE)]),
         *(f"--set {path}" for path in axes if path in numbers),
     ]
     if said:
