@@ -130,13 +130,12 @@ class Contents:
             if held
             else f"nothing: {self._unwritten(op, access)}"
         )
-        yield Violation(
-            rule="stale read",
-            op=op.name,
-            on=held.writer if held else "",
-            buffer=access.buffer,
-            message=f"{op.name} reads {describe(access.tensor)} from {access.buffer}, which then holds {what}",
-            fix=f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
+        yield _stale_read(
+            op,
+            access.buffer,
+            held.writer if held else "",
+            f"{describe(access.tensor)} from {access.buffer}, which then holds {what}",
+            f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
         )
 
     def _unwritten(self, op: Op, access: Access) -> str:
@@ -154,24 +153,22 @@ class Contents:
             return None  # carried along; checked where it is computed with or updated
         if cls in tensors.PARAMETERS and (cls != self._trained_cls or not self._coverage.layers):
             return None  # frozen: there is one version
+        what = describe(held.tensor)
         if held.updated:
-            return Violation(
-                rule="stale read",
-                op=op.name,
-                on=held.writer,
-                buffer=buffer,
-                message=f"{op.name} reads {describe(held.tensor)} while only {_parts_are(held.updated)} updated",
-                fix=f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
+            return _stale_read(
+                op,
+                buffer,
+                held.writer,
+                f"{what} while only {_parts_are(held.updated)} updated",
+                f"update all parts of layer {parse(held.tensor).layer} before {op.name}",
             )
         if held.ended_by:
-            return Violation(
-                rule="stale read",
-                op=op.name,
-                on=held.ended_by,
-                buffer=buffer,
-                message=f"{op.name} reads {describe(held.tensor)} where they ended with {held.ended_by}: "
-                "one backward uses them up, and a copy moves them",
-                fix="run one backward of them, and read them where they were last copied to",
+            return _stale_read(
+                op,
+                buffer,
+                held.ended_by,
+                f"{what} where they ended with {held.ended_by}: one backward uses them up, and a copy moves them",
+                "run one backward of them, and read them where they were last copied to",
             )
         if cls in tensors.PARAMETERS and parse(held.tensor).layer in self._coverage.miscounted:
             return None
@@ -181,27 +178,18 @@ class Contents:
         if oldest <= held.version <= self._step:
             return None
         if held.version > self._step:
-            return Violation(
-                rule="stale read",
-                op=op.name,
-                on=held.writer,
-                buffer=buffer,
-                message=f"{op.name} reads {describe(held.tensor)} in version {held.version} where version {self._step} "
-                f"is the newest that is due (counted in updates); {held.writer} wrote it",
-                fix=f"update layer {parse(held.tensor).layer} after {op.name}: a step computes with weights from "
-                "before its own updates",
+            due = f"version {self._step} is the newest that is due (counted in updates)"
+            fix = (
+                f"update layer {parse(held.tensor).layer} after {op.name}: a step computes with weights from before "
+                "its own updates"
             )
-        age = f"version {held.version} where version {self._step} is due"
-        counted = f"updates; declared staleness {stale}" if cls in tensors.PARAMETERS else "steps"
-        return Violation(
-            rule="stale read",
-            op=op.name,
-            on=held.writer,
-            buffer=buffer,
-            message=f"{op.name} reads {describe(held.tensor)} in {age} (counted in {counted}); {held.writer} wrote it",
-            fix=f"bring {held.tensor} up to date between {held.writer} and {op.name}"
-            + (", or declare the staleness" if cls in tensors.PARAMETERS else ""),
-        )
+        else:
+            counted = f"updates; declared staleness {stale}" if cls in tensors.PARAMETERS else "steps"
+            due = f"version {self._step} is due (counted in {counted})"
+            fix = f"bring {held.tensor} up to date between {held.writer} and {op.name}"
+            fix += ", or declare the staleness" if cls in tensors.PARAMETERS else ""
+        said = f"{what} in version {held.version} where {due}; {held.writer} wrote it"
+        return _stale_read(op, buffer, held.writer, said, fix)
 
     def _expected(self, tensor: str) -> Content:
         name = parse(tensor)
@@ -366,6 +354,12 @@ _RULES = {
     Phase.ADAM: Contents._adam,
     Phase.SYNC: Contents._sync,
 }
+
+
+def _stale_read(op: Op, buffer: str, on: str, what: str, fix: str) -> Violation:
+    """An op reads what is not due; `on` names the op that left it so, if one did."""
+    message = f"{op.name} reads {what}"
+    return Violation(rule="stale read", op=op.name, on=on, buffer=buffer, message=message, fix=fix)
 
 
 def _parts_are(parts: Sequence[str]) -> str:
