@@ -315,6 +315,9 @@ def _show_what_if(answers: WhatIf) -> None:
     ]
     for what, nbytes in (("device", answers.smallest_device_bytes), ("host", answers.smallest_host_bytes)):
         limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else scaled(nbytes, "GB", 2)])
-    limits.append(["longest sequence, one at a time", f"{answers.longest_sequence:,} tokens"])
-    limits.append(["largest micro-batch", f"{answers.largest_micro_batch:,} sequences"])
+    for what, most, of in (
+        ("longest sequence, one at a time", answers.longest_sequence, "tokens"),
+        ("largest micro-batch", answers.largest_micro_batch, "sequences"),
+    ):
+        limits.append([what, f"at least {most:,} {of}" if most else "none was found"])
     print_table("limits", ["", ""], limits)

@@ -198,14 +198,14 @@ def smallest_memory(
 def longest_sequence(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
     """Tokens of the longest sequence that can be trained, one at a time, a multiple of 1,024; 0 if none can.
 
-    In whichever mode of recompute takes least memory, as all of these limits.
+    In whichever mode of recompute takes least memory, as all of these limits; at least, as not all schedules are tried.
     """
     one = replace(workload, micro_batch_size=1, accumulation=1)
     return 1024 * _largest(lambda n: _trains(model, profile, replace(one, seq_len=1024 * n)))
 
 
 def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
-    """Sequences of the largest micro-batch that can be trained; 0 if none can."""
+    """Sequences of the largest micro-batch that can be trained, at least; 0 if none can."""
     return _largest(lambda n: _trains(model, profile, replace(workload, micro_batch_size=n, accumulation=1)))
 
 
@@ -243,7 +243,6 @@ def _held(room: Room, start: Candidate) -> Iterator[Candidate]:
     """With as much on the device as that has room for, and with no more layers there than must be, for the host and the
     drive have no room.
     """
-    yield from room.filled(start)
     most = room.most_residents(start)
 
     def holding(count: int) -> Candidate:
@@ -255,8 +254,9 @@ def _held(room: Room, start: Candidate) -> Iterator[Candidate]:
 
     if most >= 0:
         yield holding(most)
-        if enough(most):
-            yield holding(0 if enough(0) else bisect_left(range(most), True, key=enough))
+    yield from room.filled(start)
+    if most >= 0 and enough(most):
+        yield holding(0 if enough(0) else bisect_left(range(most), True, key=enough))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
