@@ -43,6 +43,7 @@ import rehearsal
 import torch
 from gpu_arena import ArenaBackend
 from gpu_case import PLANNED, Case
+from gpu_profile import of_run
 from gpu_results import AGAIN, DID_NOT_END, SMOKE, STOP, Results, Row, out_of_memory
 from gpu_table import table
 from torch.utils import cpp_extension
@@ -62,7 +63,7 @@ WAYS_OF = {
 KERNELS_OF = Case(
     model="llama-3.1-8b", policy=PLANNED, seq_len=4096, micro_batch_size=4, accumulation=4, precision="bf16_16bit"
 )
-GRAPHS_UP_TO = 8192  # tokens of a micro-batch; above it launches hide behind the kernels
+GRAPHS_UP_TO = 8192  # tokens of a micro-batch, or of a step within a limit; above it launches hide behind the kernels
 WENT_ON = "--went-on"
 HOST_SHARE = 0.92  # of the host's memory, where nothing is said
 SPARE = 2 << 30  # bytes of the GPU's memory that a step is planned without once it had none left
@@ -116,8 +117,13 @@ def _unlock(since: float) -> None:
 
 
 def in_way(case: Case, way: dict[str, bool]) -> Case:
-    """The case, computed in the way that was chosen; graphs only where launches may be what the GPU waits for."""
-    launches = case.micro_batch_size * case.seq_len <= GRAPHS_UP_TO and not case.device_gib
+    """The case, computed in the way that was chosen; graphs only where launches may be what the GPU waits for.
+
+    Within a limit, that is in a short step, where the host's optimizer has its cores all the while.
+    """
+    workload = case.workload
+    tokens = workload.tokens_per_step if case.device_gib else workload.tokens_per_microbatch
+    launches = tokens <= GRAPHS_UP_TO
     return dataclasses.replace(case, fused=way.get("fused", False), graphs=way.get("graphs", False) and launches)
 
 
@@ -222,7 +228,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     yield by_itself("links", "links", gpu_machine.links, 25.0)
     yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
     yield by_itself("dram", "dram", lambda: [*gpu_machine.dram(threads), *gpu_optimizer.beside_copies()], 20.0)
-    machine = {part: results.rows(part) for part in ("links", "gemm", "dram")}
+    machine = of_run(results.body, len(results.body["runs"]))
 
     def step(case: Case) -> Row:
         whole = case.device_bytes(device_bytes(results))

@@ -10,7 +10,7 @@ from typing import Any
 import gpu_machine
 from gpu_case import HOST_RESERVE, limit_gib
 from gpu_machine import Row
-from gpu_profile import machine_of, profile_of
+from gpu_profile import machine_of, of_run, profile_of
 
 from megatrain.this_machine import usable_bytes
 from schedules import policies, presets
@@ -47,14 +47,13 @@ def predicted(body: dict[str, Any], assumed: Sequence[str] = ()) -> dict[str, An
     ValueError where a policy no longer makes the schedule that was run, InputError.
     """
     rows, found = body["rows"], dict[str, Anew]()
-    machine = {part: _whole(rows.get(part, {})) for part in ("links", "gemm", "dram")}
     gpu = body["runs"][0]["gpu"]
     for key, row in rows.get("steps", {}).items():
         if "step_s" not in row:
             continue
         schedule, known = _rebuilt(key, row, body["host_bytes"]), row["alone_ns"]
         handing_ns = {name: us * 1e3 for name, us in row["handing_over_us"].items()}
-        profile = profile_of(schedule, machine_of(machine, gpu), known, handing_ns)
+        profile = profile_of(schedule, machine_of(of_run(body, row["run"]), gpu), known, handing_ns)
         if assumed:
             profile = hardware.override(profile, assumed)
         if any(one.startswith(HOST_ADAM) for one in assumed):
@@ -114,10 +113,6 @@ def _timed(profile: HardwareProfile, change: Callable[[Mapping[str, float]], Map
     assert profile.measured is not None and profile.measured.op_times is not None
     times = dataclasses.replace(profile.measured.op_times, values=change(profile.measured.op_times.values))
     return dataclasses.replace(profile, measured=dataclasses.replace(profile.measured, op_times=times))
-
-
-def _whole(rows: dict[str, Row]) -> list[Row]:
-    return [row for row in rows.values() if "error" not in row]
 
 
 def _rebuilt(key: str, row: Row, host_bytes: int) -> Schedule:

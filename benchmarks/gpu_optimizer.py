@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 
 import adam as adam_benchmark
@@ -13,8 +12,11 @@ import torch
 from gpu_machine import Row
 from torch import Tensor
 
-from megatrain import adam
+from megatrain import adam, readings
+from megatrain.cuda import CudaBackend
 from megatrain.native import adam as native
+from megatrain.rates import rates
+from schedules.op import Stream
 from schedules.workload import PRECISIONS
 
 PARAMS = 100_000_000  # of the slabs
@@ -29,15 +31,20 @@ def updates(threads: list[int]) -> list[Row]:
 
 
 def beside_copies() -> list[Row]:
-    """GB/s of host memory, read and written, of Adam and of copies both ways at once, with the threads of training."""
+    """GB/s of host memory, read and written, of Adam and of copies one way at once, with the threads of training."""
     gpu_machine.clear()
-    each = adam_benchmark.bytes_per_param("bf16")
-    step = adam_benchmark.ours(PARAMS, "bf16", gpu_machine.as_trained)
-    with _Copying() as copying:
-        updated = PARAMS * each / adam_benchmark.seconds(step)[0] / 1e9
-        copied = copying.bytes_per_s / 1e9
-    threads = torch.get_num_threads()
-    return [{"case": f"{threads} threads updating, and copies", "threads": threads, "GB_s": updated + copied}]
+    each, threads, rows = adam_benchmark.bytes_per_param("bf16"), torch.get_num_threads(), []
+    backend = CudaBackend()
+    try:
+        arenas, update = readings.Arenas(backend), readings.adam_load(backend, PARAMS, "bf16", threads)
+        for stream in (Stream.H2D, Stream.D2H):
+            found = rates(backend, [update, arenas.copy(stream, readings.SIZES[-1])])
+            updated, copied = found[0].median * each / 1e9, found[1].median / 1e9
+            told = {"beside": str(stream), "updated_GB_s": updated, "copied_GB_s": copied, "GB_s": updated + copied}
+            rows.append({"case": f"{threads} threads updating, and copies {stream}", "threads": threads} | told)
+    finally:
+        backend.close()
+    return rows
 
 
 def _on_cpu(threads: list[int]) -> list[Row]:
@@ -128,7 +135,6 @@ class _Copying:
     """Copies both ways over the link, from the beginning of the block to its end."""
 
     def __init__(self) -> None:
-        self._turns, self._since = 0, 0.0
         self._streams = [torch.cuda.Stream() for _ in range(2)]
         self._host = [gpu_machine.host_slab(gpu_machine.BESIDE) for _ in range(2)]
         self._device = [gpu_machine.device_slab(gpu_machine.BESIDE) for _ in range(2)]
@@ -138,13 +144,7 @@ class _Copying:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         self._begun.wait()
-        self._since, self._turns = time.perf_counter(), 0
         return self
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Both ways together, so far; each is read or written once in the host's memory."""
-        return self._turns * 2 * gpu_machine.BESIDE / (time.perf_counter() - self._since)
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
@@ -157,5 +157,4 @@ class _Copying:
             with torch.cuda.stream(self._streams[1]):
                 self._host[1].copy_(self._device[1], non_blocking=True)
             torch.cuda.synchronize()
-            self._turns += 1
             self._begun.set()

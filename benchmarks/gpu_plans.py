@@ -17,7 +17,7 @@ from typing import Any
 
 import gpu_rows
 from gpu_case import PLANNED, Case, plan_file, schedule_of
-from gpu_profile import machine_of
+from gpu_profile import machine_of, of_run
 from rich.progress import track
 
 from schedules import codec
@@ -39,10 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     body = json.loads((options.folder / "gpu.json").read_text())
     device_bytes, host_bytes = body["device_bytes"], body["host_bytes"]
-    measured = {
-        part: [row for row in body["rows"][part].values() if "error" not in row] for part in ("links", "gemm", "dram")
-    }
-    machine = machine_of(measured, body["runs"][-1]["gpu"])
+    machine = machine_of(of_run(body, len(body["runs"])), body["runs"][-1]["gpu"])
     for case in track(list(wanted(body, options.only)), description="planning"):
         file = plan_file(options.folder / "plans", case, device_bytes, host_bytes)
         if not file.exists():

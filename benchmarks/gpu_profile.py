@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 import gpu_machine
 from gpu_machine import Row
@@ -17,6 +19,8 @@ from sim.machine import HardwareProfile, Measured, Table, Value
 from sim.signature import timed
 
 SOURCE = "measured by benchmarks/gpu.py"
+MACHINE = ("links", "gemm", "dram")  # the parts of gpu.json that tell of the machine
+EARLIER = "earlier"  # where it keeps what they told in runs before: by part and run
 
 
 def _value(number: float, unit: str) -> Value:
@@ -39,11 +43,26 @@ def machine_of(machine: dict[str, list[Row]], gpu: str | None = None) -> Hardwar
             duplex=_value(sum(one["median"] for one in largest["both_GB_s"]) * 1e9, "B/s"),
         )
     if rows := machine.get("dram"):
-        host = dataclasses.replace(host, memory_bandwidth=_value(max(row["GB_s"] for row in rows) * 1e9, "B/s"))
+        together = [row["GB_s"] for row in rows if "beside" in row]  # of an update and copies one way
+        most = max([*(row["GB_s"] for row in rows if "beside" not in row), statistics.mean(together or [0.0])])
+        host = dataclasses.replace(host, memory_bandwidth=_value(most * 1e9, "B/s"))
     if rows := machine.get("gemm"):
         slowdown = statistics.median(max(0.0, row["slowdown"]) for row in rows if "slowdown" in row)
         gpu = dataclasses.replace(gpu, copy_slowdown=_value(slowdown, "fraction"))
     return dataclasses.replace(base, gpu=gpu, links=links, host=host)
+
+
+def of_run(body: Mapping[str, Any], run: int) -> dict[str, list[Row]]:
+    """What a gpu.json tells of the machine as a run had it: it may have been another one's, of the same kind."""
+    found = {}
+    for part in MACHINE:
+        rows = [row for row in body["rows"].get(part, {}).values() if "error" not in row]
+        for earlier in body.get(EARLIER, {}).get(part, {}).values():
+            rows += earlier.values()
+        runs = sorted({row["run"] for row in rows})
+        last = max((one for one in runs if one <= run), default=runs[0] if runs else None)
+        found[part] = [row for row in rows if row["run"] == last]
+    return found
 
 
 def op_times(schedule: Schedule, durations_ns: list[int]) -> dict[str, float]:

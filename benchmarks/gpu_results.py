@@ -23,6 +23,7 @@ from typing import Any
 import gpu_rivals
 import torch
 from gpu_machine import Row
+from gpu_profile import EARLIER, MACHINE
 from gpu_table import table
 
 from megatrain.backend import OpFailed
@@ -146,7 +147,9 @@ class Results:
         begun, sound = time.monotonic(), True
         told: Row = {"run": len(self.body["runs"]) - 1}
         for name in [name for name in known if _of(name, key)]:
-            del known[name]
+            old = known.pop(name)
+            if part in MACHINE and "error" not in old:
+                self.body.setdefault(EARLIER, {}).setdefault(part, {}).setdefault(str(old["run"]), {})[name] = old
         known[key] = {"case": key, "error": CUT_OFF, **told}
         self.save()
         hangs_after_s = min(max(HANGS_AFTER_S, 3 * takes_s), self._end - begun + OVER_S)

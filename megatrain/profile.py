@@ -51,6 +51,7 @@ Machine = Callable[[], Backend[Any]]  # a fresh backend; who runs on it closes i
 RunOn = tuple[Machine, Path | None, Way]  # where, with which folder on a drive, and how
 
 ALONE_STEPS = 4  # steps per schedule, one op after another, after its warm-up
+ENOUGH_S = 1.0  # of such steps, on a GPU
 WOKEN, WOKEN_STEPS = 5, 6  # schedules, and steps of each, in which idle streams and the issuing host are watched
 OPS_SHARE = 0.8  # of the progress bar
 
@@ -76,10 +77,10 @@ def measure(
     Every op of any of them that `sim.signature.timed` has is covered; schedules that use NVMe are left out where no
     folder on a drive is given, and all others must fit (`megatrain.fitting`). A policy may choose another precision
     than it was asked for (an fp32 master beside bf16). What ops share is measured with a block of every model, and the
-    mean of all rounds holds for all. Takes serialised steps of each schedule, `ALONE_STEPS` and a warm-up, and a minute
-    more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the folder
-    `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in one
-    `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not timed again.
+    mean of all rounds holds for all. Takes serialised steps of each schedule, `ALONE_STEPS` or fewer and a warm-up, and
+    a minute more. Of those in `memory` the workspace alone is measured, in one step. What is measured is kept in the
+    folder `parts` until all is there, and taken from there if the same measurement was interrupted. Ops are computed in
+    one `way`, and timed in so many `rounds`; those that `time_ops` has put into `parts` are not timed again.
 
     Raises:
         InputError: ops cannot be computed in this way here, or every schedule needs a drive.
@@ -244,13 +245,15 @@ def _under_load(
 ) -> npt.NDArray[np.int64]:
     """The same [steps][ops] of a GPU that has been at work for LOADED_S, as a step lasts about `step_ns`.
 
-    Where the host waits for each op the GPU rests, and its clock rises above what it can keep in a step.
+    Where the host waits for each op the GPU rests, and its clock rises above what it can keep in a step. Long steps are
+    fewer: each holds an op many times.
     """
-    steps = way.warm_up + math.ceil(LOADED_S * 1e9 / step_ns) + ALONE_STEPS
+    counted = max(1, min(ALONE_STEPS, math.ceil(ENOUGH_S * 1e9 / step_ns)))
+    steps = way.warm_up + math.ceil(LOADED_S * 1e9 / step_ns) + counted
     backend = machine()
     with kept_at_work(backend, schedule, graphs=way.graphs):
         trace, _ = _run(in_turn(schedule), steps, backend, nvme, way)
-    durations: npt.NDArray[np.int64] = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))[-ALONE_STEPS:]
+    durations: npt.NDArray[np.int64] = (trace.end_ns - trace.start_ns).reshape(-1, len(schedule.ops))[-counted:]
     return durations
 
 

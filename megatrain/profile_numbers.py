@@ -100,7 +100,7 @@ def profile_of(
     dram = max(_moved(whole, "copy"), passes * links.h2d.bandwidth.value, passes * links.d2h.bandwidth.value)
     if at.on_gpu:  # a thread that copies reads its target before it writes there; a GPU's copies move what they move
         updated = most_moved((op, ns) for _, op, ns in ops.adam)
-        dram = max(dram, updated, _moved(whole, "update"), _moved(whole, "all"))
+        dram = max(dram, updated, _moved(whole, "update"), _moved_together(whole))
     return HardwareProfile(
         name=f"{at.device}, {usable_cores()} cores",
         description="a GPU and the host it is in"
@@ -186,6 +186,16 @@ def _links(ops: _Ops, whole: Mapping[str, Mapping[str, Any]], at: Here, value: T
 def _moved(whole: Mapping[str, Mapping[str, Any]], what: str) -> float:
     """The best of the readings of host memory that are called so; 0 if there are none."""
     return max((float(rate[1]) for key, rate in whole["dram"].items() if key.startswith(f"{what}/")), default=0.0)
+
+
+def _moved_together(whole: Mapping[str, Mapping[str, Any]]) -> float:
+    """What updates and copies one way move at once, in the mean of both ways, with the best number of threads."""
+    each: dict[str, list[float]] = {}
+    for key, rate in whole["dram"].items():
+        what, count, _ = key.split("/")
+        if what == "all":
+            each.setdefault(count, []).append(float(rate[1]))
+    return max(map(statistics.mean, each.values()), default=0.0)
 
 
 def _median(whole: Mapping[str, Mapping[str, Any]], part: str, key: str) -> float:

@@ -94,7 +94,8 @@ def links(backend: Backend[Any], arenas: Arenas, compute: Load) -> Found:
 def dram(backend: Backend[Any], arenas: Arenas, threads: list[int]) -> Found:
     """Bytes of host memory read and written per second by "what/threads/beside", on the optimizer's stream.
 
-    "all" is what updates in place and copies both ways move together: copies alone do not find all that memory can do.
+    "all" is what updates in place and copies one way move together: copies alone do not find all that memory can do,
+    and both ways at once, which is rare in a step, they slow updates by less than they move.
     """
     values, target = (_host_memory(backend, name, ARENA).view(torch.float32).normal_() for name in ("values", "target"))
     works = {
@@ -110,12 +111,15 @@ def dram(backend: Backend[Any], arenas: Arenas, threads: list[int]) -> Found:
         for what, (work, amount) in works.items():
             load = Load(stream=Stream.CPU, work=_with_threads(work, count), amount=amount)
             found[f"{what}/{count}/alone"] = rates(backend, [load])[0]
-            if what in ("copy", "update"):
-                beside = [arenas.copy(stream, SIZES[-1]) for stream in (Stream.H2D, Stream.D2H)]
-                found[f"{what}/{count}/copies"], *copied = rates(backend, [load, *beside])
-                if what == "update":
-                    each = [found[f"{what}/{count}/copies"], *copied * passes]
-                    found[f"all/{count}/copies"] = Rate(*map(sum, zip(*each, strict=True)))
+            copies = {stream: arenas.copy(stream, SIZES[-1]) for stream in (Stream.H2D, Stream.D2H)}
+            if what == "copy":
+                found[f"copy/{count}/copies"] = rates(backend, [load, *copies.values()])[0]
+            if what == "update":
+                for stream, copy in copies.items():
+                    updated, copied = rates(backend, [load, copy])
+                    found[f"update/{count}/{stream}"] = updated
+                    both = [u + passes * c for u, c in zip(updated, copied, strict=True)]
+                    found[f"all/{count}/{stream}"] = Rate(*both)
     return found
 
 

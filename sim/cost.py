@@ -17,7 +17,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
-from schedules.workload import Workload
+from schedules.workload import PRECISIONS, Workload
 from sim.interpolation import between
 from sim.machine import HardwareProfile, Nvme, Value
 from sim.profile_coverage import command, covered, lacks_kind
@@ -28,6 +28,10 @@ H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
 DRAM, CORES = "dram", "cores"
 GPU, HBM = "gpu", "hbm"
 NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
+
+# What of the rate of fp32 a GPU's update takes with 8-bit moments, FLOP a parameter: codes are looked up and rounded to.
+# An H200, of 67 TFLOP/s, updates 140 Gparam/s, a third of what its memory would allow (analysis/results/gpu/h200, adam).
+FLOPS_OF_8BIT = 478
 
 HOUR_NS = 3.6e12
 LONGEST_NS = 1e13  # of one op: the times of many steps of many of them still fit 64 bits
@@ -322,6 +326,8 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
             duration = _measured(op, schedule, profile)
     if duration is None and op.on_device:
         duration = op.nbytes / (gpu.memory_bandwidth.value * gpu.memory_efficiency.value) * 1e9
+        if op.phase == Phase.ADAM and PRECISIONS[schedule.workload.precision].state_per_block:
+            duration = max(duration, op.params * FLOPS_OF_8BIT / gpu.fp32_flops.value * 1e9)
     elif duration is None:
         duration = op.nbytes / (host.memory_bandwidth.value * host.adam_efficiency.value) * 1e9
     if op.on_device:

@@ -266,16 +266,29 @@ def test_the_machines_profile_has_what_was_measured(module: Module, monkeypatch:
     found = profile.machine_of(
         {
             "links": [link(5.0, 4.0, 3.0, 2.0), link(50.0, 40.0, 45.0, 30.0)],  # the largest copies come last
-            "dram": [{"GB_s": 200.0}, {"GB_s": 100.0}],
+            "dram": [{"GB_s": 200.0}, {"beside": "h2d", "GB_s": 190.0}, {"beside": "d2h", "GB_s": 220.0}],
             "gemm": [{"slowdown": 0.3}, {"slowdown": -0.2}, {"slowdown": 0.1}, {"GB_s": {"median": 1.0}}],
         }
     )
     links, host = found.links, found.host
     told = [links.h2d.bandwidth, links.d2h.bandwidth, links.duplex, host.memory_bandwidth, found.gpu.copy_slowdown]
     assert [(one.value, one.unit) for one in told] == [
-        (50e9, "B/s"), (40e9, "B/s"), (75e9, "B/s"), (200e9, "B/s"), (0.1, "fraction"),
+        (50e9, "B/s"), (40e9, "B/s"), (75e9, "B/s"), (205e9, "B/s"), (0.1, "fraction"),
     ]  # fmt: skip
     assert links.h2d.latency == base.links.h2d.latency and found.gpu.memory == base.gpu.memory
+    copied = profile.machine_of({"dram": [{"GB_s": 210.0}, {"beside": "h2d", "GB_s": 190.0}]})
+    assert copied.host.memory_bandwidth.value == 210e9
+
+
+def test_a_step_is_predicted_from_what_its_own_run_had_for_a_machine(module: Module) -> None:
+    of_run = module("gpu_profile").of_run
+    failed = {"run": 7, "error": "failed"}
+    rows = {"links": {"a": {"run": 7, "n": 3}}, "dram": {"a": {"run": 7, "n": 4}, "b": {"run": 7, "n": 5}, "c": failed}}
+    earlier = {"links": {"2": {"a": {"run": 2, "n": 1}}, "4": {"a": {"run": 4, "n": 2}}}}
+    body = {"rows": rows, "earlier": earlier}
+    found = {run: [row["n"] for row in of_run(body, run)["links"]] for run in (0, 2, 3, 4, 6, 7, 9)}
+    assert found == {0: [1], 2: [1], 3: [1], 4: [2], 6: [2], 7: [3], 9: [3]}
+    assert [row["n"] for row in of_run(body, 1)["dram"]] == [4, 5] and of_run(body, 1)["gemm"] == []
 
 
 def test_a_schedules_profile_has_what_its_ops_take_alone(module: Module) -> None:

@@ -463,6 +463,7 @@ there = {name: rows.there("steps", name) for name in ("old a", "new a", "old b")
 assert there == {"old a": False, "new a": True, "old b": True} and not rows.there("links", "links")
 assert rows.measure("links", "links", lambda: [{"case": "of 3"}]) and rows.there("links", "links")
 assert list(rows.body["rows"]["links"]) == ["links: of 3"] and list(rows.body["rows"]["steps"]) == list(there)
+assert list(rows.body["earlier"]["links"]["0"]) == ["links: of 1", "links: of 2"]  # that run's rows want them
 assert not rows.measure("steps", "old b", lambda: 1 / 0) and opened("links").there("links", "links")
 rows.measure("steps", "old a", lambda: {**row("old a", 2), "tokens_per_s": 2.0})
 assert rows.body["rows"]["steps"]["old a"]["tokens_per_s"] == 2.0 and opened().there("steps", "old a")

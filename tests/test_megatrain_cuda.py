@@ -255,6 +255,10 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
     cycles = round(cuda.AHEAD_S * 1e9 / 1e6 * cuda.SPIN_CYCLES / FAST)
     copies = {op.stream for op in on_device} - {Stream.COMPUTE}
     assert {line for line in gpu.spun if line[0] != "default"} == {(stream, cycles) for stream in copies}
+    enough = round(profile.ENOUGH_S * 1e9)
+    for step_ns, steps in ((2 * enough // 5, 3), (2 * enough, 1)):  # long ones hold enough of each op
+        times = profile._under_load(schedule, lambda: FakeBackend(gpu), None, PLAINLY, step_ns)
+        assert times.shape == (steps, len(schedule.ops))
     gpu.spun.clear()
     monkeypatch.setattr(cuda, "AHEAD_UP_TO", WORKLOAD.tokens_per_microbatch - 1)
     profile.alone(schedule, lambda: FakeBackend(gpu))  # ops are long

@@ -130,9 +130,11 @@ def test_readings_count_what_was_moved_updated_and_multiplied(backend: CpuBacken
     assert [dram[f"{what}/2/alone"][1] for what in ("read", "write", "copy", "update", "fresh")] == [
         readings.ARENA, readings.ARENA, 2 * readings.ARENA, 2 * readings.ARENA, readings.FRESH,
     ]  # fmt: skip
-    assert dram["copy/1/copies"] == dram["update/1/copies"] == (0, 2 * readings.ARENA, 3)
-    both_twice = 2 * 2 * readings.SIZES[-1]  # without a GPU a copy reads and writes host memory
-    assert dram["all/1/copies"] == (0, 2 * readings.ARENA + both_twice, 15)
+    assert dram["copy/1/copies"] == (0, 2 * readings.ARENA, 3)
+    for way in ("h2d", "d2h"):
+        assert dram[f"update/1/{way}"] == (0, 2 * readings.ARENA, 2)
+        twice = 2 * readings.SIZES[-1]  # without a GPU a copy reads and writes host memory
+        assert dram[f"all/1/{way}"] == (0, 2 * readings.ARENA + twice, 6)
     adam = readings.optimizer(backend, arenas, threads)
     assert adam["bf16/1/alone"] == (0, readings.PARAMS, 1) and adam["bf16/2/copies"] == (0, readings.PARAMS, 3)
     assert {key.split("/")[0] for key in adam} == set(PRECISIONS) and "bf16_split/1/alone" not in adam
@@ -261,7 +263,8 @@ def whole() -> dict[str, dict[str, Any]]:
         "products": {"bf16": rate(4e12), "fp32": rate(1e12), "copy": rate(30e9)},
         "dram": {
             "copy/1/alone": rate(11e9), "copy/2/copies": rate(12e9), "read/2/alone": rate(99e9),
-            "update/2/alone": rate(12.5e9), "all/2/copies": rate(13e9),
+            "update/2/alone": rate(12.5e9), "all/1/h2d": rate(15e9), "all/1/d2h": rate(10e9),
+            "all/2/h2d": rate(14e9), "all/2/d2h": rate(12e9),
         },
         "adam": {"bf16/1/alone": rate(1e8)},
         "nvme": {

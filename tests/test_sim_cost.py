@@ -17,6 +17,7 @@ from schedules.op import Access, Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import MemoryBudget, Workload
+from sim import hardware
 from sim.cost import (
     CORES,
     D2H,
@@ -241,6 +242,17 @@ def test_a_pass_that_was_timed_lasts_so_long_whatever_its_memory_is() -> None:
 def test_an_update_on_the_device_is_a_kernel() -> None:
     found = demand(update(Stream.COMPUTE, nbytes=2 * 10**9), round_profile())
     assert (found.duration_ns, found.usage, found.issue_ns) == (10**6, {GPU: 1.0}, 100_000)
+
+
+def test_a_gpus_update_of_8_bit_moments_takes_instructions() -> None:
+    op, coded = update(Stream.COMPUTE, nbytes=2 * 10**9, params=10**9), replace(WORKLOAD, precision="bf16_8bit")
+    assert demand(op, round_profile(), workload=coded).duration_ns == 4_780_000  # 478 FLOP each at 100 TFLOP/s
+    few = replace(op, params=10**7)
+    assert demand(few, round_profile(), workload=coded).duration_ns == 10**6, "then memory is what it waits for"
+    other = replace(op, phase=Phase.ACCUMULATE)
+    assert demand(other, round_profile(), workload=coded).duration_ns == 10**6
+    h200 = hardware.load("h200")
+    assert op.params / demand(op, h200, workload=coded).duration_ns == pytest.approx(140, rel=0.002)  # Gparam/s
 
 
 def test_the_hosts_optimizer_rate_is_not_the_devices() -> None:
