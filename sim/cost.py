@@ -29,8 +29,8 @@ DRAM, CORES = "dram", "cores"
 GPU, HBM = "gpu", "hbm"
 NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
 
-# What of the rate of fp32 a GPU's update takes with 8-bit moments, FLOP a parameter: codes are looked up and rounded to.
-# An H200, of 67 TFLOP/s, updates 140 Gparam/s, a third of what its memory would allow (analysis/results/gpu/h200, adam).
+# What of its fp32 rate a GPU's update takes with 8-bit moments, whose codes are looked up and rounded to: FLOP a
+# parameter. An H200, of 67 TFLOP/s, updates 140 Gparam/s, where its memory would allow 420 (analysis/results/gpu/h200).
 FLOPS_OF_8BIT = 478
 
 HOUR_NS = 3.6e12
