@@ -1,11 +1,14 @@
-"""The rows of `gpu.py` as Markdown: who measured, steps, what the aims speak of, then all other parts as they are."""
+"""The rows of `gpu.py` as Markdown: who measured, steps, what the aims speak of, then all other parts."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import gpu_machine
@@ -27,6 +30,7 @@ SAME_STATE = {
     "compiled PyTorch": "bf16_16bit",
 }  # the only precision in which that keeps what ours does
 TRIED = " (tried)"  # which kernels, and whether graphs, is decided by rows of their own
+UNTOLD = ("run", "said", "settings", "took_s")  # of a row that is no step's, by columns of their names
 WITHIN = (0.04, 0.10)
 
 
@@ -49,12 +53,7 @@ def table(body: dict[str, Any]) -> str:
     for part in STEPS:
         tried = TRIED if part == "ways" else ""
         lines += [_step(row, peak, tried) for row in rows.get(part, {}).values() if not tried or row not in taken]
-    told = [
-        f"{part}: {json.dumps({k: v for k, v in row.items() if k not in ('said', 'settings')}, default=str)}"
-        for part, of_part in rows.items()
-        if part not in STEPS
-        for row in of_part.values()
-    ]
+    told = [line for part, found in rows.items() if part not in STEPS for line in _as_they_are(part, found.values())]
     note = f"MFU and HFU are of {peak:,.0f} TFLOP/s, the fastest product measured here. " if peak else ""
     note += (
         "Predicted: how much longer the predicted step is than the measured one, from what links, memory and each op "
@@ -62,6 +61,36 @@ def table(body: dict[str, Any]) -> str:
         "than they had alone."
     )
     return "\n".join([*lines, "", note, "", *_errors(rows), *_beside(body), *told, ""])
+
+
+def _as_they_are(part: str, rows: Iterable[Row]) -> list[str]:
+    """A table for neighbours that tell the same: a column for each thing, the run last."""
+    lines = [f"**{part}**", ""]
+    for names, alike in itertools.groupby(rows, lambda row: [name for name in row if name not in UNTOLD]):
+        columns = [*names, "run"]
+        head = [re.sub("(GB|TFLOP|Gparam)_s", r"\1/s", name).replace("_", " ") for name in columns]
+        cells = [[_value(row.get(name)) for name in columns] for row in alike]
+        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(of)} |" for of in cells), ""]
+    return lines
+
+
+def _value(value: Any) -> str:
+    """A number in four digits, the median of several with the least and the most, all else in words."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case int():
+            return f"{value:,}"
+        case {"median": median, **others}:
+            around = ", ".join(f"{name} {_value(other)}" for name, other in others.items())
+            return f"{_value(median)} ({around})" if around else _value(median)
+        case list() if value and all(isinstance(one, dict) and "median" in one for one in value):
+            return " and ".join(map(_value, value))
+        case str():
+            return _cell(value)
+    return _cell(json.dumps(value, default=str))
 
 
 def _step(row: Row, peak: float | None, tried: str) -> str:

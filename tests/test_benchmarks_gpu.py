@@ -110,10 +110,10 @@ def off(what):
     return {key: abs(getattr(anew, what) / steps[key]["step_s"]["median"] - 1) for key, anew in now.items()}
 
 assert statistics.median(off("step_s").values()) < 0.035, off("step_s")
-# with ops on the GPU as slow as they were in the step; but for one whose host others slowed down, and for MegaTrain's
+# with ops on the GPU as slow as they were in the step; but for one that waits for launches, and for MegaTrain's code
 but = off("slower_step_s")
 del but["llama-3.1-8b planned 2x1x4096 bf16_16bit in 12 GiB"], but["llama-3.2-3b megatrain_released 1x8x1024 bf16"]
-assert max(but.values()) < 0.045 and statistics.median(but.values()) < 0.005, but
+assert max(but.values()) < 0.05 and statistics.median(but.values()) < 0.005, but
 slow = gpu_anew.predicted(body, ["host.adam_params_per_s=0.8Gparams/s"])
 updated = {"llama-3.1-8b planned 16x1x4096 bf16_16bit in 12 GiB", "llama-3.2-3b streamed 1x8x1024 bf16"}
 assert all(slow[key].step_s > now[key].step_s * 1.5 for key in updated)
@@ -189,7 +189,10 @@ three, one = "llama-3.2-3b {} 1x2x1024 bf16", "llama-3.2-1b {} 1x2x1024 bf16_16b
 body = {
     "runs": [{"gpu": "NVIDIA H100 80GB HBM3", "host": "", "date": "", "versions": {}, "command": ""}],
     "rows": {
-        "gemm": {"a": {"TFLOP_s": {"median": 400.0}}, "b": {"TFLOP_s": {"median": 500.0}}},
+        "gemm": {"a": {"case": "a", "run": 0, "TFLOP_s": {"median": 400.0, "least": 390.5}},
+                 "b": {"case": "b", "run": 1, "TFLOP_s": {"median": 500.0, "least": 499.0}},
+                 "c": {"case": "c", "run": 1, "GB_s": 4188.2, "said": ["much"]}},
+        "checks": {"d": {"case": "d | e", "passed": False, "run": 1}},
         "steps": rows(
             ours(three.format("planned"), 0.1, 0.02), ours(three.format("streamed"), 0.5, -0.2, [1.0, float("nan")]),
             ours(three.format("megatrain_released"), 2.0, 0.05), ours(one.format("resident"), 0.033, 0.0),
@@ -228,6 +231,12 @@ print(page)"""
     assert beside["llama-3.1-8b planned 2x1x4096 bf16 in 12 GiB"][:3] == ["", "", ""]  # the rivals had the whole GPU
     assert "Of 6 steps predicted, 4 within 4%, 5 within 10%; median error +0.0%" in done.stdout
     assert "worst -20.0% (llama-3.2-3b streamed" in done.stdout
+    others = done.stdout.partition("**gemm**\n\n")[2].splitlines()
+    assert others[:4] == [
+        "| case | TFLOP/s | run |", "|---|---|---|", "| a | 400 (least 390.5) | 0 |", "| b | 500 (least 499) | 1 |",
+    ]  # fmt: skip
+    assert others[5:8] == ["| case | GB/s | run |", "|---|---|---|", "| c | 4,188 | 1 |"]
+    assert others[9] == "**checks**" and others[13] == "| d \\| e | no | 1 |"
 
 
 FAULTS = """import os, sys, time
