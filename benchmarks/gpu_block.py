@@ -16,6 +16,7 @@ from gpu_machine import Row
 from torch import Tensor
 
 from megatrain.autograd import backward, forward
+from megatrain.experts import waits_for_gpu
 from megatrain.graphs import Pool
 from megatrain.initial import random_parameters
 from megatrain.template import sinks, templates, views
@@ -42,12 +43,11 @@ SEQUENCES, LENGTH = 2, 1024
 LIMIT = 0.05  # of a relative error: bf16's roundings make 0.4 to 2 % on a CPU, a wrong kernel much more
 SINK = 4.0  # sinks' mean: beside 128 keys a sink of 0 would hardly be missed
 APART = 4.0  # between the numbers by which a token chooses its experts; attention adds about one to each
-WITHOUT_WAIT = (9, 10)  # compute capabilities: on others experts' products wait for the GPU, as no CUDA graph may
 
 
 def ways_of(model: ModelSpec) -> list[Way]:
     """The ways in which its blocks can be computed on this GPU."""
-    waits = model.num_experts > 0 and torch.cuda.get_device_capability()[0] not in WITHOUT_WAIT
+    waits = model.num_experts > 0 and waits_for_gpu(torch.bfloat16)
     return [way for way in WAYS if not (way.graphs and waits)]
 
 

@@ -27,6 +27,7 @@ from schedules.traffic import EXPERTS_CHUNK
 Derived = Callable[..., AbstractContextManager[None]]
 
 HOPPER = (9, 0)  # the compute capability
+WITHOUT_WAIT = (9, 10)  # those, whatever their minor number, on which grouped products of bf16 wait for nothing
 ALIGNED = 64  # columns: grouped products want rows that begin at multiples of 16 bytes
 
 
@@ -194,6 +195,11 @@ class _ByExpert(torch.autograd.Function):
             mine = whose == torch.arange(len(stored), device=whose.device)[:, None]
             d_bias = mine.to(dy.dtype) @ dy
         return d_rows, d_stored, d_bias, None, None, None
+
+
+def waits_for_gpu(dtype: torch.dtype) -> bool:
+    """Whether torch's grouped products read how many rows each expert has, from the GPU that torch has chosen."""
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in WITHOUT_WAIT
 
 
 def _places(order: Tensor) -> Tensor:

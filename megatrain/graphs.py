@@ -19,6 +19,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.backend import Work
+from megatrain.experts import waits_for_gpu
+from megatrain.float_types import float_type
+from schedules.errors import InputError
 from schedules.op import Kind, Op, Phase
 from schedules.schedule import Schedule
 from schedules.tensor import SAVED, parse
@@ -70,7 +73,15 @@ class _Replayed:
 
 
 def replayed(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
-    """The works of a run, those of blocks replayed from the second step on. For one run, on a CUDA backend."""
+    """The works of a run, those of blocks replayed from the second step on. For one run, on a CUDA backend.
+
+    Raises InputError where experts' products would wait for the GPU, as no graph may.
+    """
+    if schedule.model.num_experts and waits_for_gpu(float_type(schedule.workload.bytes.activation)):
+        raise InputError(
+            f"{schedule.model.name}'s experts cannot be replayed as CUDA graphs here: in fp32, and on all but Hopper and "
+            "Blackwell, their products wait for the GPU; leave --graphs out"
+        )
     copied = {
         access.buffer
         for op in schedule.ops

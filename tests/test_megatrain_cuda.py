@@ -40,7 +40,7 @@ from megatrain.sanitizer import MODULE, TOLD_OF_SYNCHRONISING, sanitized
 from megatrain.this_machine import backend_of
 from megatrain.train import Debug
 from megatrain.way import PLAINLY
-from schedules import policies
+from schedules import policies, presets
 from schedules.errors import InputError, Refused
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.verify import verify
@@ -883,6 +883,24 @@ def test_no_graph_takes_turns_on_a_buffer_with_ops_that_are_none(graphs: list[Fa
     copied = {a.buffer for op in copies for a in op.accesses if a.tensor.startswith("s.")}
     assert copied & {b for b, kinds in buffers.items() if kinds == {False}}
     assert all(len(kinds) == 1 for kinds in buffers.values())
+
+
+def test_experts_whose_products_wait_for_the_gpu_are_not_replayed(
+    graphs: list[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = WRITERS["two_slots"](presets.load("tiny-moe"), WORKLOAD)
+    works = [lambda step: None for _ in schedule.ops]
+    for capability, precision, refused in (
+        ((9, 0), "bf16", False), ((10, 3), "bf16", False), ((8, 0), "bf16", True), ((12, 0), "bf16", True),
+        ((9, 0), "fp32", True),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device, found=capability: found)
+        of = dataclasses.replace(schedule, workload=dataclasses.replace(WORKLOAD, precision=precision))
+        if refused:
+            with pytest.raises(InputError, match="experts cannot be replayed as CUDA graphs here"):
+                replayed(of, works)
+        else:
+            assert len(replayed(of, works)) == len(works)
 
 
 def test_failing_capture_is_ended(graphs: list[FakeGraph]) -> None:
