@@ -79,8 +79,8 @@ def replayed(schedule: Schedule, works: Sequence[Work]) -> list[Work]:
     """
     if schedule.model.num_experts and waits_for_gpu(float_type(schedule.workload.bytes.activation)):
         raise InputError(
-            f"{schedule.model.name}'s experts cannot be replayed as CUDA graphs here: in fp32, and on all but Hopper and "
-            "Blackwell, their products wait for the GPU; leave --graphs out"
+            f"{schedule.model.name}'s experts cannot be replayed as CUDA graphs here: in fp32, and on all but Hopper "
+            "and Blackwell, their products wait for the GPU; leave --graphs out"
         )
     copied = {
         access.buffer
