@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import gpu_anew
+import gpu_policies
 import pandas as pd
 from gpu_anew import Anew, OpTimes
 from gpu_table import table
@@ -27,7 +28,7 @@ from analysis.figure import figure_of, save
 from megatrain.this_machine import today
 from schedules.files import write_text
 
-PICTURE, NOTES = "predicted_measured", "notes.md"
+PICTURE, POLICIES, NOTES = "predicted_measured", "policies", "notes.md"
 
 
 def drawn(body: dict[str, Any], now: Mapping[str, Anew]) -> pd.DataFrame:
@@ -129,6 +130,9 @@ def main() -> None:
         save(figure_of(plots.validated(steps)), options.out / PICTURE, steps)
         caption = "each step's time, predicted by the simulator as it is now, over the measured one"
         rest = f"\n![{caption}]({PICTURE}.png)\n\n{compared(body, now, options.set)}{rest}"
+    if len(many := gpu_policies.measured(body)):
+        save(figure_of(gpu_policies.drawn(many)), options.out / POLICIES, many)
+        rest = f"\n![steps that many ran, measured and as predicted then]({POLICIES}.png)\n{rest}"
     if found := gpu_anew.op_times(body):
         rest = f"{rest.rstrip()}\n\n{ops(found)}"
     if (notes := options.out / NOTES).is_file():

@@ -491,6 +491,52 @@ def test_a_check_passes_fails_or_takes_too_long(module: Module, monkeypatch: pyt
         )
 
 
+# ---- steps that many ran
+
+
+def test_steps_that_many_ran_stand_together_the_fastest_first(module: Module) -> None:
+    policies = module("gpu_policies")
+
+    def row(case: str, seconds: float, **more: float) -> dict[str, Any]:
+        took = {"median": seconds, "least": seconds / 2, "most": seconds * 2}
+        return {"case": case, "tokens_per_step": 2048, "step_s": took, **more}
+
+    ours = {"predicted_step_s": 0.5, "prediction_error": -0.5}
+    rows = [
+        row("llama-3.2-3b planned 1x2x1024 bf16", 1.0, **ours),
+        row("llama-3.2-3b zero3_offload master=weights 1x2x1024 bf16", 4.0, **ours),
+        row("llama-3.2-3b megatrain_released 1x2x1024 bf16", 8.0, **ours),
+        row("llama-3.2-3b planned 1x2x1024 bf16 in 12 GiB", 9.0, **ours),
+        row("llama-3.2-3b streamed 1x8x1024 bf16", 9.0, **ours),
+        {"case": "llama-3.2-3b resident 1x2x1024 bf16", "error": "does not fit"},
+    ]
+    rivals = [
+        row("llama-3.2-3b deepspeed zero3 1x2x1024 bf16", 2.0),
+        row("llama-3.2-3b plain torch compiled=blocks 1x2x1024 bf16_16bit", 1.6),
+    ]
+    body = {
+        "rows": {
+            part: {str(n): of for n, of in enumerate(all_)} for part, all_ in (("steps", rows), ("rivals", rivals))
+        }
+    }
+    table = policies.measured(body)
+    assert list(table["name"]) == [
+        "planned",
+        "PyTorch, compiled*",
+        "DeepSpeed ZeRO-3",
+        "zero3_offload",
+        "the paper's code",
+    ]
+    assert list(table["tokens_per_s"]) == [2048, 1280, 1024, 512, 256]
+    first = table.iloc[0]
+    assert (first["least"], first["most"], first["predicted"], first["policy"]) == (1024, 4096, 4096, "planned")
+    assert table["predicted"].isna().tolist() == [False, True, True, False, False]
+    written = [text.get_text() for text in policies.drawn(table).texts]
+    assert written == ["2,048 (-50.0 %)", "1,280", "1,024", "512 (-50.0 %)", "256 (-50.0 %)"]
+    del body["rows"]["rivals"]["0"]
+    assert policies.measured(body).empty and policies.measured({"rows": {}}).empty
+
+
 # ---- the optimizer
 
 

@@ -81,6 +81,7 @@ def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=BESIDE, capture_output=True, timeout=100, check=True)
     told = (tmp_path / "page" / "README.md").read_text()
     assert told.splitlines()[2] == "What a person has to say." and "(predicted_measured.png)" in told
+    assert "(policies.png)" in told and (tmp_path / "page" / "policies.png").stat().st_size > 10_000
     assert "\n".join(page.splitlines()[1:30]) in told
     of_ops = told.partition("Ops on the GPU that take more")[2].splitlines()
     assert any(line.startswith("| tiny streamed 1x2x16 bf16 | head/loss/") for line in of_ops)

@@ -331,6 +331,20 @@ def test_rates_among_the_aims_are_those_stored(gpu: dict[str, dict[str, Any]]) -
     says("docs/gpu.md", f"An hour on H200s measured {all_of_them} steps")
 
 
+def test_policies_are_as_fast_in_the_order_in_which_they_were_predicted(gpu: dict[str, dict[str, Any]]) -> None:
+    says("README.md", "the five schedules of ours that ran it are as fast, one after the other, as was predicted")
+    expected = json.loads((RESULTS / "gpu-expected" / "h200.json").read_text())
+    policies = ("planned", "streamed", "megatrain", "zero3_offload master=weights", "megatrain_released")
+    keys = [f"llama-3.2-3b {policy} {SPLITS['8k']} bf16" for policy in policies]
+    steps = gpu["steps"]
+    for times in (
+        [steps[key]["step_s"]["median"] for key in keys],
+        [steps[key]["predicted_step_s"] for key in keys],
+        [expected[key]["step_s"] for key in keys],
+    ):
+        assert times == sorted(times)
+
+
 def test_compiled_rivals_are_those_stored(gpu: dict[str, dict[str, Any]]) -> None:
     compiled = {
         tokens: gpu["rivals"][f"llama-3.2-3b plain torch compiled=blocks {SPLITS[tokens]} bf16_16bit"]["tokens_per_s"]
