@@ -210,24 +210,24 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
 
     yield from map(right, beside.checks[:1])  # begins them all, and blocks are computed beside the others
     block = functools.partial(gpu_block.checks, gpu_block.DENSE, [PLAINLY])
-    yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, block, 40.0)
+    yield by_itself("block", gpu_block.AS_TORCH_CHOOSES, block, 25.0)
     if results.wrong("block", gpu_block.AS_TORCH_CHOOSES):
         torch.backends.cuda.enable_cudnn_sdp(False)  # of this process: in each row that follows
-        yield by_itself("block", gpu_block.WITHOUT_CUDNN, block, 40.0)
+        yield by_itself("block", gpu_block.WITHOUT_CUDNN, block, 25.0)
         # what is wrong without it, too, is not its fault
         torch.backends.cuda.enable_cudnn_sdp(results.wrong("block", gpu_block.WITHOUT_CUDNN))
     for name in WAYS_OF:
         block = functools.partial(gpu_block.checks, gpu_block.DENSE, [Way(**{name: True})])
-        yield by_itself("block", name, block, 60.0)
+        yield by_itself("block", name, block, 35.0)
     for model in gpu_block.MIXTURES:  # of which no row is timed: what is wrong with them chooses no way
         block = functools.partial(gpu_block.checks, [model], gpu_block.ways_of(model))
-        yield by_itself("block", model.name, block, 60.0)
+        yield by_itself("block", model.name, block, 25.0)
     yield from map(right, beside.checks[1:])
     clocks = gpu_checks.clocks()
     yield by_itself("checks", clocks.name, lambda: gpu_checks.checked(clocks), clocks.takes_s)
-    yield by_itself("links", "links", gpu_machine.links, 25.0)
-    yield by_itself("gemm", "gemm", gpu_machine.gemm, 40.0)
-    yield by_itself("dram", "dram", lambda: [*gpu_machine.dram(threads), *gpu_optimizer.beside_copies()], 20.0)
+    yield by_itself("links", "links", gpu_machine.links, 20.0)
+    yield by_itself("gemm", "gemm", gpu_machine.gemm, 25.0)
+    yield by_itself("dram", "dram", lambda: [*gpu_machine.dram(threads), *gpu_optimizer.beside_copies()], 25.0)
     machine = of_run(results.body, len(results.body["runs"]))
 
     def step(case: Case) -> Row:
@@ -282,9 +282,9 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     ]
 
     yield from (measured(case) for case in cases if case.key in gpu_rows.FIRST)
-    yield by_itself("adam", "adam", lambda: gpu_optimizer.updates(threads), 90.0)
+    yield by_itself("adam", "adam", lambda: gpu_optimizer.updates(threads), 85.0)
     yield from (measured(case) for case in cases if case.key in gpu_rows.NEXT)
-    yield by_itself("attention", "attention", gpu_machine.attention, 45.0)
+    yield by_itself("attention", "attention", gpu_machine.attention, 25.0)
     if KERNELS_OF.model in options.models:
         yield by_itself("kernels", KERNELS_OF.key, kernels, gpu_rows.seconds(KERNELS_OF, gpu))
     yield from (measured(case) for case in cases if case.key not in gpu_rows.AIMS)
