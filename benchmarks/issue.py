@@ -1,10 +1,12 @@
 """What the host takes to issue the steps of gpu.py, and what torch's allocator takes, without a GPU.
 
-    python benchmarks/issue.py --out analysis/results/issue [--gpu h100] [--models llama-3.2-1b ...]
+    python benchmarks/issue.py --out analysis/results/issue [--gpu h100] [--models llama-3.2-1b ...] [--plans FOLDER]
+
 
 All is done as on the GPU, but by one that the host plays (played_gpu.cpp): kernels, copies and the optimizer take no
 time, so a step lasts as long as the host takes to issue it. A real driver takes some 2 us more for each launch. Beside
-it stands the step as predicted for the GPU: where issuing takes longer, the GPU would wait for it.
+it stands the step as predicted for the GPU: where issuing takes longer, the GPU would wait for it. Plans are made for
+the GPU's datasheet, but for those that the folder has, as gpu_plans.py makes them for a machine that was measured.
 """
 
 from __future__ import annotations
@@ -88,14 +90,14 @@ def ways(case: gpu_case.Case) -> Iterator[gpu_case.Case]:
         yield with_graphs
 
 
-def rows(name: str, host_gib: float, models: tuple[str, ...]) -> list[str]:
+def rows(name: str, host_gib: float, models: tuple[str, ...], plans: Path | None) -> list[str]:
     """The table's lines."""
     profile, lines = gpu_expected.rented(name, host_gib), []
     device, host = int(profile.gpu.memory.value), int(profile.host.memory.value)
     ours = [case for case in gpu_rows.cases(models) if case.key in gpu_rows.AIMS and not gpu_rows.is_rival(case)]
     for case in track(ours, description="issuing"):
         try:
-            schedule = gpu_case.schedule_of(case, profile, device_bytes=device, host_bytes=host)
+            schedule = gpu_case.schedule_of(case, profile, device_bytes=device, host_bytes=host, plans=plans)
         except Refused as error:
             lines.append(f"| {case.key} | {str(error).splitlines()[0]} |" + " |" * (len(COLUMNS) - 2))
             continue
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--gpu", choices=played_gpu.GPUS, default="h100", help="which GPU is played")
     parser.add_argument("--models", nargs="+", default=list(gpu_rows.MODELS))
     parser.add_argument("--host-gib", type=float, default=115.0, help="host memory to plan with")
+    parser.add_argument("--plans", type=Path, default=None, help="a folder of plans to be taken as they are")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the page")
     options = parser.parse_args()
     if PLAYED not in os.environ:
@@ -150,7 +153,8 @@ def main() -> None:
     # host memory that nobody writes takes no room, as large as it may be
     pinned._touch = lambda *arguments: None
     Store.fill = lambda *arguments: None  # type: ignore[method-assign]
-    text = page(rows(options.gpu, options.host_gib, tuple(options.models)), options.gpu, f"python {' '.join(sys.argv)}")
+    lines = rows(options.gpu, options.host_gib, tuple(options.models), options.plans)
+    text = page(lines, options.gpu, f"python {' '.join(sys.argv)}")
     write_text(options.out / f"{options.gpu}.md", text)
     print(text, flush=True)
 
