@@ -41,7 +41,8 @@ class Actions:
     device: torch.device
     hyper: Callable[[int], Adam]
     on_gradient: OnGradient | None = None
-    tokens: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # step -> inputs, targets, on the device
+    # step -> inputs, targets, and what each target counts for in the loss, on the device
+    tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # step -> micro-batch -> its part of the mean
     squares: dict[int, Tensor] = field(default_factory=dict)  # step -> sum of the squares of all gradients, if taken
 
@@ -216,7 +217,7 @@ def _embed(a: Actions, op: Op) -> Work:
     m = _microbatch(op)
 
     def run(step: int) -> None:
-        inputs, _ = a.tokens[step]
+        inputs, _, _ = a.tokens[step]
         out.copy_(a.templates.embed.forward(table, inputs[m]))
 
     return run
@@ -249,14 +250,12 @@ def _loss(a: Actions, op: Op) -> Work:
     head = a.weights(op, model.head)
     owner, name = (model.embed, "embed_tokens.weight") if model.tie_word_embeddings else (model.head, "lm_head.weight")
     table = (a.weights(op, owner) if owner != model.head else head)[name]
-    hidden, total = a.read(op, tensors.OUTPUT), workload.tokens_per_step
+    hidden = a.read(op, tensors.OUTPUT)
     if workload.task == "evaluate":
 
         def evaluate(step: int) -> None:
-            _, targets = a.tokens[step]
-            a.losses[step][m] = a.templates.head.loss(
-                head["norm.weight"], table, hidden, targets[m], total_tokens=total
-            )
+            _, targets, shares = a.tokens[step]
+            a.losses[step][m] = a.templates.head.loss(head["norm.weight"], table, hidden, targets[m], shares[m])
 
         return evaluate
     updated = trained.layers(model, workload)
@@ -265,14 +264,14 @@ def _loss(a: Actions, op: Op) -> Work:
     d_hidden = a.written(op, tensors.OUTPUT_GRAD)
 
     def run(step: int) -> None:
-        _, targets = a.tokens[step]
+        _, targets, shares = a.tokens[step]
         with torch.no_grad():
             loss = a.templates.head.loss_and_grads(
                 head["norm.weight"],
                 table,
                 hidden,
                 targets[m],
-                total_tokens=total,
+                shares[m],
                 d_hidden=d_hidden,
                 norm_sink=norm_sink,
                 table_sink=table_sink,
@@ -288,7 +287,7 @@ def _backward(a: Actions, op: Op) -> Work:
     if i == a.schedule.model.embed:
 
         def run_embed(step: int) -> None:
-            inputs, _ = a.tokens[step]
+            inputs, _, _ = a.tokens[step]
             a.templates.embed.backward(inputs[m], dy, grads["embed_tokens.weight"])
 
         return run_embed

@@ -1,7 +1,8 @@
-"""Where training tokens come from: a file of them, text that every Python brings along, or random numbers.
+"""Where training tokens come from, and in which order: text that every Python brings along, or random numbers.
 
-A batch is a function of (seed, step) alone, so a run resumes at any step without replaying those before. Training goes
-over all of a text before it comes back to any of it; an evaluation reads it from its beginning.
+Files of tokens are in `token_file`. A batch is a function of (seed, step) alone, so a run resumes at any step without
+replaying those before. Training goes over all of a text before it comes back to any of it; an evaluation reads it from
+its beginning.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, Protocol
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ from torch import Tensor
 from schedules.errors import InputError
 from schedules.workload import Workload
 
-CHECKED = 1 << 24  # tokens of a file looked at at a time
+Numbers = np.ndarray[Any, Any]
+KNOWN_BY = 1 << 24  # of a text's first tokens
 
 
 class DataError(InputError):
@@ -50,10 +50,32 @@ class TokenSource(Protocol):
         """int64 [accumulation, micro_batch_size, seq_len + 1] on the host: inputs and, one later, targets."""
         ...
 
+    def learned(self, step: int) -> Tensor | None:
+        """bool, as `batch`: of which tokens the loss is the mean, where they are predicted; None if of all."""
+        ...
+
+
+class _AllLearned:
+    def learned(self, step: int) -> Tensor | None:
+        """See TokenSource."""
+        return None
+
 
 def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """A micro-batch [batch, seq + 1] as what is read and what is predicted, both contiguous [batch, seq]."""
     return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+
+def shares(source: TokenSource, step: int, workload: Workload) -> Tensor:
+    """What each target of a step counts for in its loss, float64 [accumulation, micro_batch_size, seq_len].
+
+    They add up to 1, or are all 0 in a step that has nothing to learn.
+    """
+    learned = source.learned(step)
+    if learned is None:
+        return torch.full((*_of_a_step(workload), workload.seq_len), 1 / workload.tokens_per_step, dtype=torch.double)
+    of_targets = learned[..., 1:].double()
+    return of_targets / of_targets.sum().clamp(min=1)
 
 
 def read_bytes(folder: Path, limit: int) -> Tensor:
@@ -72,7 +94,7 @@ def standard_library() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ByteText:
+class ByteText(_AllLearned):
     """Sequences of a text, a token per byte. Raises DataError if it is too short."""
 
     text: Tensor  # uint8 [bytes]
@@ -91,106 +113,21 @@ class ByteText:
     @property
     def sequences(self) -> int:
         """See TokenSource."""
-        return _sequences_in(len(self.text), self.workload)
+        return sequences_in(len(self.text), self.workload)
 
     @property
     def known_by(self) -> str:
         """See TokenSource."""
-        return _known_by(self.text.numpy())
+        return f"{len(self.text):,} tokens, {checksum(self.text[:KNOWN_BY].numpy())}"
 
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
-        places = _places(self.seed, step, len(self.text), self.workload)
-        return self.text[places[..., None] + torch.arange(self.workload.seq_len + 1)].long()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenFile:
-    """Sequences of a `.npy` file of token numbers, one dimension, of any integer type.
-
-    The file is mapped: it may be larger than memory. All of it is looked at once, so that no token is met hours later
-    that a vocabulary of `vocab_size` does not have. Raises DataError for one, and for a file that is missing, too
-    short, or none of tokens.
-    """
-
-    path: Path
-    vocab_size: int
-    workload: Workload
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        tokens = self._tokens
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(f"{self.path} holds {tokens.dtype} {list(tokens.shape)}, not integers in one dimension")
-        if len(tokens) <= self.workload.seq_len:
-            raise DataError(
-                f"{self.path} has {len(tokens)} tokens, too few for a sequence of {self.workload.seq_len} and the one "
-                "that follows"
-            )
-        for start in range(0, len(tokens), CHECKED):
-            part = tokens[start : start + CHECKED]
-            if part.min() < 0 or part.max() >= self.vocab_size:
-                at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
-                raise DataError(
-                    f"{self.path} holds token {part[at]} at place {start + at:,}, and the model's vocabulary is 0 to "
-                    f"{self.vocab_size - 1}: make the file with this model's tokenizer"
-                )
-
-    @functools.cached_property
-    def _tokens(self) -> np.ndarray[Any, Any]:
-        try:
-            found = np.load(self.path, mmap_mode="r")
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        # numpy takes what it does not know for a pickle, and believes a header
-        except (ValueError, EOFError, BadZipFile, TokenError, LookupError, OverflowError, TypeError):
-            found = None
-        if not isinstance(found, np.ndarray):
-            what = "no whole .npy file" if found is None else "an archive of arrays"
-            raise DataError(f"{self.path} is {what}: give one array of token numbers, saved with numpy.save")
-        return found
-
-    @property
-    def sequences(self) -> int:
-        """See TokenSource."""
-        return _sequences_in(len(self._tokens), self.workload)
-
-    @property
-    def known_by(self) -> str:
-        """See TokenSource."""
-        return _known_by(self._tokens)
-
-    def batch(self, step: int) -> Tensor:
-        """See TokenSource."""
-        length = self.workload.seq_len + 1
-        places = _places(self.seed, step, len(self._tokens), self.workload)
-        found = np.stack([self._tokens[place : place + length] for place in places.flatten().tolist()]).astype(np.int64)
-        return torch.from_numpy(found.reshape(*places.shape, length))
-
-
-def from_file(path: Path, vocab_size: int, workload: Workload, seed: int = 0) -> TokenFile | ByteText:
-    """A .npy file of token numbers; or a .txt file, a token per byte, for a model whose vocabulary is that.
-
-    Raises DataError for a file that is missing, or is not of this vocabulary.
-    """
-    if path.suffix != ".txt":
-        return TokenFile(path=path, vocab_size=vocab_size, workload=workload, seed=seed)
-    if vocab_size != ByteText.vocab_size:
-        raise DataError(
-            f"{path} is text, and the model's vocabulary is {vocab_size} tokens, not {ByteText.vocab_size} bytes: make "
-            "a .npy file of it with the model's tokenizer, as docs/training.md shows"
-        )
-    try:
-        text = np.fromfile(path, dtype=np.uint8)
-        return ByteText(text=torch.from_numpy(text), workload=workload, seed=seed)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+        begins = places(self.seed, step, len(self.text), self.workload)
+        return self.text[begins[..., None] + torch.arange(self.workload.seq_len + 1)].long()
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomTokens:
+class RandomTokens(_AllLearned):
     """Independent, uniform tokens: nothing to learn, and every model's whole vocabulary."""
 
     vocab_size: int
@@ -217,38 +154,50 @@ def _require_number(seed: int, step: int) -> None:
         raise DataError(f"steps and seeds count from 0, not step {step}, seed {seed}")
 
 
-def _sequences_in(tokens: int, workload: Workload) -> int:
+def sequences_in(tokens: int, workload: Workload) -> int:
     """How many sequences follow each other in so many tokens; the last one's last token is only predicted."""
     return (tokens - 1) // workload.seq_len
 
 
-def _places(seed: int, step: int, tokens: int, workload: Workload) -> Tensor:
+def places(seed: int, step: int, tokens: int, workload: Workload) -> Tensor:
     """Where the sequences of a step begin in a text of so many tokens, int64 [accumulation, micro_batch_size].
 
     A pass cuts the text into sequences that follow each other, from a random place on, and takes each once, in random
     order. Where nothing is trained they are taken as they come, and again from the beginning after the last.
     """
+    sequences = sequences_in(tokens, workload)
+    spare = tokens - sequences * workload.seq_len  # places at which the first may begin
+    numbers, begins = _drawn(seed, step, sequences, spare, workload)
+    return torch.from_numpy(begins + numbers * workload.seq_len)
+
+
+def examples(seed: int, step: int, count: int, workload: Workload) -> Tensor:
+    """Which of so many sequences are those of a step, int64 [accumulation, micro_batch_size]; in the same order."""
+    return torch.from_numpy(_drawn(seed, step, count, 1, workload)[0])
+
+
+def _drawn(seed: int, step: int, sequences: int, spare: int, workload: Workload) -> tuple[Numbers, Numbers]:
+    """Which sequences of a pass are a step's, and at which of its `spare` places that pass begins."""
     _require_number(seed, step)
-    shape, sequences = _of_a_step(workload), _sequences_in(tokens, workload)
-    numbers = np.arange(math.prod(shape)) + step * math.prod(shape)
-    passes, numbers = np.divmod(numbers, sequences)
-    places = numbers * workload.seq_len
+    shape = _of_a_step(workload)
+    passes, numbers = np.divmod(np.arange(math.prod(shape)) + step * math.prod(shape), sequences)
+    begins = np.zeros_like(numbers)
     if workload.task == "train":
-        spare = tokens - sequences * workload.seq_len  # places at which the first may begin
         for number in np.unique(passes).tolist():
             begin, order = _pass(seed, number, sequences, spare)
             here = passes == number
-            places[here] = begin + order[numbers[here]] * workload.seq_len
-    return torch.from_numpy(places.reshape(shape))
+            begins[here], numbers[here] = begin, order[numbers[here]]
+    return numbers.reshape(shape), begins.reshape(shape)
 
 
 @functools.lru_cache(maxsize=2)  # a step may end one and begin another
-def _pass(seed: int, number: int, sequences: int, spare: int) -> tuple[int, np.ndarray[Any, Any]]:
+def _pass(seed: int, number: int, sequences: int, spare: int) -> tuple[int, Numbers]:
     """Where a pass over a text begins, and the order of its sequences."""
     # not torch's generator: on the CPU it reads only 32 bits of a seed, too few for both numbers
     chance = np.random.default_rng((seed, number))
     return int(chance.integers(spare)), chance.permutation(sequences)
 
 
-def _known_by(tokens: np.ndarray[Any, Any]) -> str:
-    return f"{len(tokens):,} tokens, {zlib.crc32(np.ascontiguousarray(tokens[:CHECKED]).data):08x}"
+def checksum(first: Numbers) -> str:
+    """Of numbers, eight hexadecimal digits."""
+    return f"{zlib.crc32(np.ascontiguousarray(first).data):08x}"

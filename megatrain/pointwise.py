@@ -107,25 +107,28 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def cross_entropy(logits: Tensor, label: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Summed loss of logits [tokens, vocab] in at least fp32, and their gradient over `total`; label [tokens, 1]."""
+def cross_entropy(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of logits [tokens, vocab] in at least fp32, each token's times its share, added up; and their gradient.
+
+    label [tokens, 1]; share [tokens, 1] in the type that this is computed in.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_sum = wide.logsumexp(-1, keepdim=True)
     # compared, not scattered: a compiler would write all of it in fp32 first
     is_label = torch.arange(logits.shape[-1], device=logits.device) == label
-    gradient = ((wide - log_sum).exp() - is_label.to(wide.dtype)) / total
-    return (log_sum - wide.gather(-1, label)).sum(), gradient.to(logits.dtype)
+    gradient = ((wide - log_sum).exp() - is_label.to(wide.dtype)) * share
+    return ((log_sum - wide.gather(-1, label)) * share).sum(), gradient.to(logits.dtype)
 
 
-def cross_entropy_in_place(logits: Tensor, label: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def cross_entropy_in_place(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """The same with one copy of the logits in at least fp32, or none where they are: these are overwritten."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     shifted = wide.sub_(wide.amax(-1, keepdim=True))
     of_label = shifted.gather(-1, label)
     softmax = shifted.exp_()
     summed = softmax.sum(-1, keepdim=True)
-    gradient = softmax.div_(summed * total).scatter_add_(-1, label, torch.full_like(summed, -1.0 / total))
-    return (summed.log() - of_label).sum(), gradient.to(logits.dtype)
+    gradient = softmax.mul_(share / summed).scatter_add_(-1, label, -share)
+    return ((summed.log() - of_label) * share).sum(), gradient.to(logits.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,7 +147,7 @@ class Pointwise:
     summed_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_backward
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
-    cross_entropy: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = cross_entropy
+    cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
 
 
 def by_rows(function: Callable[..., Tensor], *, read_anywhere: int = 0) -> Callable[..., Tensor]:

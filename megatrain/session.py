@@ -16,11 +16,12 @@ from megatrain import checkpoint, hf
 from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
-from megatrain.data import ByteText, DataError, TokenSource, from_file, read_bytes, standard_library
+from megatrain.data import ByteText, DataError, TokenSource, read_bytes, standard_library
 from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.preflight import require_drive, require_memory, require_room
 from megatrain.this_machine import backend_of
+from megatrain.token_file import from_file
 from megatrain.train import Debug, OnStep, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError
@@ -39,9 +40,12 @@ DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The loss of every step, and when every op of the last of them ran; a checkpoint was saved `every` so many."""
+    """The loss of every step, of how many tokens that is the mean, and when every op of the last of them ran; a
+    checkpoint was saved `every` so many.
+    """
 
     losses: list[float]
+    learned: list[int]
     trace: Trace
     every: int | None = None
 
@@ -59,7 +63,8 @@ class Files:
 
     weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out. Not with `resume`,
         unless adapters are trained.
-    tokens: see `megatrain.data.from_file`; the standard library's source text, a token per byte, if left out.
+    tokens: see `megatrain.token_file.from_file`; the standard library's source text, a token per byte, if left out.
+    loss_mask: a file beside that of tokens, see `megatrain.token_file.TokenFile`; all are learned if left out.
     resume: a folder of checkpoints, from the newest of which to go on.
     save: a folder for a checkpoint at the end, and `every` so many steps.
     export: a folder for weights, or adapters, as Hugging Face has them, at the end.
@@ -67,6 +72,7 @@ class Files:
 
     weights: Path | None = None
     tokens: Path | None = None
+    loss_mask: Path | None = None
     resume: Path | None = None
     save: Path | None = None
     every: int | None = None
@@ -191,8 +197,10 @@ def train(
 def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps: int) -> TokenSource:
     """What is read in so many steps. Raises DataError."""
     found: TokenSource
+    if files.loss_mask is not None and files.tokens is None:
+        raise DataError("a loss mask says which tokens of a file are learned: give the file, with --data")
     if files.tokens is not None:
-        found = from_file(files.tokens, model.vocab_size, workload, seed)
+        found = from_file(files.tokens, model.vocab_size, workload, seed, loss_mask=files.loss_mask)
     elif model.vocab_size < ByteText.vocab_size:
         raise DataError(
             f"{model.name} knows {model.vocab_size} tokens, fewer than there are bytes: give a .npy file of its "
@@ -308,4 +316,5 @@ def _train_and_save(
     except Diverged as error:
         kept = checkpoint.told(files.save)
         raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None
-    return Trained(losses=losses, trace=trainer.trace(), every=files.every)
+    learned = [trainer.learned[step] for step in range(first, first + len(losses))]
+    return Trained(losses=losses, learned=learned, trace=trainer.trace(), every=files.every)

@@ -199,22 +199,23 @@ class Head:
         table: Tensor,
         hidden: Tensor,
         targets: Tensor,
+        shares: Tensor,
         *,
-        total_tokens: int,
         d_hidden: Tensor,
         norm_sink: Sink | None,
         table_sink: Sink | None,
         chunk: int = LOSS_CHUNK_TOKENS,
     ) -> Tensor:
-        """The summed loss of these tokens over `total_tokens`, fp32 [] on the device (nothing waits for it).
+        """The losses of these tokens, each times its share, added up: fp32 [] on the device (nothing waits for it).
 
         norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden
-        [batch, seq, hidden], targets int64 [batch, seq]. Overwrites `d_hidden`, of hidden's shape and
+        [batch, seq, hidden], targets int64 and shares fp32 [batch, seq]. Overwrites `d_hidden`, of hidden's shape and
         contiguous. Logits exist for `chunk` tokens at a time, so a bf16 table gradient is rounded once per
         chunk; of many chunks it is a sum of sums, or the last ones would be lost. Without sinks, for frozen weights,
         theirs are not computed.
         """
-        rows, d_rows, labels = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1]), targets.flatten()
+        rows, d_rows = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1])
+        labels, each = targets.view(-1, 1), shares.view(-1, 1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         d_norm = torch.zeros(norm.shape, dtype=wide, device=hidden.device)
@@ -222,7 +223,7 @@ class Head:
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps)
-            part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part, None], total_tokens)
+            part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part], each[part])
             loss += part_loss
             if table_sum is not None:
                 table_sum.add(d_logits.t(), normed)
@@ -231,7 +232,7 @@ class Head:
             del d_logits  # or it would be held while the next chunk's are made
         if norm_sink is not None:
             norm_sink.put(d_norm)
-        return loss / total_tokens
+        return loss
 
     @torch.no_grad()
     def loss(
@@ -240,19 +241,20 @@ class Head:
         table: Tensor,
         hidden: Tensor,
         targets: Tensor,
+        shares: Tensor,
         *,
-        total_tokens: int,
         chunk: int = LOSS_CHUNK_TOKENS,
     ) -> Tensor:
         """As `loss_and_grads`, the loss alone."""
-        rows, labels = hidden.flatten(0, -2), targets.flatten()
+        rows, labels, each = hidden.flatten(0, -2), targets.flatten(), shares.flatten()
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             normed, _ = self.pointwise.rms_forward(rows[part], norm, self.eps)
-            loss += F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="sum")
-        return loss / total_tokens
+            of_each = F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="none")
+            loss += (of_each * each[part]).sum()
+        return loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from megatrain.actions import Actions, OnGradient
 from megatrain.adam import Adam
 from megatrain.backend import Backend, E, Work
 from megatrain.checkpoint import Checkpoint
-from megatrain.data import TokenSource, inputs_and_targets
+from megatrain.data import TokenSource, inputs_and_targets, shares
 from megatrain.executor import Executor
 from megatrain.float_types import float_type
 from megatrain.initial import random_adapters, with_checksums
@@ -155,6 +155,7 @@ class Trainer(Generic[E]):
             )
             # how many steps have been trained; whatever is evaluated reads the same text
             self.step = resume.step if resume is not None and workload.task == "train" else 0
+            self.learned: dict[int, int] = {}  # step -> of how many tokens its loss is the mean
             opened.pop_all()
 
     def __enter__(self) -> Trainer[E]:
@@ -178,7 +179,7 @@ class Trainer(Generic[E]):
         on_step: OnStep = unheard,
         stop: Callable[[], bool] = never,
     ) -> list[float]:
-        """Train `steps` steps more; their losses, each the mean over all tokens of its step.
+        """Train `steps` steps more; their losses, each the mean over all tokens of its step that are learned.
 
         `on_step` is told of each in order, AHEAD steps late so that nothing waits for it. Once `stop` says so no
         further step begins; those under way are finished.
@@ -210,7 +211,10 @@ class Trainer(Generic[E]):
                 last = step
                 break
             inputs, targets = inputs_and_targets(self._data.batch(step))
-            self._actions.tokens[step] = inputs.to(self._backend.device), targets.to(self._backend.device)
+            of_loss = shares(self._data, step, self._verified.schedule.workload).float()
+            self.learned[step] = int(of_loss.count_nonzero())
+            device = self._backend.device
+            self._actions.tokens[step] = inputs.to(device), targets.to(device), of_loss.to(device)
             if self._backend.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # `to` has waited; torch's stream sanitizer learns it here
             self._actions.losses[step] = {}

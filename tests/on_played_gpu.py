@@ -269,7 +269,7 @@ TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
         ("summed_backward", lambda: (bf16(TOKENS, WIDTH), int64(4 * TOKENS), fp32(TOKENS, 4))),
         ("weights_backward", lambda: (bf16(4 * TOKENS, WIDTH), int64(TOKENS, 4), bf16(TOKENS, WIDTH))),
         ("rotation", lambda: (bf16(2, TOKENS // 2, 32, 128), bf16(TOKENS // 2, 1, 64), bf16(TOKENS // 2, 1, 64))),
-        ("cross_entropy", lambda: (bf16(1024, VOCAB), int64(1024, 1), 16384)),
+        ("cross_entropy", lambda: (bf16(1024, VOCAB), int64(1024, 1), torch.zeros(1024, 1, device="cuda"))),
     ],
 )
 def test_compiled_functions_move_their_arguments_and_results_once(
@@ -294,12 +294,11 @@ def test_the_loss_takes_no_more_than_is_counted(pointwise: Pointwise) -> None:
     model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=4, seq_len=4096)
     x, d_hidden, norm, table = bf16(4, 4096, 4096), bf16(4, 4096, 4096), bf16(4096), bf16(model.vocab_size, 4096)
     targets = torch.zeros(4, 4096, dtype=torch.int64, device="cuda")
+    shares = torch.full((4, 4096), 1 / 16384, device="cuda")
     sink, head = autograd.Sink(torch.zeros_like(table), False), Head(eps=model.rms_norm_eps, pointwise=pointwise)
 
     def loss() -> None:
-        head.loss_and_grads(
-            norm, table, x, targets, total_tokens=16384, d_hidden=d_hidden, norm_sink=None, table_sink=sink
-        )
+        head.loss_and_grads(norm, table, x, targets, shares, d_hidden=d_hidden, norm_sink=None, table_sink=sink)
 
     loss()
     least = 0.9 if pointwise is PLAIN else 0.45  # a compiled loss holds no fp32 logits

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.adam import Adam
-from megatrain.data import TokenSource, inputs_and_targets
+from megatrain.data import TokenSource, inputs_and_targets, shares
 from megatrain.layer_parts import rms_norm
 from megatrain.template import templates, views
 from schedules import trained
@@ -85,22 +85,22 @@ def train(
         fused=True,
     )
 
-    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(inputs: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
         embed, head = layers[model.embed], layers[model.head]
         x = own.embed.forward(embed["embed_tokens.weight"], inputs)
         for i in model.blocks:
             x = own.blocks[model.layer_kind(i)].forward(layers[i], x)
         table = embed["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
         logits = rms_norm(x, head["norm.weight"], model.rms_norm_eps) @ table.t()
-        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return summed / workload.tokens_per_step
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") @ counts.flatten()
 
     losses, gradients, norms = [], [], list[float]()
     for step in range(steps):
         inputs, targets = inputs_and_targets(data.batch(step))
+        counts = shares(data, step, workload).float()
         parts = []
         for m in workload.microbatches:
-            loss = loss_of(inputs[m], targets[m])
+            loss = loss_of(inputs[m], targets[m], counts[m])
             if optimizer:
                 loss.backward()  # type: ignore[no-untyped-call]
             parts.append(loss.item())

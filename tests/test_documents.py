@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from analysis import validation
+from megatrain.token_file import TokenFile
 from schedules import policies, presets
 from schedules.workload import Workload
 from sim import hardware
@@ -421,3 +425,35 @@ def test_the_page_on_python_is_a_program_that_runs(tmp_path: Path, monkeypatch: 
     assert names["best"] in (1, 2, 4, 8) and len(names["sweep"]) == 4
     assert len(names["trained"].losses) == 4
     assert {path.name for path in tmp_path.iterdir()} == {"best.json", "measured.json"}
+
+
+# ---- docs/training.md
+
+
+class ByteTokenizer:
+    """Stands for transformers': it begins what is asked to with a token of its own."""
+
+    eos_token_id = 257
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> ByteTokenizer:
+        return cls()
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [256] * add_special_tokens + [*text.encode()]}
+
+
+def test_the_page_on_training_makes_files_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = re.findall(r"```python\n(.*?)```", document("docs/training.md"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=ByteTokenizer))
+    (tmp_path / "book.txt").write_text("words " * 400)
+    exec("\n".join(pieces), {})
+    step = Workload(micro_batch_size=1, seq_len=1024)
+    text = TokenFile(path=tmp_path / "tokens.npy", vocab_size=258, workload=step)
+    assert text.sequences == 2 and np.load("tokens.npy")[-1] == ByteTokenizer.eos_token_id
+    rows = TokenFile(path=tmp_path / "examples.npy", vocab_size=258, workload=step, loss_mask=tmp_path / "mask.npy")
+    learned = rows.learned(0)
+    assert learned is not None
+    assert bytes(rows.batch(0)[learned].tolist()[:-1]) == b"A reusable buffer on the GPU."
+    assert rows.batch(0)[learned][-1] == ByteTokenizer.eos_token_id

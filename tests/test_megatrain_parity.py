@@ -22,7 +22,7 @@ from torch import Tensor
 from megatrain import adam, initial
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
-from megatrain.data import ByteText, inputs_and_targets, read_bytes, standard_library
+from megatrain.data import ByteText, inputs_and_targets, read_bytes, shares, standard_library
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained
@@ -386,7 +386,7 @@ def same_order(staleness: int = 0, fresh: frozenset[int] = frozenset()) -> Refer
             head["lm_head.weight"],
             x.detach(),
             targets,
-            total_tokens=workload.tokens_per_step,
+            shares(text(workload), step, workload)[0].float(),
             d_hidden=d_hidden,
             norm_sink=into["norm.weight"],
             table_sink=into["lm_head.weight"],

@@ -53,7 +53,7 @@ def results(pointwise: Pointwise) -> list[torch.Tensor]:
         weights["lm_head.weight"],
         x,
         torch.arange(16).view(2, 8),
-        total_tokens=16,
+        torch.full((2, 8), 1 / 16),
         d_hidden=d_hidden,
         norm_sink=into["norm.weight"],
         table_sink=into["lm_head.weight"],
@@ -163,9 +163,10 @@ def test_what_is_counted_between_products_is_what_is_read_and_written(model: Mod
 @pytest.mark.parametrize("pointwise", [FUSED, PLAIN], ids=["fused", "plain"])
 def test_loss_and_gradient_of_logits_are_autograds(pointwise: Pointwise) -> None:
     logits, label = (50 * torch.randn(6, 9)).requires_grad_(), torch.arange(6)[:, None]
-    loss = torch.nn.functional.cross_entropy(logits, label[:, 0], reduction="sum")
-    (right,) = torch.autograd.grad(loss / 8, logits)
-    found, gradient = pointwise.cross_entropy(logits.detach().clone(), label, 8)
+    share = torch.tensor([1 / 8, 0, 1 / 8, 1 / 2, 0, 1])
+    loss = torch.nn.functional.cross_entropy(logits, label[:, 0], reduction="none") @ share
+    (right,) = torch.autograd.grad(loss, logits)
+    found, gradient = pointwise.cross_entropy(logits.detach().clone(), label, share[:, None])
     torch.testing.assert_close((found, gradient), (loss.detach(), right))
 
 

@@ -191,7 +191,10 @@ def test_a_step_is_not_as_long_as_the_checkpoint_before_it(forgotten: int) -> No
         digest="", machine="", source="measured", op=0 * steps, step=steps, issue_ns=ends_ns - 10,
         start_ns=ends_ns - 10, end_ns=ends_ns, waited_on=steps - 1,
     )  # fmt: skip
-    found = {every: session.Trained(losses=[0.0] * 7, trace=trace, every=every).step_ns for every in (1, 2, None)}
+    found = {
+        every: session.Trained(losses=[0.0] * 7, learned=[8] * 7, trace=trace, every=every).step_ns
+        for every in (1, 2, None)
+    }
     assert not found[1] and set(found[2]) == {10} and max(found[None]) == 510
 
 

@@ -304,17 +304,18 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk, accumulate, dtype):
     norm, table = randn(12).to(dtype), (randn(37, 12, seed=1) * 0.5).to(dtype)
     hidden = randn(2, 7, 12, seed=2).to(dtype)
     targets = torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(3))
-    total = 28  # as with two micro-batches
+    learned = torch.rand(2, 7, generator=torch.Generator().manual_seed(4)) < 0.7
+    shares = learned.to(torch.promote_types(dtype, torch.float32)) / 28  # as with two micro-batches
     leaves = [t.double().clone().requires_grad_() for t in (norm, table, hidden)]
     logits = F.linear(F.rms_norm(leaves[2], (12,), leaves[0], 1e-6), leaves[1])
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / total
+    expected = F.cross_entropy(logits[learned], targets[learned], reduction="sum") / 28
     references = torch.autograd.grad(expected, leaves)
 
     start = 1.0 if accumulate else math.nan
     d_norm, d_table = torch.full_like(norm, start), torch.full_like(table, start)
     d_hidden = torch.full_like(hidden, math.nan)
     loss = Head(eps=1e-6).loss_and_grads(
-        norm, table, hidden, targets, total_tokens=total, d_hidden=d_hidden,
+        norm, table, hidden, targets, shares, d_hidden=d_hidden,
         norm_sink=Sink(d_norm, accumulate), table_sink=Sink(d_table, accumulate), chunk=chunk,
     )  # fmt: skip
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
@@ -331,8 +332,9 @@ def test_a_wider_gradient_buffer_takes_the_same_products():
     for dtype in (torch.bfloat16, torch.float32):
         d_table = torch.full((37, 12), math.nan, dtype=dtype)
         Head(eps=1e-6).loss_and_grads(
-            norm, table, hidden, torch.arange(8)[None], total_tokens=8, d_hidden=torch.empty_like(hidden),
-            norm_sink=Sink(torch.empty(12), False), table_sink=Sink(d_table, False), chunk=8,
+            norm, table, hidden, torch.arange(8)[None], torch.full((1, 8), 1 / 8),
+            d_hidden=torch.empty_like(hidden), norm_sink=Sink(torch.empty(12), False),
+            table_sink=Sink(d_table, False), chunk=8,
         )  # fmt: skip
         grads[dtype] = d_table
     assert torch.equal(grads[torch.float32], grads[torch.bfloat16].float())
@@ -342,13 +344,13 @@ def test_a_wider_gradient_buffer_takes_the_same_products():
 def test_the_gradient_of_the_output_matrix_loses_nothing_in_a_sum_of_many_chunks(accumulate):
     norm, table, hidden = torch.ones(12), randn(37, 12, seed=1), randn(1, 2048, 12, seed=2)
     targets = torch.randint(37, (1, 2048), generator=torch.Generator().manual_seed(3))
-    grads = {}
+    shares, grads = torch.full((1, 2048), 1 / 2048), {}
     for dtype in (torch.bfloat16, torch.float64):
         grads[dtype] = torch.full((37, 12), 0.0 if accumulate else math.nan, dtype=dtype)
         rows = hidden.to(dtype)
         Head(eps=1e-6).loss_and_grads(
-            norm.to(dtype), table.to(dtype), rows, targets, total_tokens=2048, d_hidden=torch.empty_like(rows),
-            norm_sink=None, table_sink=Sink(grads[dtype], accumulate), chunk=4,
+            norm.to(dtype), table.to(dtype), rows, targets, shares.to(torch.promote_types(dtype, torch.float32)),
+            d_hidden=torch.empty_like(rows), norm_sink=None, table_sink=Sink(grads[dtype], accumulate), chunk=4,
         )  # fmt: skip
     error = (grads[torch.bfloat16] - grads[torch.float64]).norm() / grads[torch.float64].norm()
     assert error < 0.01  # 0.03 if one chunk after another were added in bf16
@@ -369,7 +371,7 @@ def test_no_tensor_is_as_large_as_all_logits():
     table = randn(500, 12)
     with Largest() as seen:
         Head(eps=1e-6).loss_and_grads(
-            randn(12), table, hidden, torch.zeros(1, 64, dtype=torch.long), total_tokens=64,
+            randn(12), table, hidden, torch.zeros(1, 64, dtype=torch.long), torch.full((1, 64), 1 / 64).double(),
             d_hidden=torch.empty_like(hidden), norm_sink=Sink(torch.empty(12).double(), False),
             table_sink=Sink(torch.empty_like(table), False), chunk=16,
         )  # fmt: skip

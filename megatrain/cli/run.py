@@ -107,8 +107,13 @@ def run(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A .npy file of token ids, or a .txt if the model reads bytes; Python's own sources if left out."
+            help="A .npy file of token ids: running text, or a sequence a row. Or a .txt if the model reads bytes; "
+            "Python's own sources if left out."
         ),
+    ] = None,
+    loss_mask: Annotated[
+        Path | None,
+        typer.Option(help="A .npy file as --data's, of ones where a token is to be learned and zeros where it is not."),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -166,7 +171,10 @@ def run(
     from megatrain.way import Way, measured_in
 
     hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until, min_lr)
-    files = _files(Files(weights=weights, tokens=data, resume=resume, save=save, every=every, export=export), schedule)
+    read = Files(
+        weights=weights, tokens=data, loss_mask=loss_mask, resume=resume, save=save, every=every, export=export
+    )
+    files = _files(read, schedule)
     steps = _steps(steps, until, files, schedule)
     if until is not None and not steps and export is None:
         print(f"{files.resume} has {until} steps or more: nothing is left to train", file=sys.stderr)
@@ -347,9 +355,11 @@ def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
     if len(result.losses) > 2 and result.step_ns:
         record["measured_step_s"] = statistics.median(result.step_ns) / 1e9
         record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
-    if schedule.workload.task == "evaluate" and result.losses:
-        record["mean_loss"] = statistics.fmean(result.losses)
-        record["tokens"] = schedule.workload.tokens_per_step * len(result.losses)
+    if schedule.workload.task == "evaluate" and any(result.learned):
+        record["mean_loss"] = statistics.fmean(result.losses, result.learned)
+        record["tokens"] = sum(result.learned)
+    elif sum(result.learned) < (read := schedule.workload.tokens_per_step * len(result.losses)):
+        record["learned_of_tokens"] = sum(result.learned) / read
     return record
 
 
@@ -374,7 +384,8 @@ def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
         yield f"{label}: loss {record['losses'][0]:.3f} -> {record['losses'][-1]:.3f}"
     if "measured_step_s" in record:
         rate = record["measured_tokens_per_s"]
-        yield f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s"
+        learned = f", {record['learned_of_tokens']:.1%} of them learned" if "learned_of_tokens" in record else ""
+        yield f"measured {record['measured_step_s'] * 1e3:,.1f} ms a step, {rate:,.0f} tokens/s{learned}"
     if "predicted_step_s" in record:
         machine = f"{record['predicted_machine']} ({record['predicted_profile']} profile)"
         yield f"predicted {record['predicted_step_s'] * 1e3:,.1f} ms a step on {machine}"

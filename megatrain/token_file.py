@@ -1,0 +1,188 @@
+"""A file of tokens: running text, or an example a row, and which of its tokens are to be learned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tokenize import TokenError
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.data import (
+    KNOWN_BY,
+    ByteText,
+    DataError,
+    Numbers,
+    TokenSource,
+    checksum,
+    examples,
+    places,
+    sequences_in,
+)
+from schedules.workload import Workload
+
+CHECKED = 1 << 24  # tokens of a file looked at at a time
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenFile:
+    """Sequences of a `.npy` file of token numbers, of any integer type.
+
+    One dimension is running text, of which sequences are cut; of two, each row is a sequence, padded where it is
+    shorter. `loss_mask` is a `.npy` file of that shape, bool or of zeros and ones, which has one where a token is to be
+    learned: not in prompts, and not in padding.
+
+    The files are mapped: they may be larger than memory. All of them is looked at once, so that no token is met hours
+    later that a vocabulary of `vocab_size` does not have. Raises DataError for one, and for a file that is missing, too
+    short, or none of tokens.
+    """
+
+    path: Path
+    vocab_size: int
+    workload: Workload
+    seed: int = 0
+    loss_mask: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._require_tokens()
+        if self.loss_mask is not None:
+            self._require_mask(self.loss_mask)
+
+    def _require_tokens(self) -> None:
+        tokens, seq_len = self._tokens, self.workload.seq_len
+        if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{self.path} holds {_held(tokens)}, not integers in one dimension, or in two with a sequence a row"
+            )
+        if tokens.ndim == 1 and len(tokens) <= seq_len:
+            raise DataError(
+                f"{self.path} has {len(tokens)} tokens, too few for a sequence of {seq_len} and the one that follows"
+            )
+        if tokens.ndim == 2 and (not len(tokens) or tokens.shape[1] != seq_len + 1):
+            wanted = f"a row must have {seq_len + 1:,}, one more than a sequence, the last only to be predicted"
+            shorter = f": take sequences of {tokens.shape[1] - 1:,}, or pad rows" if tokens.shape[1] > 1 else ""
+            raise DataError(f"{self.path} has {len(tokens):,} rows of {tokens.shape[1]:,} tokens; {wanted}{shorter}")
+        for start, part in _parts(tokens):
+            if part.min() < 0 or part.max() >= self.vocab_size:
+                at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
+                place = f"place {start + at:,}"
+                if tokens.ndim == 2:
+                    row, column = divmod(at, tokens.shape[1])
+                    place = f"place {column:,} of row {start + row:,}"
+                raise DataError(
+                    f"{self.path} holds token {part.flat[at]} at {place}, and the model's vocabulary is 0 to "
+                    f"{self.vocab_size - 1}: make the file with this model's tokenizer"
+                )
+
+    def _require_mask(self, path: Path) -> None:
+        mask = self._mask
+        if mask.shape != self._tokens.shape or mask.dtype.kind not in "biu":
+            raise DataError(f"{path} holds {_held(mask)}: a mask of {self.path} is bool {list(self._tokens.shape)}")
+        learned = 0
+        for _, part in _parts(mask):
+            if part.min() < 0 or part.max() > 1:
+                raise DataError(f"{path} holds {part.min()} to {part.max()}: a mask holds zeros and ones")
+            learned += int((part[:, 1:] if part.ndim == 2 else part).sum())
+        if not learned:
+            raise DataError(f"{path} has no token to learn: a mask has ones where a token is to be")
+
+    @functools.cached_property
+    def _tokens(self) -> Numbers:
+        return _mapped(self.path, "token numbers")
+
+    @functools.cached_property
+    def _mask(self) -> Numbers:
+        assert self.loss_mask is not None
+        return _mapped(self.loss_mask, "zeros and ones")
+
+    @property
+    def sequences(self) -> int:
+        """See TokenSource."""
+        return len(self._tokens) if self._tokens.ndim == 2 else sequences_in(len(self._tokens), self.workload)
+
+    @property
+    def known_by(self) -> str:
+        """See TokenSource."""
+        known = f"{self._tokens.size:,} tokens, {checksum(_first(self._tokens))}"
+        return known if self.loss_mask is None else f"{known}, learned {checksum(_first(self._mask))}"
+
+    def batch(self, step: int) -> Tensor:
+        """See TokenSource."""
+        return torch.from_numpy(self._of_step(self._tokens, step).astype(np.int64))
+
+    def learned(self, step: int) -> Tensor | None:
+        """See TokenSource."""
+        return None if self.loss_mask is None else torch.from_numpy(self._of_step(self._mask, step).astype(bool))
+
+    def _of_step(self, numbers: Numbers, step: int) -> Numbers:
+        """What a file has for a step's sequences, [accumulation, micro_batch_size, seq_len + 1]."""
+        if numbers.ndim == 2:
+            rows: Numbers = numbers[examples(self.seed, step, len(numbers), self.workload).numpy()]
+            return rows
+        begins, length = places(self.seed, step, len(numbers), self.workload), self.workload.seq_len + 1
+        found = np.stack([numbers[begin : begin + length] for begin in begins.flatten().tolist()])
+        return found.reshape(*begins.shape, length)
+
+
+def from_file(
+    path: Path, vocab_size: int, workload: Workload, seed: int = 0, *, loss_mask: Path | None = None
+) -> TokenSource:
+    """A .npy file of token numbers; or a .txt file, a token per byte, for a model whose vocabulary is that.
+
+    Raises DataError for a file that is missing, or is not of this vocabulary, or has a mask and is not of tokens.
+    """
+    if path.suffix != ".txt":
+        return TokenFile(path=path, vocab_size=vocab_size, workload=workload, seed=seed, loss_mask=loss_mask)
+    if loss_mask is not None:
+        raise DataError(f"{path} is text, of which all is learned: a loss mask belongs to a .npy file of tokens")
+    if vocab_size != ByteText.vocab_size:
+        raise DataError(
+            f"{path} is text, and the model's vocabulary is {vocab_size} tokens, not {ByteText.vocab_size} bytes: make "
+            "a .npy file of it with the model's tokenizer, as docs/training.md shows"
+        )
+    try:
+        text = np.fromfile(path, dtype=np.uint8)
+        return ByteText(text=torch.from_numpy(text), workload=workload, seed=seed)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def _mapped(path: Path, of: str) -> Numbers:
+    try:
+        found = np.load(path, mmap_mode="r")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    # numpy takes what it does not know for a pickle, and believes a header
+    except (ValueError, EOFError, BadZipFile, TokenError, LookupError, OverflowError, TypeError):
+        found = None
+    if not isinstance(found, np.ndarray):
+        what = "no whole .npy file" if found is None else "an archive of arrays"
+        raise DataError(f"{path} is {what}: give one array of {of}, saved with numpy.save")
+    return found
+
+
+def _held(numbers: Numbers) -> str:
+    return f"{numbers.dtype} {list(numbers.shape)}"
+
+
+def _parts(numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
+    """A file's rows, or its numbers, some of them at a time, with the number of the first."""
+    rows = _rows_of(CHECKED, numbers)
+    for start in range(0, len(numbers), rows):
+        yield start, numbers[start : start + rows]
+
+
+def _first(numbers: Numbers) -> Numbers:
+    return numbers[: _rows_of(KNOWN_BY, numbers)]
+
+
+def _rows_of(count: int, numbers: Numbers) -> int:
+    """How many rows hold so many numbers, or nearly."""
+    return max(1, count // (numbers.shape[1] if numbers.ndim == 2 else 1))
