@@ -115,9 +115,12 @@ def rows(
     workload: Workload,
     budget: MemoryBudget | None = None,
     *,
+    more: Mapping[str, Sequence[str]] = {},
     refused_too: bool = False,
 ) -> Iterator[Row]:
     """The rows of one model and workload, one by one as they are found.
+
+    `more` is further knobs of some of the names, "slots=3", which no row tells.
 
     Raises as `compare` does; with `refused_too` a policy that refuses this step, or is not safe, is a row that says so.
     """
@@ -126,7 +129,8 @@ def rows(
     for text in names:
         name, knobs = policies.with_knobs(text)
         try:
-            schedule = policies.build(name, model, workload, budget, **knobs)
+            further = policies.parse_knobs(name, more.get(text, ()))
+            schedule = policies.build(name, model, workload, budget, **knobs, **further)
             verify(schedule)
         except (InputError, Refused) as error:
             if not refused_too:

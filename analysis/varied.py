@@ -1,14 +1,15 @@
-"""Policies side by side over axes: options of the step, such as the micro-batch, machines, and their numbers."""
+"""Policies side by side over axes: options of the step, such as the micro-batch, knobs, machines and their numbers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from analysis import compare
 from analysis.pool import computed
+from schedules import policies
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.words import nearest
@@ -28,17 +29,19 @@ STEP = {  # options of the command line, and the fields of a workload that they 
     "clip": "grad_clip",
 }
 MACHINE = "hardware"  # an axis, too: machines by their names, or files
-UNCLIPPED = "none"
-# in place of a norm
+UNCLIPPED = "none"  # in place of a norm
 _WORDS = ("precision", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A model, a step and a machine, and the policies that are compared there. `values` are by axis, as written."""
+    """A model, a step and a machine, and the policies that are compared there, each with those of these knobs that are
+    varied of it. `values` are by axis, as written.
+    """
 
     model: ModelSpec
     names: tuple[str, ...]
+    knobs: tuple[tuple[str, ...], ...]  # of each of the names: "slots=3"
     profile: HardwareProfile
     workload: Workload
     values: Mapping[str, str]
@@ -68,12 +71,13 @@ def points(
         changes: of the machine, at all points.
         machine: where the axes have no other.
         axes: as `axes.axes_of` returns them; those that are neither an option of the step nor machines are numbers of
-            the machine.
+            the machine, or knobs, of those policies that have them and are not given them by their names.
 
     Raises:
         InputError: nothing is called as an axis is, or a value means nothing.
     """
-    _require_known(axes)
+    knobs = {name: varied_knobs(name, axes) for name in names}
+    _require_known(axes, {knob for of in knobs.values() for knob in of}, names)
     found = []
     for model, values in itertools.product(models, itertools.product(*axes.values())):
         at = dict(zip(axes, values, strict=True))
@@ -82,6 +86,7 @@ def points(
             Point(
                 model=model,
                 names=tuple(names),
+                knobs=tuple(tuple(f"{knob}={at[knob]}" for knob in knobs[name]) for name in names),
                 profile=changed(load(at[MACHINE]) if MACHINE in at else machine, [*changes, *numbers]),
                 workload=_step(workload, at),
                 values=at,
@@ -90,11 +95,32 @@ def points(
     return found
 
 
-def _require_known(axes: Iterable[str]) -> None:
+def varied_knobs(name: str, axes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Those of the axes that are knobs of a policy, and are not given it by its name.
+
+    Raises PolicyError where it does not take one of the values.
+    """
+    policy, given = policies.with_knobs(name)
+    found = [axis for axis in axes if axis in policies.knobs(policy) and axis not in (*STEP, *given)]
+    for axis in found:
+        for value in axes[axis]:
+            policies.parse_knobs(policy, [f"{axis}={value}"])
+    return found
+
+
+def _require_known(axes: Iterable[str], knobs: Collection[str], names: Sequence[str]) -> None:
     for name in axes:
-        if name not in (*STEP, MACHINE, *NUMBERS):
-            close = nearest(name, [*STEP, MACHINE, *NUMBERS])
-            known = f"known: {', '.join(STEP)}, {MACHINE}, and numbers of the machine, as in host.memory=96GB,192GB"
+        if name not in (*STEP, MACHINE, *NUMBERS, *knobs):
+            there = dict.fromkeys(knob for each in names for knob in policies.knobs(policies.with_knobs(each)[0]))
+            if name in there:
+                raise InputError(
+                    f"{name} has a value wherever it is a knob of these policies: leave that out to vary it"
+                )
+            close = nearest(name, [*STEP, MACHINE, *NUMBERS, *there])
+            known = (
+                f"known: {', '.join(STEP)}, {MACHINE}, knobs of the policies, and numbers of the machine, as in "
+                "host.memory=96GB,192GB"
+            )
             told = f"did you mean {' or '.join(close)}?" if close else known
             raise InputError(f"nothing that can be varied is called {name!r}; {told}")
 
@@ -152,7 +178,8 @@ def _evaluated(numbered: tuple[int, Point]) -> tuple[int, pd.DataFrame]:
     import pandas as pd
 
     number, point = numbered
-    rows = compare.rows(point.model, point.names, point.profile, point.workload, refused_too=True)
+    named = dict(zip(point.names, point.knobs, strict=True))
+    rows = compare.rows(point.model, point.names, point.profile, point.workload, more=named, refused_too=True)
     table = compare.frame(list(rows))
     asked = pd.DataFrame({column(axis): value for axis, value in point.values.items()}, index=table.index)
     return number, pd.concat([asked, table], axis="columns")

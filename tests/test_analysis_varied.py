@@ -60,8 +60,10 @@ def test_an_axis_has_its_values_as_written_in_their_order_and_each_once() -> Non
         ("host.memry=1GB", "'host.memry'; did you mean host.memory or "),
         (
             "policy=x",
-            "known: batch, accumulation, seq, precision, recompute, clip, hardware, and numbers of the machine",
+            "known: batch, accumulation, seq, precision, recompute, clip, hardware, knobs of the policies, and numb",
         ),
+        ("slot=1", "'slot'; did you mean slots or grad_slots or nvme_slots?"),
+        ("slots=2,x", "knob slots must be a whole number, not 'x'"),
         ("hardware=h201", "did you mean h200 "),
         ("batch=1,x", "--vary batch=x: give a whole number"),
         ("batch=1,,2", "--vary batch=: give a whole number"),
@@ -87,6 +89,10 @@ def test_what_cannot_be_varied_is_told_in_a_line_before_anything_is_simulated(va
         (["--set", "host.memory=1GB", "--vary", "host.memory=1GB,2GB"], "--set host.memory gives a value"),
         (["-H", "h100", "--vary", "hardware=h100,h200"], "--hardware gives a value to what is varied"),
         (["--vary", "batch=1", "--vary", "batch=2"], "batch is varied twice"),
+        (
+            ["-p", "streamed keep=0,streamed keep=1", "--vary", "alpha=0"],
+            "nothing that can be varied is called 'alpha'",
+        ),
     ],
 )
 def test_what_is_said_twice_is_told(words: list[str], told: str) -> None:
@@ -111,7 +117,31 @@ def test_points_are_every_combination_and_the_last_axis_turns_first() -> None:
         some(["host.memory=0GB"])
 
 
+def test_a_knob_is_varied_of_the_policies_that_have_it_and_are_not_given_it() -> None:
+    points = some(["slots=3,1", "batch=1,2"], ["streamed", "megatrain", "streamed keep=0 slots=2"])
+    knobs = [(("slots=3",), (), ()), (("slots=1",), (), ())]
+    assert [point.knobs for point in points] == [knobs[0], knobs[0], knobs[1], knobs[1]]
+    with pytest.raises(InputError, match="slots has a value wherever it is a knob of these policies"):
+        some(["slots=3,1"], ["streamed slots=2", "megatrain"])
+
+
 # ---- rows
+
+
+def test_a_varied_knob_is_an_axis_and_not_part_of_a_policys_name() -> None:
+    table = run(some(["slots=3,1"], ["streamed", "megatrain", "streamed keep=0"]))
+    assert table["vary.slots"].tolist() == ["3", "3", "3", "1", "1", "1"]
+    assert table["knobs"].tolist() == ["", "", "keep=0"] * 2
+    assert table["label"].tolist() == ["streamed", "megatrain", "streamed keep=0"] * 2
+    for at, slots in ((0, 3), (3, 1)):
+        row = next(compare.rows(TINY, [f"streamed slots={slots}"], load("h200"), STEP))
+        assert table["digest"][at] == row.digest and table["step_s"][at] == row.step_s
+    assert table["digest"][1] == table["digest"][4]
+
+
+def test_policies_that_a_knob_is_not_varied_of_are_told() -> None:
+    result = CliRunner().invoke(cli.app, ["compare", "tiny", "-p", "streamed,megatrain", "--vary", "slots=2,3"])
+    assert "note: slots is not varied of megatrain: the same at all its values\n" in result.stderr
 
 
 def test_there_is_a_row_for_every_policy_and_point_in_order(table: pd.DataFrame) -> None:

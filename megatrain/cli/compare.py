@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,8 +69,8 @@ def compare(
         list[str] | None,
         typer.Option(
             "--vary",
-            help="An option of the step, a number of the machine, or hardware, and the values to try: batch=1,2,4 or "
-            "host.memory=96GB,192GB or hardware=h100,h200. Repeatable.",
+            help="An option of the step, a knob of the policies, a number of the machine, or hardware, and the values "
+            "to try: batch=1,2,4 or slots=2,3 or host.memory=96GB,192GB or hardware=h100,h200. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a plot and its data to this folder.")] = None,
@@ -96,6 +97,7 @@ def compare(
     chosen = list(dict.fromkeys(chosen))
     specs = models_of(models, models_too)
     points = varied.points(specs, chosen, load(hardware), change or [], workload, axes)
+    _note_unvaried(chosen, axes)
     for spec in specs:
         note_length(spec, max(point.workload.seq_len for point in points))
     for name in axes.get(varied.MACHINE, [hardware]):
@@ -128,6 +130,17 @@ def compare(
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")
     if frame["fits"].eq(False).all():
         raise Refused(f"none of these fits {', '.join(axes.get(varied.MACHINE, [profile.name]))}")
+
+
+def _note_unvaried(names: Sequence[str], axes: Mapping[str, list[str]]) -> None:
+    """Say which policies take no value of an axis that is a knob of others."""
+    from analysis.varied import varied_knobs
+
+    taken = {name: varied_knobs(name, axes) for name in names}
+    for axis in dict.fromkeys(knob for knobs in taken.values() for knob in knobs):
+        if others := [name for name, knobs in taken.items() if axis not in knobs]:
+            told = f"note: {axis} is not varied of {', '.join(others)}: the same at all its values"
+            print(told, file=sys.stderr)
 
 
 def _at_one_step(

@@ -218,7 +218,6 @@ def _policy(module: ModuleType) -> Policy:
 
 
 def short(name_or_path: str | Path) -> str:
-    """What its schedules call a policy: its name, or that of its file."""
     """What a policy's schedules call it: its name, or that of its file."""
     return plain(Path(name_or_path).stem)
 
