@@ -234,8 +234,10 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
             if key == "lora_rank":
                 saved, needs = _trained(found.get(key)), _trained(value)
                 does = "evaluates" if schedule.workload.task == "evaluate" else "trains"
+                how = "; --export its adapters with a policy that trains them, and add these with --adapters"
                 raise CheckpointError(
                     f"{complete[-1]} is of another training: it has {saved}, the schedule {does} {needs}"
+                    f"{how if value is None else ''}"
                 )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))

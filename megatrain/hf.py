@@ -31,6 +31,7 @@ from schedules.workload import Workload
 
 HEAD = "lm_head.weight"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 BESIDE = (  # what a folder of weights has beside them that training leaves as it is
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.bpe.model",
     "tekken.json", "chat_template*", "generation_config.json",
@@ -52,6 +53,11 @@ def global_name(model: ModelSpec, i: int, name: str) -> str:
     if model.is_block(i):
         return f"model.layers.{i}.{name}"
     return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def adapter_name(model: ModelSpec, i: int, name: str) -> str:
+    """What peft calls a matrix of layer i's adapters."""
+    return f"base_model.model.{global_name(model, i, name)}"
 
 
 # What files call experts' matrices, and what comes before them and the router, where it is not `mlp.experts.gate_proj`.
@@ -355,8 +361,8 @@ def _write_adapters(
     found: dict[str, Tensor] = {}
     for i in model.blocks:
         for name, part in views(adapters(i), model.adapter_shapes(i, rank)).items():
-            found[f"base_model.model.{global_name(model, i, name)}"] = part
-    save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            found[adapter_name(model, i, name)] = part
+    save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     targets = sorted({name.split(".")[-3] for name in found})
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -368,7 +374,7 @@ def _write_adapters(
         "target_modules": targets,
         **({} if base is None else {"base_model_name_or_path": str(base.resolve())}),
     }
-    _write_json(folder / "adapter_config.json", config)
+    _write_json(folder / ADAPTER_CONFIG, config)
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:

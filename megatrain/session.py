@@ -14,6 +14,7 @@ from typing import Literal
 
 from megatrain import checkpoint, hf
 from megatrain.adam import Adam
+from megatrain.adapters import folded
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
 from megatrain.data import ByteText, DataError, TokenSource, read_bytes, standard_library
@@ -63,6 +64,8 @@ class Files:
 
     weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out. Not with `resume`,
         unless adapters are trained.
+    adapters: a folder of peft's, whose adapters are folded into those parameters. Not with `resume`, and not where
+        adapters are trained: these would belong to weights that nobody has.
     tokens: see `megatrain.token_file.from_file`; the standard library's source text, a token per byte, if left out.
     loss_mask: a file beside that of tokens, see `megatrain.token_file.TokenFile`; all are learned if left out.
     resume: a folder of checkpoints, from the newest of which to go on.
@@ -71,6 +74,7 @@ class Files:
     """
 
     weights: Path | None = None
+    adapters: Path | None = None
     tokens: Path | None = None
     loss_mask: Path | None = None
     resume: Path | None = None
@@ -128,10 +132,13 @@ def train(
         Refused, TemplateError: this schedule or model cannot be run here.
     """
     adapted = verified.schedule.workload.lora_rank is not None  # adapters are trained beside weights from elsewhere
-    if files.resume is not None and files.weights is not None and not adapted:
-        raise InputError(
-            "--resume goes on with the checkpoint's weights: leave out --weights, or begin anew without it"
-        )
+    if adapted and files.adapters is not None:
+        raise InputError("--adapters become part of the weights: take a policy that trains or evaluates all of these")
+    for option, beginning in (("--weights", files.weights), ("--adapters", files.adapters)):
+        if files.resume is not None and beginning is not None and not adapted:
+            raise InputError(
+                f"--resume goes on with the checkpoint's weights: leave out {option}, or begin anew without it"
+            )
     if not steps and (files.resume is None or files.export is None):
         raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
     with ExitStack() as opened:
@@ -149,6 +156,8 @@ def train(
         model, workload = schedule.model, schedule.workload
         data = _tokens(files, model, workload, seed, steps)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
+        if files.adapters is not None:
+            initial = folded(initial, files.adapters, model)
         there = files.save is not None and files.save.is_dir()
         if files.save is not None and there:  # before it is looked at: another may be saving to it
             opened.enter_context(alone_in(files.save))

@@ -104,6 +104,9 @@ def run(
     weights: Annotated[
         Path | None, typer.Option(help="Start from the weights in this Hugging Face folder; random if left out.")
     ] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="Add the adapters in this folder of peft's to the weights that it starts from.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -171,10 +174,17 @@ def run(
     from megatrain.way import Way, measured_in
 
     hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until, min_lr)
-    read = Files(
-        weights=weights, tokens=data, loss_mask=loss_mask, resume=resume, save=save, every=every, export=export
+    there = Files(
+        weights=weights,
+        adapters=adapters,
+        tokens=data,
+        loss_mask=loss_mask,
+        resume=resume,
+        save=save,
+        every=every,
+        export=export,
     )
-    files = _files(read, schedule)
+    files = _files(there, schedule)
     steps = _steps(steps, until, files, schedule)
     if until is not None and not steps and export is None:
         print(f"{files.resume} has {until} steps or more: nothing is left to train", file=sys.stderr)
@@ -287,7 +297,7 @@ def _files(files: Files, schedule: Schedule) -> Files:
     if not checkpoint.is_there(files.resume):
         print(f"note: there is no checkpoint in {files.resume} yet: the training begins", file=sys.stderr)
         return replace(files, resume=None)
-    return files if schedule.workload.lora_rank is not None else replace(files, weights=None)
+    return files if schedule.workload.lora_rank is not None else replace(files, weights=None, adapters=None)
 
 
 def _steps(steps: int | None, until: int | None, files: Files, schedule: Schedule) -> int:
