@@ -6,6 +6,7 @@ idle time before each, so a stream's difference is the sum of the differences li
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -301,26 +302,34 @@ def _durations(schedule: Schedule, trace: Trace) -> Ints:
 
 
 def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
-    """Ns that the host took to issue each op, from when it was free to: the last op issued, or waited for.
+    """Ns that the host took to issue each op of the typical step, from when it was free to.
+
+    The first op's is the median over steps: a step is issued while another runs, so that what held the host up once,
+    as collecting garbage does, need not have made any step longer.
+    """
+    step, count = typical_step(trace), len(schedule.ops)
+    costs = [_issue_cost(schedule, trace, row) for row in range(step * count, (step + 1) * count)]
+    firsts = [_issue_cost(schedule, trace, each * count) for each in range(min(1, step), trace.steps)]
+    return np.array([round(statistics.median(firsts)), *costs[1:]], dtype=np.int64)
+
+
+def _issue_cost(schedule: Schedule, trace: Trace, row: int) -> int:
+    """From when the last op was issued, or waited for, ns.
 
     Before a step's first op a trainer has waited for the last step but one (AHEAD), which is no cost of issuing. For
     the last one it does not wait, however late it is with its data; where it does, as to save a checkpoint, that
     counts as issuing. A predicted host waits for no step.
     """
-    step = typical_step(trace)
-    begin = step * len(schedule.ops)
-    costs = np.zeros(len(schedule.ops), dtype=np.int64)
-    for i in range(len(schedule.ops)):
-        row, before = begin + i, schedule.ops[i - 1]
-        free = 0
-        if row:
-            waited = before.blocking or before.stream == Stream.HOST
-            free = int(trace.end_ns[row - 1] if waited else trace.issue_ns[row - 1])
-        if i == 0 and trace.source == "measured":
-            ended = trace.step_end_ns[: max(step + 1 - AHEAD, 0)].tolist()
-            free = max([free, *(end for end in ended if end <= trace.issue_ns[row])])
-        costs[i] = max(0, int(trace.issue_ns[row]) - free)
-    return costs
+    step, i = divmod(row, len(schedule.ops))
+    free = 0
+    if row:
+        before = schedule.ops[i - 1]
+        waited = before.blocking or before.stream == Stream.HOST
+        free = int(trace.end_ns[row - 1] if waited else trace.issue_ns[row - 1])
+    if i == 0 and trace.source == "measured":
+        ended = trace.step_end_ns[: max(step + 1 - AHEAD, 0)].tolist()
+        free = max([free, *(end for end in ended if end <= trace.issue_ns[row])])
+    return max(0, int(trace.issue_ns[row]) - free)
 
 
 def frame(found: Diff) -> pd.DataFrame:

@@ -150,10 +150,16 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
     with what is there.
 
     Raises:
-        CheckpointError: nothing is trained, or there are checkpoints that this training does not go on from, and that
-            would be removed.
+        CheckpointError: nothing is trained, the folder is a checkpoint or in one, or there are checkpoints that this
+            training does not go on from, and that would be removed.
         NotSaved: the folder cannot be made.
     """
+    place = folder.resolve()
+    if within := [path for path in (place, *place.parents) if (path / LAST).is_file()]:
+        raise CheckpointError(
+            f"{folder} is {'' if within[0] == place else 'in '}a checkpoint, which a later save removes with all that "
+            f"is in it: save to {within[-1].parent}, or another folder"
+        )
     complete = _complete(folder)
     others = [path for path in _named_so(folder) if not _is_ours(path)]
     if others:

@@ -23,7 +23,6 @@ from schedules.errors import InputError
 from schedules.workload import Workload
 
 Numbers = np.ndarray[Any, Any]
-KNOWN_BY = 1 << 24  # of a text's first tokens
 
 
 class DataError(InputError):
@@ -118,7 +117,7 @@ class ByteText(_AllLearned):
     @property
     def known_by(self) -> str:
         """See TokenSource."""
-        return f"{len(self.text):,} tokens, {checksum(self.text[:KNOWN_BY].numpy())}"
+        return known_by(len(self.text), zlib.crc32(self.text.numpy().data))
 
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
@@ -198,6 +197,6 @@ def _pass(seed: int, number: int, sequences: int, spare: int) -> tuple[int, Numb
     return int(chance.integers(spare)), chance.permutation(sequences)
 
 
-def checksum(first: Numbers) -> str:
-    """Of numbers, eight hexadecimal digits."""
-    return f"{zlib.crc32(np.ascontiguousarray(first).data):08x}"
+def known_by(tokens: int, crc: int) -> str:
+    """So many tokens, and the CRC-32 of their bytes, in words."""
+    return f"{tokens:,} tokens, {crc:08x}"

@@ -30,6 +30,7 @@ from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
 HEAD = "lm_head.weight"
+PARTIAL = ".export.partial"  # a folder where files are written before they take their places
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 BESIDE = (  # what a folder of weights has beside them that training leaves as it is
@@ -300,21 +301,30 @@ def write(
             raise Diverged(f"the weights of layer {model.layer_name(i)} are not finite and are not exported")
         return found
 
-    before = set(folder.iterdir())
+    partial = folder / PARTIAL
     try:
+        if partial.exists():  # of an export that was ended from outside
+            shutil.rmtree(partial)
+        partial.mkdir()
         if workload.lora_rank is not None:
-            _write_adapters(folder, model, workload.lora_rank, finite, base)
+            _write_adapters(partial, model, workload.lora_rank, finite, base)
         else:
-            _write_model(folder, model, config, finite, base)
-        for path in set(folder.iterdir()) - before:
+            _write_model(partial, model, config, finite, base)
+        written = sorted(partial.iterdir())
+        for path in written:
             sync(path)
+        for path in written:
+            path.replace(folder / path.name)
         sync(folder)
-    except BaseException as error:  # an interrupt too: what it left would have the next export refused
-        for path in set(folder.iterdir()) - before:
-            path.unlink()
-        if not isinstance(error, (OSError, safetensors.SafetensorError)):
-            raise
+    except (OSError, safetensors.SafetensorError) as error:
         raise NotExported(f"the weights could not be exported to {folder}: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether an export to this folder has come to its end."""
+    return any((folder / last).is_file() for last in (INDEX, ADAPTER_CONFIG)) and not (folder / PARTIAL).exists()
 
 
 def _write_model(
@@ -332,7 +342,8 @@ def _write_model(
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     if base is not None:
         config = {**config, **_special_tokens(base)}
-        _copy_what_lies_beside(base, folder)
+        if base.resolve() != folder.resolve().parent:  # where all of it is already
+            _copy_what_lies_beside(base, folder)
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.data import (
-    KNOWN_BY,
-    ByteText,
-    DataError,
-    Numbers,
-    TokenSource,
-    checksum,
-    examples,
-    places,
-    sequences_in,
-)
+from megatrain.data import ByteText, DataError, Numbers, TokenSource, examples, known_by, places, sequences_in
 from schedules.workload import Workload
 
 CHECKED = 1 << 24  # tokens of a file looked at at a time
@@ -49,11 +40,10 @@ class TokenFile:
     loss_mask: Path | None = None
 
     def __post_init__(self) -> None:
-        self._require_tokens()
-        if self.loss_mask is not None:
-            self._require_mask(self.loss_mask)
+        self._require_shape()
+        _ = self.known_by  # reads all of both
 
-    def _require_tokens(self) -> None:
+    def _require_shape(self) -> None:
         tokens, seq_len = self._tokens, self.workload.seq_len
         if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
             raise DataError(
@@ -67,6 +57,19 @@ class TokenFile:
             wanted = f"a row must have {seq_len + 1:,}, one more than a sequence, the last only to be predicted"
             shorter = f": take sequences of {tokens.shape[1] - 1:,}, or pad rows" if tokens.shape[1] > 1 else ""
             raise DataError(f"{self.path} has {len(tokens):,} rows of {tokens.shape[1]:,} tokens; {wanted}{shorter}")
+        if self.loss_mask is not None and (self._mask.shape != tokens.shape or self._mask.dtype.kind not in "biu"):
+            shape = list(tokens.shape)
+            raise DataError(f"{self.loss_mask} holds {_held(self._mask)}: a mask of {self.path} is bool {shape}")
+
+    @functools.cached_property
+    def known_by(self) -> str:
+        """See TokenSource."""
+        known = known_by(self._tokens.size, self._checked_tokens())
+        return known if self.loss_mask is None else f"{known}, learned {self._checked_mask(self.loss_mask):08x}"
+
+    def _checked_tokens(self) -> int:
+        """The CRC-32 of the tokens, all of which the vocabulary has."""
+        tokens, crc = self._tokens, 0
         for start, part in _parts(tokens):
             if part.min() < 0 or part.max() >= self.vocab_size:
                 at = int(np.argmax((part < 0) | (part >= self.vocab_size)))
@@ -78,18 +81,20 @@ class TokenFile:
                     f"{self.path} holds token {part.flat[at]} at {place}, and the model's vocabulary is 0 to "
                     f"{self.vocab_size - 1}: make the file with this model's tokenizer"
                 )
+            crc = zlib.crc32(np.ascontiguousarray(part).data, crc)
+        return crc
 
-    def _require_mask(self, path: Path) -> None:
-        mask = self._mask
-        if mask.shape != self._tokens.shape or mask.dtype.kind not in "biu":
-            raise DataError(f"{path} holds {_held(mask)}: a mask of {self.path} is bool {list(self._tokens.shape)}")
-        learned = 0
-        for _, part in _parts(mask):
+    def _checked_mask(self, path: Path) -> int:
+        """The CRC-32 of the mask, which is one, and of something."""
+        crc = learned = 0
+        for _, part in _parts(self._mask):
             if part.min() < 0 or part.max() > 1:
                 raise DataError(f"{path} holds {part.min()} to {part.max()}: a mask holds zeros and ones")
             learned += int((part[:, 1:] if part.ndim == 2 else part).sum())
+            crc = zlib.crc32(np.ascontiguousarray(part).data, crc)
         if not learned:
             raise DataError(f"{path} has no token to learn: a mask has ones where a token is to be")
+        return crc
 
     @functools.cached_property
     def _tokens(self) -> Numbers:
@@ -104,12 +109,6 @@ class TokenFile:
     def sequences(self) -> int:
         """See TokenSource."""
         return len(self._tokens) if self._tokens.ndim == 2 else sequences_in(len(self._tokens), self.workload)
-
-    @property
-    def known_by(self) -> str:
-        """See TokenSource."""
-        known = f"{self._tokens.size:,} tokens, {checksum(_first(self._tokens))}"
-        return known if self.loss_mask is None else f"{known}, learned {checksum(_first(self._mask))}"
 
     def batch(self, step: int) -> Tensor:
         """See TokenSource."""
@@ -174,15 +173,6 @@ def _held(numbers: Numbers) -> str:
 
 def _parts(numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
     """A file's rows, or its numbers, some of them at a time, with the number of the first."""
-    rows = _rows_of(CHECKED, numbers)
+    rows = max(1, CHECKED // (numbers.shape[1] if numbers.ndim == 2 else 1))
     for start in range(0, len(numbers), rows):
         yield start, numbers[start : start + rows]
-
-
-def _first(numbers: Numbers) -> Numbers:
-    return numbers[: _rows_of(KNOWN_BY, numbers)]
-
-
-def _rows_of(count: int, numbers: Numbers) -> int:
-    """How many rows hold so many numbers, or nearly."""
-    return max(1, count // (numbers.shape[1] if numbers.ndim == 2 else 1))

@@ -166,6 +166,15 @@ def test_a_host_that_is_late_with_the_data_of_a_step_moves_it(alone: Schedule) -
     assert (moves["step_s"] * 1e9).to_list() == pytest.approx([100, 150, 150])
 
 
+def test_what_holds_the_host_up_once_is_no_cost_of_every_step(alone: Schedule) -> None:
+    """Beside a step that lasts long for its own reasons it is late with the next, which takes no longer for it."""
+    first = one_op(alone, "measured", 100, issue=[10, 20, 120, 220, 320, 420], end=[110, 210, 310, 410, 510, 610])
+    second = one_op(alone, "measured", 100, issue=[10, 20, 120, 220, 600, 620], end=[110, 210, 310, 610, 710, 810])
+    assert trace_diff.typical_step(second) == 4
+    moves = trace_diff.moves(alone, first, second)
+    assert (moves["step_s"] * 1e9).to_list() == pytest.approx([100, 100, 100])
+
+
 def test_a_predicted_host_waits_for_no_step(alone: Schedule) -> None:
     """It takes 150 ns to issue a step; beside ops of 200 ns some step ends meanwhile, which makes that no shorter."""
     issue = [150, 300, 450, 600, 750, 900]

@@ -272,6 +272,8 @@ def test_the_same_command_begins_goes_on_and_ends(tmp_path: Path) -> None:
     for more, hf in (["--steps", "0"], "as_it_is"), (["--until", "5"], "ended"):
         done = megatrain(*job, *more, "--export", str(tmp_path / hf))
         assert done.returncode == 0 and json.loads(done.stdout)["losses"] == [], done.stderr
+    again = megatrain(*job, "--until", "5", "--export", str(tmp_path / "ended"))
+    assert again.returncode == 0 and "has 5 steps or more, and" in again.stderr
     end = ["--weights", str(tmp_path / "as_it_is"), "--policy", "flexgen_block", "--steps", "2", "--json"]
     evaluated = json.loads(megatrain("run", "tiny", "--batch", "1", "--seq", "16", *end).stdout)
     assert evaluated["tokens"] == 32 and evaluated["mean_loss"] == pytest.approx(sum(evaluated["losses"]) / 2)

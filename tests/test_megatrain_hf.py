@@ -178,6 +178,25 @@ def test_a_tokenizer_that_cannot_be_read_does_not_cost_the_weights(tmp_path: Pat
     assert torch.equal(hf.parameters(out, TINY)(0), hf.parameters(base, TINY)(0))
 
 
+def test_an_export_to_where_the_training_began_leaves_its_tokenizer(tmp_path: Path) -> None:
+    """Its weights are gone: removed, say, to have room for those that were trained."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY), tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 5
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("its own")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")
+    with pytest.warns(UserWarning, match=r"the export lacks .*tokenizer\.json"):
+        hf.write(other, TINY, WORKLOAD, parameters(TINY), tmp_path)
+    assert (other / "tokenizer.json").read_text() == "its own"
+
+
 def test_one_file_without_an_index_is_read_too(tmp_path: Path) -> None:
     source = parameters(TINY)
     whole = {
@@ -309,6 +328,7 @@ def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch
     def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         if next(calls) == 2:
             path.write_bytes(b"half")
+            (tmp_path / "notes.md").touch()  # another's, meanwhile
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         save_file(tensors, path, metadata=metadata)
 
@@ -316,7 +336,7 @@ def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(hf, "save_file", full)
     with pytest.raises(NotExported, match=r"could not be exported to .*No space left on device"):
         hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "notes.md"]
 
 
 def test_what_does_not_reach_the_drive_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +369,17 @@ def test_an_export_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         hf.write(tmp_path, TINY, WORKLOAD, interrupted)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_was_ended_from_outside_is_made_anew(tmp_path: Path) -> None:
+    hf.write(tmp_path / "killed", TINY, WORKLOAD, parameters(TINY))
+    (tmp_path / "out" / hf.PARTIAL).mkdir(parents=True)
+    for path in sorted((tmp_path / "killed").iterdir())[1:3]:
+        path.rename(tmp_path / "out" / hf.PARTIAL / path.name)
+    assert not hf.is_exported(tmp_path / "out") and not hf.is_exported(tmp_path / "nowhere")
+    hf.write(tmp_path / "out", TINY, WORKLOAD, parameters(TINY))
+    assert hf.is_exported(tmp_path / "out") and not (tmp_path / "out" / hf.PARTIAL).exists()
+    assert torch.equal(hf.parameters(tmp_path / "out", TINY)(0), parameters(TINY)(0))
 
 
 def test_an_export_takes_what_it_says(tmp_path: Path) -> None:

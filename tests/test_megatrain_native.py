@@ -177,10 +177,11 @@ def test_kernel_does_the_work() -> None:
 def test_library_is_built_once_and_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.load(native.SOURCE)
-    (built,) = build.cache_folder().iterdir()  # and nothing half-made beside it
-    before = built.stat().st_mtime_ns
+    digest, library = sorted(build.cache_folder().iterdir())  # and nothing half-made beside them
+    assert (digest.suffix, library.suffix) == (".sha256", ".so")
+    before = library.stat().st_mtime_ns
     build.load(native.SOURCE)
-    assert [path.stat().st_mtime_ns for path in build.cache_folder().iterdir()] == [before]
+    assert library.stat().st_mtime_ns == before and len(list(build.cache_folder().iterdir())) == 2
 
 
 def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,11 +206,15 @@ def test_library_that_is_damaged_is_built_again(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(build, "FLAGS", ("-shared", "-fPIC"))
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int three() { return 3; }')
-    build.cache_folder().mkdir(parents=True)
     path = build.cache_folder() / f"small-{build._key(source, _command())}.so"
-    path.write_bytes(b"")
     assert build.load(source).three() == 3
-    assert [found.name for found in build.cache_folder().iterdir()] == [path.name]
+    right = path.read_bytes()
+    for damaged in (b"", right[: len(right) // 2], right[: len(right) // 2] + bytes(len(right) - len(right) // 2)):
+        path.unlink()  # not written over: it is mapped
+        path.write_bytes(damaged)
+        assert build.load(source).three() == 3 and path.read_bytes() == right
+    build._digest_of(path).unlink()  # as between the two renames
+    assert build.load(source).three() == 3 and len(list(build.cache_folder().iterdir())) == 2
 
 
 def _command() -> list[str]:

@@ -169,12 +169,13 @@ def run(
         raise InputError(f"{error}; to train without a prediction leave out --hardware") from None
 
     from megatrain import checkpoint
+    from megatrain.hf import is_exported
     from megatrain.neighbours import Neighbours
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
 
     hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until, min_lr)
-    there = Files(
+    asked = Files(
         weights=weights,
         adapters=adapters,
         tokens=data,
@@ -184,10 +185,11 @@ def run(
         every=every,
         export=export,
     )
-    files = _files(there, schedule)
+    files = _files(asked, schedule)
     steps = _steps(steps, until, files, schedule)
-    if until is not None and not steps and export is None:
-        print(f"{files.resume} has {until} steps or more: nothing is left to train", file=sys.stderr)
+    if until is not None and not steps and (export is None or is_exported(export)):
+        there = "" if export is None else f", and {export} its weights"
+        print(f"{files.resume} has {until} steps or more{there}: nothing is left to train", file=sys.stderr)
         return
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):

@@ -2,7 +2,7 @@
 
 Libraries are kept in the user's cache folder under a name that changes with the source, the compiler, its flags
 and the processor, so that a home directory may be shared among machines. Several processes may build at once:
-a library appears whole or not at all.
+a library appears whole or not at all. One that a drive or a loss of power has damaged is built again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
+
+from schedules.files import sync
 
 COMPILERS = ("g++", "c++", "clang++")
 # no contraction: which operations are fused is written in the source
@@ -39,10 +40,8 @@ def load(source: Path) -> ctypes.CDLL:
     command = [compiler, *FLAGS, *FLAGS_OF.get(platform.machine(), ())]
     try:
         path = cache_folder() / f"{source.stem}-{_key(source, command)}.so"
-        if path.exists():
-            with suppress(OSError):  # damaged, perhaps since the power went before all of it was written
-                return ctypes.CDLL(str(path))
-        _compile(source, command, path)
+        if not _is_whole(path):
+            _compile(source, command, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         raise NotBuilt(f"{source.name} could not be built with {compiler}: {error}") from None
@@ -81,4 +80,24 @@ def _compile(source: Path, command: list[str], path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", timeout=TIMEOUT_S)
         if done.returncode:
             raise NotBuilt(f"{command[0]} refused {source.name}: {done.stderr.strip()[:500]}")
-        partial.replace(path)
+        digest = Path(folder) / _digest_of(path).name
+        digest.write_text(_sha256(partial))
+        for file in (partial, digest):
+            sync(file)
+            file.replace(path.parent / file.name)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is as it was built: of a damaged one the loader dies, with this process."""
+    try:
+        return _digest_of(path).read_text() == _sha256(path)
+    except FileNotFoundError:
+        return False
+
+
+def _digest_of(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
