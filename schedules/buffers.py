@@ -90,6 +90,8 @@ class Buffers:
 
     def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
         """A ring of `count` buffers of one tier."""
+        if wrong := fault(count):
+            raise ProgramError(f"{name}: the length of a ring {wrong}")
         if count < 1:
             raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
         if count > MOST_SLOTS:

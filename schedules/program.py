@@ -21,6 +21,7 @@ from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
+from schedules.whole_numbers import fault
 from schedules.words import listed, one_of
 from schedules.workload import MemoryBudget, Workload
 
@@ -37,6 +38,8 @@ class Program(Buffers):
 
     def __init__(self, model: ModelSpec, workload: Workload, *, staleness: int = 0, fused: bool = True) -> None:
         super().__init__(model, workload)
+        if wrong := fault(staleness):
+            raise ProgramError(f"staleness {wrong}")
         self._staleness = staleness
         self._fused = fused
         self._ops: list[Op] = []
@@ -157,13 +160,15 @@ class Program(Buffers):
     ) -> None:
         if keep not in get_args(Keep):
             raise ProgramError(f"keep is {listed(get_args(Keep))}, not {keep!r}")
+        if (layer := self.model.layer_name(i)) in ("embed", "head"):
+            raise ProgramError(f"{phase}({layer}, {m}): only blocks run again for what they keep")
         source = self.output(i - 1, m)
         writes = [self._new(self.output(i, m))] if output else []
         if keep == "all":
             writes.append(self._new(self.saved(i, m)))
         if not writes:
-            at = f"({self.model.layer_name(i)}, {m})"
-            raise ProgramError(f'recompute{at} would make nothing: call it with keep="all", output=True, or both')
+            told = f"recompute({layer}, {m}) would make nothing"
+            raise ProgramError(f'{told}: call it with keep="all", output=True, or both')
         reads = [(self._activations.where(source), source)]
         self._compute(phase, i, m, weights, reads=reads, writes=writes, blocking=blocking)
         if keep == "nothing":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from schedules.errors import ProgramError
+
 if TYPE_CHECKING:
     from schedules.buffers import Buffers
 
@@ -29,7 +31,9 @@ class Ring:
         return slot
 
     def use(self, slot: str) -> None:
-        """Hand this slot out after all others."""
+        """Hand this slot out after all others. Raises ProgramError if it is none of the ring's."""
+        if slot not in self._names:
+            raise ProgramError(f"use({slot!r}): the ring has {', '.join(sorted(self._names))}")
         self._names.remove(slot)
         self._names.append(slot)
 

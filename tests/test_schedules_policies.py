@@ -763,6 +763,30 @@ def test_a_fault_in_a_policy_file_is_told_with_its_place(tmp_path: Path, text: s
     assert str(raised.value).startswith(message.format(path=path))
 
 
+def test_a_file_may_have_spaces_in_its_path_and_knobs_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "my dir" / "my policy.py"
+    path.parent.mkdir()
+    path.write_text("def policy(model, workload, memory, *, slots: int = 2, keep: int | None = None): ...\n")
+    assert policies.with_knobs(str(path)) == (str(path), {})
+    assert policies.with_knobs(f"{path} slots=3  keep=none") == (str(path), {"slots": 3, "keep": None})
+    with pytest.raises(PolicyError, match="my policy has no knob"):
+        policies.with_knobs(f"{path} slot=3")
+    with pytest.raises(PolicyError, match="there is no file"):
+        policies.with_knobs(str(path.with_name("other one.py")))
+
+
+def test_a_file_that_is_called_as_a_policy_of_ours_is_refused(tmp_path: Path) -> None:
+    """Tables, pictures and files would have two of one name."""
+    source = Path(policies.__file__).with_name("streamed.py")
+    copied = tmp_path / "streamed.py"
+    copied.write_bytes(source.read_bytes())
+    with pytest.raises(PolicyError, match=r"streamed\.py is called as a policy of ours is, .*: rename it"):
+        policies.load(copied)
+    assert policies.knobs(source).keys() == policies.knobs("streamed").keys()
+    copied.rename(tmp_path / "mine.py")
+    policies.load(tmp_path / "mine.py")
+
+
 DIGESTS = """
 from schedules import policies, presets
 from schedules.workload import MemoryBudget, Workload

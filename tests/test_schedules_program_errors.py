@@ -53,6 +53,11 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.evict(p.output(1, 0), tier="disk"), "a tier is device, host or nvme, not 'disk'"),
         (lambda p: p.synchronize(kind="wait"), "H: a kind is prefetch, compute, offload or update, not 'wait'"),
         (lambda p: p.slots("more", 0), "more: a ring needs at least one slot, not 0"),
+        (lambda p: p.slots("more", 2.0), "more: the length of a ring must be a whole number of at least 0, not 2.0"),
+        (lambda p: p.slots("more", 2).use("zz"), r"use\('zz'\): the ring has more0, more1"),
+        (lambda p: p.forward(97), "tiny has no layer 97"),
+        (lambda p: p.recompute(-2, output=True), "tiny has no layer -2"),
+        (lambda p: p.recompute(-1, keep="nothing", output=True), r"recompute\(embed, 0\): only blocks run again"),
         (lambda p: p.slots("more", 10**11), "more: a ring has up to 10,000 slots, not 100,000,000,000"),
         (lambda p: p.slots("slot", 2), r"slots\('slot', 2\): there is a buffer slot0 already; give the ring another"),
         (lambda p: p.forward(1, keep="inputs"), "keep is all, input or nothing, not 'inputs'"),
@@ -220,3 +225,13 @@ def test_a_step_of_absurdly_many_ops_is_refused_before_it_is_written(monkeypatch
     monkeypatch.setattr(program, "MOST_OPS", 10)
     with pytest.raises(InputError, match="give fewer micro-batches, each of more sequences"):
         finished()
+
+
+def test_a_number_that_is_none_names_nothing_for_those_that_come_after() -> None:
+    """0.0 equals 0, and names are remembered: once it was the name of micro-batch 0 in all programs of a process."""
+    for number in (0.0, False, 1.0, True):
+        with pytest.raises(InputError):
+            Program(MODEL, STEP).forward(EMBED, number)
+    assert [Program(MODEL, STEP).output(EMBED, m) for m in (0, 1)] == ["x.embed.0", "x.embed.1"]
+    with pytest.raises(InputError, match="staleness must be a whole number of at least 0, not -1"):
+        Program(MODEL, STEP, staleness=-1)

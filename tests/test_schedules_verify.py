@@ -515,6 +515,7 @@ def test_a_wait_for_an_op_issued_later_is_a_deadlock() -> None:
     ]
     (itself,) = problems(replace(schedule, waits=(*schedule.waits, Wait(op="F.1.0", on="F.1.0"))))
     assert (itself.rule, itself.op, itself.on) == ("deadlock", "F.1.0", "F.1.0")
+    assert (itself.message, itself.fix) == ("F.1.0 waits for itself", "remove  wait F.1.0 on F.1.0")
 
 
 def test_a_wait_that_lacks_its_distance_is_told_once() -> None:

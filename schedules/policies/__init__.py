@@ -31,6 +31,7 @@ Policy = Callable[..., Program]
 
 _FOLDER = Path(__file__).parent
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of a docstring's Args section
+_ENDS = re.compile(r"^.+?\.py(?=\s)")  # a file, where knobs follow it
 _KNOB_TYPES = (bool, int, float, str, NoneType)
 
 
@@ -126,7 +127,9 @@ def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, 
 
 def with_knobs(text: str, more: Sequence[str] = ()) -> tuple[str, dict[str, Knob]]:
     """A policy and the knobs that follow it: "streamed nvme=4"; and `more`. Raises as `parse_knobs` does."""
-    name, *settings = [text] if Path(text).is_file() else text.split() or [text]
+    # a path may have spaces in it
+    path = text if Path(text).is_file() else next((p for p in _ENDS.findall(text) if Path(p).is_file()), None)
+    name, *settings = text.split() or [text] if path is None else [path, *text.removeprefix(path).split()]
     return name, parse_knobs(name, [*settings, *more])
 
 
@@ -194,6 +197,8 @@ def _module(name_or_path: str | Path) -> ModuleType:
         raise PolicyError(f"no policy is called {name!r}; {_nearest(name, names())}, or give the path of a .py file")
     if not path.is_file():
         raise PolicyError(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
+    if path.stem in names() and not path.samefile(_FOLDER / path.name):
+        raise PolicyError(f"{path} is called as a policy of ours is, and no result could tell them apart: rename it")
     spec = importlib.util.spec_from_file_location(f"policy_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise PolicyError(f"{path} is not a Python file; a policy's name ends in .py")
