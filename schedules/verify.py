@@ -113,21 +113,15 @@ def _deadlocks(schedule: Schedule) -> Iterator[Violation]:
     """A wait for an op issued later: the stream would stand still, or wait for an event nobody recorded."""
     index = schedule.index
     for wait in schedule.waits:
-        if wait.distance == 0 and wait.on == wait.op:
+        if wait.distance == 0 and index[wait.on] >= index[wait.op]:
+            itself = wait.on == wait.op
+            late = "itself" if itself else f"{wait.on}, which is issued after it in the same step"
             yield Violation(
                 rule="deadlock",
                 op=wait.op,
                 on=wait.on,
-                message=f"{wait.op} waits for itself",
-                fix=f"remove  wait {wait.op} on {wait.on}",
-            )
-        elif wait.distance == 0 and index[wait.on] > index[wait.op]:
-            yield Violation(
-                rule="deadlock",
-                op=wait.op,
-                on=wait.on,
-                message=f"{wait.op} waits for {wait.on}, which is issued after it in the same step",
-                fix=f"remove  wait {wait.op} on {wait.on}, or issue {wait.on} first",
+                message=f"{wait.op} waits for {late}",
+                fix=f"remove  wait {wait.op} on {wait.on}" + ("" if itself else f", or issue {wait.on} first"),
             )
 
 
