@@ -308,12 +308,13 @@ def _issue_costs(schedule: Schedule, trace: Trace) -> Ints:
     as collecting garbage does, need not have made any step longer.
     """
     step, count = typical_step(trace), len(schedule.ops)
-    costs = [_issue_cost(schedule, trace, row) for row in range(step * count, (step + 1) * count)]
-    firsts = [_issue_cost(schedule, trace, each * count) for each in range(min(1, step), trace.steps)]
+    ends = trace.step_end_ns
+    costs = [_issue_cost(schedule, trace, row, ends) for row in range(step * count, (step + 1) * count)]
+    firsts = [_issue_cost(schedule, trace, each * count, ends) for each in range(min(1, step), trace.steps)]
     return np.array([round(statistics.median(firsts)), *costs[1:]], dtype=np.int64)
 
 
-def _issue_cost(schedule: Schedule, trace: Trace, row: int) -> int:
+def _issue_cost(schedule: Schedule, trace: Trace, row: int, ends: Ints) -> int:
     """From when the last op was issued, or waited for, ns.
 
     Before a step's first op a trainer has waited for the last step but one (AHEAD), which is no cost of issuing. For
@@ -327,8 +328,8 @@ def _issue_cost(schedule: Schedule, trace: Trace, row: int) -> int:
         waited = before.blocking or before.stream == Stream.HOST
         free = int(trace.end_ns[row - 1] if waited else trace.issue_ns[row - 1])
     if i == 0 and trace.source == "measured":
-        ended = trace.step_end_ns[: max(step + 1 - AHEAD, 0)].tolist()
-        free = max([free, *(end for end in ended if end <= trace.issue_ns[row])])
+        ended = ends[: max(step + 1 - AHEAD, 0)]  # one after another
+        free = max([free, *ended[: np.searchsorted(ended, trace.issue_ns[row], side="right")][-1:].tolist()])
     return max(0, int(trace.issue_ns[row]) - free)
 
 

@@ -101,7 +101,7 @@ def varied_knobs(name: str, axes: Mapping[str, Sequence[str]]) -> list[str]:
     Raises PolicyError where it does not take one of the values.
     """
     policy, given = policies.with_knobs(name)
-    found = [axis for axis in axes if axis in policies.knobs(policy) and axis not in (*STEP, *given)]
+    found = [axis for axis in axes if axis in policies.knobs(policy) and axis not in (*STEP, MACHINE, *given)]
     for axis in found:
         for value in axes[axis]:
             policies.parse_knobs(policy, [f"{axis}={value}"])

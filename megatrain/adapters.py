@@ -1,7 +1,7 @@
 """Adapters of LoRA in the files of peft, folded into the weights that they belong to.
 
 What is computed with is then one matrix again, for a schedule that has no adapters: to evaluate it, or to train on.
-`megatrain.hf` writes such files.
+`megatrain.export` writes such files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from megatrain.hf import ADAPTER_CONFIG, ADAPTER_WEIGHTS, READ, WeightsError, ad
 from megatrain.template import views
 from schedules.model import ModelSpec
 
-CHANGES = (  # settings of peft's under which adapters do another thing than to add their product
-    "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "use_qalora",
-    "alora_invocation_tokens", "target_parameters", "trainable_token_indices",
+# Settings of peft's under which adapters add their product and nothing else. Others, if they are set to anything, may
+# change what is added or, as PiSSA's beginning does, what it is added to.
+HARMLESS = (
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "megatron_core", "qalora_group_size", "eva_config", "runtime_config", "ensure_weight_tying",
 )  # fmt: skip
+NEUTRAL = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
 def folded(source: Callable[[int], Tensor], folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
@@ -66,9 +70,12 @@ def _rank_and_scale(folder: Path) -> tuple[int, float]:
         raise WeightsError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise WeightsError(f"{folder / ADAPTER_CONFIG} is not of LoRA, by its peft_type")
-    other = [name for name in CHANGES if config.get(name)] + ["bias"] * (config.get("bias", "none") != "none")
-    if other:
-        raise WeightsError(f"{folder / ADAPTER_CONFIG} sets {other[0]}: only the product of two matrices can be folded")
+    for name, value in config.items():
+        if value and name not in HARMLESS and value not in NEUTRAL.get(name, ()):
+            raise WeightsError(
+                f"{folder / ADAPTER_CONFIG} has {name} {value!r}: only adapters that add the product of two matrices "
+                "can be folded"
+            )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not (_is_number(rank) and rank == int(rank) > 0 and _is_number(alpha)):
         raise WeightsError(f"{folder / ADAPTER_CONFIG} has r {rank!r} and lora_alpha {alpha!r}: numbers are needed")

@@ -154,12 +154,7 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
             training does not go on from, and that would be removed.
         NotSaved: the folder cannot be made.
     """
-    place = folder.resolve()
-    if within := [path for path in (place, *place.parents) if (path / LAST).is_file()]:
-        raise CheckpointError(
-            f"{folder} is {'' if within[0] == place else 'in '}a checkpoint, which a later save removes with all that "
-            f"is in it: save to {within[-1].parent}, or another folder"
-        )
+    require_apart(folder)
     complete = _complete(folder)
     others = [path for path in _named_so(folder) if not _is_ours(path)]
     if others:
@@ -184,6 +179,17 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
     untried = schedule.staleness if apart <= schedule.staleness else 0
     at_once = min(len(complete) + saves, 2 + untried)
     return needed * max(at_once - len(complete), 0)
+
+
+def require_apart(folder: Path) -> None:
+    """Raises CheckpointError for a folder that is a checkpoint or in one: whatever is written there does not last."""
+    place = folder.resolve()
+    within = [path for path in (place, *place.parents) if STEP.fullmatch(path.name) and (path / LAST).is_file()]
+    if within:
+        raise CheckpointError(
+            f"{folder} is {'' if within[0] == place else 'in '}a checkpoint, which a later save removes with all that "
+            f"is in it: take {within[-1].parent}, or another folder"
+        )
 
 
 def drop(folder: Path, step: int) -> Path:

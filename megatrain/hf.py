@@ -1,14 +1,12 @@
-"""Weights in the files of Hugging Face: where training may start, and what comes of it.
+"""Weights in the files of Hugging Face, where training may start.
 
 Names are those that models are published under: those of `ModelSpec.parameter_shapes` with a layer's place before
-them, but for experts, which lie in files one by one. Files are read a layer at a time, and written as a file per layer
-with an index; adapters are written as peft reads them.
+them, but for experts, which lie in files one by one. Files are read a layer at a time; `megatrain.export` writes them.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,35 +16,17 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Diverged, all_finite
-from megatrain.linear import LORA_SCALE
-from megatrain.template import views
-from megatrain.tensor_file import save_file
-from schedules import trained
-from schedules.errors import InputError, Refused
-from schedules.files import sync
-from schedules.hf_config import write_config
+from schedules.errors import InputError
 from schedules.model import ModelError, ModelSpec
-from schedules.workload import Workload
 
 HEAD = "lm_head.weight"
-PARTIAL = ".export.partial"  # a folder where files are written before they take their places
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
-BESIDE = (  # what a folder of weights has beside them that training leaves as it is
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.bpe.model",
-    "tekken.json", "chat_template*", "generation_config.json",
-)  # fmt: skip
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json, which no schedule depends on
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
 class WeightsError(InputError):
     """A folder without a model's weights, or with others than the model's; the message names the first."""
-
-
-class NotExported(Refused):
-    """Weights that could not be written; nothing of them is left behind."""
 
 
 def global_name(model: ModelSpec, i: int, name: str) -> str:
@@ -94,7 +74,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
     Raises WeightsError.
     """
-    files = _files(folder)
+    files = files_of(folder)
     if (config := _config(folder)) is not None:
         _require_plain(config, folder)
         _require_same(config, folder, model)
@@ -112,7 +92,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
             )
     if model.tie_word_embeddings and HEAD in files:
         _require_tied(folder, files, model)
-    for file, names in _by_file(files, wanted).items():
+    for file, names in by_file(files, wanted).items():
         try:
             with safetensors.safe_open(folder / file, framework="pt") as opened:
                 slices = {name: opened.get_slice(name) for name in names}
@@ -130,7 +110,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
 
     def of_layer(i: int) -> Tensor:
         parts = dict.fromkeys(file_shapes(model, i), torch.empty(0))
-        for file, names in _by_file(files, parts).items():
+        for file, names in by_file(files, parts).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
                 parts |= {name: opened.get_tensor(name).to(torch.float32).flatten() for name in names}
         return torch.cat(list(parts.values()))
@@ -138,7 +118,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     return of_layer
 
 
-def _by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[str]]:
+def by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[str]]:
     """A file's header is read anew each time that it is opened, and a mixture's has thousands of names."""
     found: dict[str, list[str]] = {}
     for name in names:
@@ -231,7 +211,7 @@ def _by_other_names(name: str, files: Mapping[str, str]) -> str:
     return f": they have {like[0]}; names must be those of a causal language model alone" if like else ""
 
 
-def _files(folder: Path) -> dict[str, str]:
+def files_of(folder: Path) -> dict[str, str]:
     """The file that each tensor lies in."""
     try:
         if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():  # as transformers chooses
@@ -250,143 +230,3 @@ def _files(folder: Path) -> dict[str, str]:
         raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}{how}") from None
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from None
-
-
-# ---- writing
-
-
-def require_writable(folder: Path, model: ModelSpec, workload: Workload) -> dict[str, Any]:
-    """Make `folder` if it is not there; what its config.json will say. Better asked before a training than after it.
-
-    Raises:
-        ModelError: no config.json describes this model.
-        WeightsError: nothing is trained, or the folder has weights already.
-        OSError: the folder cannot be made.
-    """
-    if not trained.layers(model, workload):
-        raise WeightsError("nothing is trained, so that there is nothing to export")
-    config = write_config(model.to_dict())
-    if ModelSpec.from_hf_config(config, model.name) != model:
-        raise ModelError(f"{model.name}: no config.json of a {model.architecture} describes it")
-    folder.mkdir(parents=True, exist_ok=True)
-    there = [path for pattern in ("*.safetensors", "*.bin") for path in sorted(folder.glob(pattern))]
-    if there:
-        raise WeightsError(f"{folder} has weights already, {there[0].name}: export to another folder, or remove them")
-    return config
-
-
-def written_bytes(model: ModelSpec, workload: Workload) -> int:
-    """What `write` takes on a drive, but for some kilobytes."""
-    params = sum(trained.params(model, workload, i) for i in trained.layers(model, workload))
-    return params * workload.bytes.weight
-
-
-def write(
-    folder: Path, model: ModelSpec, workload: Workload, weights: Callable[[int], Tensor], base: Path | None = None
-) -> None:
-    """Write what is trained to `folder`; `weights(i)` is that of layer i, flat, `base` where the training began.
-
-    A model gets the tokenizer and the special tokens of that folder, adapters its path.
-
-    Raises:
-        NotExported: not all could be written, for want of room perhaps.
-        Diverged: some numbers are not finite.
-        ModelError, WeightsError, OSError: see `require_writable`.
-    """
-    config = require_writable(folder, model, workload)
-
-    def finite(i: int) -> Tensor:
-        found = weights(i)
-        if not all_finite(found):
-            raise Diverged(f"the weights of layer {model.layer_name(i)} are not finite and are not exported")
-        return found
-
-    partial = folder / PARTIAL
-    try:
-        if partial.exists():  # of an export that was ended from outside
-            shutil.rmtree(partial)
-        partial.mkdir()
-        if workload.lora_rank is not None:
-            _write_adapters(partial, model, workload.lora_rank, finite, base)
-        else:
-            _write_model(partial, model, config, finite, base)
-        written = sorted(partial.iterdir())
-        for path in written:
-            sync(path)
-        for path in written:
-            path.replace(folder / path.name)
-        sync(folder)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise NotExported(f"the weights could not be exported to {folder}: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def is_exported(folder: Path) -> bool:
-    """Whether an export to this folder has come to its end."""
-    return any((folder / last).is_file() for last in (INDEX, ADAPTER_CONFIG)) and not (folder / PARTIAL).exists()
-
-
-def _write_model(
-    folder: Path, model: ModelSpec, config: dict[str, Any], weights: Callable[[int], Tensor], base: Path | None
-) -> None:
-    files: dict[str, str] = {}
-    total, count = 0, len(model.layers)
-    for number, i in enumerate(model.layers, 1):
-        flat = weights(i)
-        parts = views(flat, file_shapes(model, i))
-        file = f"model-{number:05d}-of-{count:05d}.safetensors"
-        save_file(parts, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(parts, file)
-        total += flat.nbytes
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-    if base is not None:
-        config = {**config, **_special_tokens(base)}
-        if base.resolve() != folder.resolve().parent:  # where all of it is already
-            _copy_what_lies_beside(base, folder)
-    _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
-
-
-def _copy_what_lies_beside(base: Path, folder: Path) -> None:
-    """Warns of a file that cannot be copied: what was trained is worth more."""
-    for path in sorted({path for pattern in BESIDE for path in base.glob(pattern) if path.is_file()}):
-        try:
-            shutil.copyfile(path, folder / path.name)
-        except OSError as error:
-            (folder / path.name).unlink(missing_ok=True)
-            warnings.warn(f"the export lacks {path}, which cannot be copied: {error.strerror or error}", stacklevel=2)
-
-
-def _special_tokens(base: Path) -> dict[str, Any]:
-    """What the config.json of a folder says of them; nothing where there is none."""
-    try:
-        found = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # weights alone were asked of that folder
-        return {}
-    return {key: found[key] for key in TOKENS if key in found} if isinstance(found, dict) else {}
-
-
-def _write_adapters(
-    folder: Path, model: ModelSpec, rank: int, adapters: Callable[[int], Tensor], base: Path | None
-) -> None:
-    found: dict[str, Tensor] = {}
-    for i in model.blocks:
-        for name, part in views(adapters(i), model.adapter_shapes(i, rank)).items():
-            found[adapter_name(model, i, name)] = part
-    save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    targets = sorted({name.split(".")[-3] for name in found})
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": LORA_SCALE * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": targets,
-        **({} if base is None else {"base_model_name_or_path": str(base.resolve())}),
-    }
-    _write_json(folder / ADAPTER_CONFIG, config)
-
-
-def _write_json(path: Path, body: dict[str, Any]) -> None:
-    path.write_text(json.dumps(body, indent=1) + "\n")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain import checkpoint, hf
+from megatrain import checkpoint, export, hf
 from megatrain.adam import Adam
 from megatrain.adapters import folded
 from megatrain.checkpoint import Diverged, NotSaved
@@ -94,8 +94,8 @@ def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Chec
         needed = checkpoint.require_folder(files.save, schedule, resumed, saves, apart=apart)
         wanted.append(("to save", files.save, needed))
     if files.export is not None:
-        hf.require_writable(files.export, schedule.model, schedule.workload)
-        wanted.append(("to export", files.export, hf.written_bytes(schedule.model, schedule.workload)))
+        export.require_writable(files.export, schedule.model, schedule.workload)
+        wanted.append(("to export", files.export, export.written_bytes(schedule.model, schedule.workload)))
     require_room(wanted)
 
 
@@ -320,7 +320,7 @@ def _train_and_save(
                             raise
                         warnings.warn(f"{error}; the training goes on", stacklevel=2)
         if files.export is not None and not stop():
-            hf.write(files.export, schedule.model, schedule.workload, trainer.weights, began)
+            export.write(files.export, schedule.model, schedule.workload, trainer.weights, began)
             on_files("exported", files.export)
     except Diverged as error:
         kept = checkpoint.told(files.save)

@@ -92,6 +92,8 @@ class TokenFile:
                 raise DataError(f"{path} holds {part.min()} to {part.max()}: a mask holds zeros and ones")
             learned += int((part[:, 1:] if part.ndim == 2 else part).sum())
             crc = zlib.crc32(np.ascontiguousarray(part).data, crc)
+        if self._mask.ndim == 1:
+            learned -= int(self._mask[0])  # which nothing comes before
         if not learned:
             raise DataError(f"{path} has no token to learn: a mask has ones where a token is to be")
         return crc

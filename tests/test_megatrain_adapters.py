@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatrain import hf, initial, session
+from megatrain import export, hf, initial, session
 from megatrain.adam import Adam
 from megatrain.adapters import folded
 from megatrain.cpu import CpuBackend
@@ -39,7 +39,7 @@ def step(policy: str, **knobs: int) -> Verified:
 def written(folder: Path, *, scaled: float = 1.0, **settings: Any) -> Path:
     """Adapters that do something, in files; `settings` of their config.json in place of those written."""
     adapters = initial.random_adapters(TINY, RANK, 0)
-    hf.write(folder, TINY, replace(STEP, lora_rank=RANK), lambda i: scaled * torch.randn_like(adapters(i)))
+    export.write(folder, TINY, replace(STEP, lora_rank=RANK), lambda i: scaled * torch.randn_like(adapters(i)))
     config = json.loads((folder / hf.ADAPTER_CONFIG).read_text())
     (folder / hf.ADAPTER_CONFIG).write_text(json.dumps({**config, **settings}))
     return folder
@@ -53,7 +53,11 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "scale"),
-    [({}, LORA_SCALE), ({"lora_alpha": 1}, 1 / RANK), ({"lora_alpha": 16, "use_rslora": True}, 8.0)],
+    [
+        ({}, LORA_SCALE),
+        ({"lora_alpha": 1}, 1 / RANK),
+        ({"lora_alpha": 16, "use_rslora": True, "init_lora_weights": True, "use_dora": False}, 8.0),
+    ],
 )
 def test_the_product_of_each_pair_is_added_to_its_matrix(
     settings: dict[str, Any], scale: float, tmp_path: Path
@@ -118,9 +122,11 @@ def test_adapters_do_not_go_with_a_checkpoint_or_with_other_adapters(tmp_path: P
     ("settings", "told"),
     [
         ({"peft_type": "IA3"}, "is not of LoRA, by its peft_type"),
-        ({"use_dora": True}, "sets use_dora: only the product of two matrices can be folded"),
-        ({"rank_pattern": {"q_proj": 8}}, "sets rank_pattern: "),
-        ({"bias": "all"}, "sets bias: "),
+        ({"use_dora": True}, "has use_dora True: only adapters that add the product of two matrices can be folded"),
+        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern {'q_proj': 8}: "),
+        ({"bias": "all"}, "has bias 'all': "),
+        ({"init_lora_weights": "pissa_niter_16"}, "has init_lora_weights 'pissa_niter_16': "),
+        ({"of_tomorrow": 3}, "has of_tomorrow 3: "),
         ({"r": "four"}, "has r 'four' and lora_alpha 8.0: numbers are needed"),
         ({"r": 0}, "has r 0 and"),
         ({"r": True}, "has r True and"),

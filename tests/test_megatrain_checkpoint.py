@@ -208,7 +208,7 @@ def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:
     checkpoint.require_folder(tmp_path / "checkpoints", of, itself, 1)  # it may be replaced by what goes on from it
     within = itself.folder / "more"
     for place, told in ((itself.folder, "is a checkpoint"), (within, "is in a checkpoint")):
-        with pytest.raises(CheckpointError, match=rf"{told}, which a later save removes .*: save to \S+/checkpoints,"):
+        with pytest.raises(CheckpointError, match=rf"{told}, which a later save removes .*: take \S+/checkpoints,"):
             checkpoint.require_folder(place, of, itself, 1)
     assert not within.exists()
     (tmp_path / "checkpoints" / "step-00000002" / checkpoint.LAST).unlink()

@@ -273,13 +273,16 @@ def test_the_same_command_begins_goes_on_and_ends(tmp_path: Path) -> None:
         done = megatrain(*job, *more, "--export", str(tmp_path / hf))
         assert done.returncode == 0 and json.loads(done.stdout)["losses"] == [], done.stderr
     again = megatrain(*job, "--until", "5", "--export", str(tmp_path / "ended"))
-    assert again.returncode == 0 and "has 5 steps or more, and" in again.stderr
+    assert again.returncode == 0 and f"has 5 steps or more, and {tmp_path / 'ended'} its weights" in again.stderr
     end = ["--weights", str(tmp_path / "as_it_is"), "--policy", "flexgen_block", "--steps", "2", "--json"]
     evaluated = json.loads(megatrain("run", "tiny", "--batch", "1", "--seq", "16", *end).stdout)
     assert evaluated["tokens"] == 32 and evaluated["mean_loss"] == pytest.approx(sum(evaluated["losses"]) / 2)
     of_checkpoint = ["--resume", folder, "--policy", "flexgen_block", "--steps", "2"]
     told = megatrain("run", "tiny", "--batch", "1", "--seq", "16", *of_checkpoint).stdout
     assert f"loss {evaluated['mean_loss']:.4f}, perplexity " in told and "over 32 tokens" in told
+    assert megatrain(*job, "--steps", "1").returncode == 0
+    other = megatrain(*job, "--until", "6", "--export", str(tmp_path / "ended"))
+    assert other.returncode == 2 and "ended has weights already" in other.stderr
 
 
 def test_what_stands_to_be_read_and_is_not_is_told(tmp_path: Path) -> None:

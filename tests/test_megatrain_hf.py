@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatrain import hf, initial
-from megatrain.checkpoint import Diverged
-from megatrain.hf import NotExported, WeightsError
+from megatrain import export, hf, initial
+from megatrain.checkpoint import CheckpointError, Diverged
+from megatrain.checksum import checksum
+from megatrain.export import NotExported
+from megatrain.hf import WeightsError
 from megatrain.layer_parts import rms_norm
 from megatrain.template import templates, views
-from schedules import presets
+from schedules import presets, trained
+from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
@@ -80,7 +84,7 @@ def parameters(model: ModelSpec) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_read_again(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, source = MODELS[name], parameters(MODELS[name])
-    hf.write(tmp_path, model, WORKLOAD, lambda i: source(i).to(dtype))
+    export.write(tmp_path, model, WORKLOAD, lambda i: source(i).to(dtype))
     found = hf.parameters(tmp_path, model)
     for i in model.layers:
         assert found(i).dtype == torch.float32 and torch.equal(found(i), source(i).to(dtype).float())
@@ -96,7 +100,7 @@ def test_what_is_written_is_read_again(name: str, dtype: torch.dtype, tmp_path: 
 def test_transformers_computes_the_same_with_what_is_written(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     model, source = MODELS[name], parameters(MODELS[name])
-    hf.write(tmp_path, model, WORKLOAD, source)
+    export.write(tmp_path, model, WORKLOAD, source)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     tokens = torch.randint(0, model.vocab_size, (2, 16))
     with torch.no_grad():
@@ -116,7 +120,7 @@ def test_transformers_computes_the_same_with_what_is_written(name: str, tmp_path
 def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     model, source = MODELS[name], parameters(MODELS[name])
-    hf.write(tmp_path / "ours", model, WORKLOAD, source)
+    export.write(tmp_path / "ours", model, WORKLOAD, source)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     assert replace(presets.load(tmp_path / "theirs"), name=model.name) == model
     found = hf.parameters(tmp_path / "theirs", model)
@@ -125,7 +129,7 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
 
 def test_experts_lie_in_files_one_by_one(tmp_path: Path) -> None:
     model = MODELS["mixtral"]
-    hf.write(tmp_path, model, WORKLOAD, parameters(model))
+    export.write(tmp_path, model, WORKLOAD, parameters(model))
     tensors = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     stacked = views(parameters(model)(1), model.parameter_shapes(1))
     place = "model.layers.1.block_sparse_moe"
@@ -139,7 +143,7 @@ def test_experts_lie_in_files_one_by_one(tmp_path: Path) -> None:
 
 def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:
     model = MODELS["gpt-oss"]
-    hf.write(tmp_path, model, WORKLOAD, parameters(model))
+    export.write(tmp_path, model, WORKLOAD, parameters(model))
     for file in tmp_path.glob("*.safetensors"):
         tensors = load_file(file)
         packed = {name + "_blocks" if name.endswith("_proj") else name: t for name, t in tensors.items()}
@@ -153,27 +157,27 @@ def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:
 
 def test_an_export_has_the_tokenizer_and_the_special_tokens_of_where_it_began(tmp_path: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
-    hf.write(base, TINY, WORKLOAD, parameters(TINY))
+    export.write(base, TINY, WORKLOAD, parameters(TINY))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9], "of_the_base": 1}))
     (base / "tokenizer.json").write_text("{}")
     (base / "notes.md").write_text("of the base alone")
-    hf.write(out, TINY, WORKLOAD, parameters(TINY), base)
+    export.write(out, TINY, WORKLOAD, parameters(TINY), base)
     assert (out / "tokenizer.json").read_text() == "{}" and not (out / "notes.md").exists()
     assert json.loads((out / "config.json").read_text()) == {**config, "eos_token_id": [7, 9]}
     (base / "config.json").unlink()
-    hf.write(tmp_path / "again", TINY, WORKLOAD, parameters(TINY), base)
+    export.write(tmp_path / "again", TINY, WORKLOAD, parameters(TINY), base)
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
 
 
 def test_a_tokenizer_that_cannot_be_read_does_not_cost_the_weights(tmp_path: Path) -> None:
     """The folder may lie on another machine, which is gone when the training ends."""
     base, out = tmp_path / "base", tmp_path / "out"
-    hf.write(base, TINY, WORKLOAD, parameters(TINY))
+    export.write(base, TINY, WORKLOAD, parameters(TINY))
     (base / "tokenizer.json").symlink_to("/proc/self/mem")  # which nobody reads from its beginning
     (base / "vocab.json").write_text("{}")
     with pytest.warns(UserWarning, match=r"the export lacks .*tokenizer\.json, which cannot be copied: Input/output"):
-        hf.write(out, TINY, WORKLOAD, parameters(TINY), base)
+        export.write(out, TINY, WORKLOAD, parameters(TINY), base)
     assert not (out / "tokenizer.json").exists() and (out / "vocab.json").exists()
     assert torch.equal(hf.parameters(out, TINY)(0), hf.parameters(base, TINY)(0))
 
@@ -184,7 +188,7 @@ def test_an_export_to_where_the_training_began_leaves_its_tokenizer(tmp_path: Pa
     (tmp_path / "tokenizer.json").write_text("{}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY), tmp_path)
+        export.write(tmp_path, TINY, WORKLOAD, parameters(TINY), tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 5
     other = tmp_path / "other"
@@ -193,7 +197,7 @@ def test_an_export_to_where_the_training_began_leaves_its_tokenizer(tmp_path: Pa
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")
     with pytest.warns(UserWarning, match=r"the export lacks .*tokenizer\.json"):
-        hf.write(other, TINY, WORKLOAD, parameters(TINY), tmp_path)
+        export.write(other, TINY, WORKLOAD, parameters(TINY), tmp_path)
     assert (other / "tokenizer.json").read_text() == "its own"
 
 
@@ -214,7 +218,7 @@ def test_one_file_without_an_index_is_read_too(tmp_path: Path) -> None:
 
 def test_adapters_are_named_as_peft_names_them(tmp_path: Path) -> None:
     adapters = initial.random_adapters(TINY, 4, 0)
-    hf.write(tmp_path, TINY, replace(WORKLOAD, lora_rank=4), adapters)
+    export.write(tmp_path, TINY, replace(WORKLOAD, lora_rank=4), adapters)
     found = load_file(tmp_path / "adapter_model.safetensors")
     first = found["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
     assert first.shape == (4, TINY.hidden_size) and len(found) == 2 * 2 * 7
@@ -225,7 +229,7 @@ def test_adapters_are_named_as_peft_names_them(tmp_path: Path) -> None:
 
 def test_adapters_say_which_weights_they_belong_to(tmp_path: Path) -> None:
     adapters = initial.random_adapters(TINY, 4, 0)
-    hf.write(tmp_path / "a", TINY, replace(WORKLOAD, lora_rank=4), adapters, tmp_path / "base")
+    export.write(tmp_path / "a", TINY, replace(WORKLOAD, lora_rank=4), adapters, tmp_path / "base")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
@@ -233,14 +237,14 @@ def test_adapters_say_which_weights_they_belong_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", presets.names())
 def test_a_written_config_is_the_same_model(name: str, tmp_path: Path) -> None:
     model = presets.load(name)
-    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(model.to_dict())))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(model.to_dict())))
     assert replace(presets.load(tmp_path), name=name) == model
 
 
 def test_a_model_that_a_config_would_describe_as_another_is_told(tmp_path: Path) -> None:
     odd = replace(TINY, attention_bias=True)  # Hugging Face's Llama has biases in all four projections or in none
     with pytest.raises(ModelError, match=r"no config\.json of a LlamaForCausalLM describes it"):
-        hf.write(tmp_path / "out", odd, WORKLOAD, parameters(odd))
+        export.write(tmp_path / "out", odd, WORKLOAD, parameters(odd))
     assert not (tmp_path / "out").exists()
 
 
@@ -257,7 +261,7 @@ def test_a_model_that_a_config_would_describe_as_another_is_told(tmp_path: Path)
 )
 def test_what_the_model_knows_nothing_of_is_named(name: str, told: str | None, tmp_path: Path) -> None:
     model = MODELS["llama, tied"]
-    hf.write(tmp_path, model, WORKLOAD, parameters(model))
+    export.write(tmp_path, model, WORKLOAD, parameters(model))
     index = json.loads((tmp_path / hf.INDEX).read_text())
     index["weight_map"][name] = "more.safetensors"
     (tmp_path / hf.INDEX).write_text(json.dumps(index))
@@ -273,7 +277,7 @@ def test_what_the_model_knows_nothing_of_is_named(name: str, told: str | None, t
 def test_a_tied_model_may_not_have_another_head(same: bool, tmp_path: Path) -> None:
     """transformers computes with a head that differs, whatever config.json says of ties."""
     model = MODELS["llama, tied"]
-    hf.write(tmp_path, model, WORKLOAD, parameters(model))
+    export.write(tmp_path, model, WORKLOAD, parameters(model))
     index = json.loads((tmp_path / hf.INDEX).read_text())
     table = "model.embed_tokens.weight"
     head = load_file(tmp_path / index["weight_map"][table])[table].clone()
@@ -291,7 +295,7 @@ def test_a_tied_model_may_not_have_another_head(same: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_types_that_mean_nothing_without_a_scale_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     file = tmp_path / "model-00002-of-00004.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(dtype)
@@ -301,7 +305,7 @@ def test_types_that_mean_nothing_without_a_scale_are_refused(dtype: torch.dtype,
 
 
 def test_a_config_that_says_quantized_is_believed(tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(WeightsError, match="are quantized, with fp8: training begins with bf16"):
@@ -311,14 +315,14 @@ def test_a_config_that_says_quantized_is_believed(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_not_written_over(tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(
         WeightsError, match=r"has weights already, model-00001-of-00004\.safetensors: export to another"
     ):
-        hf.require_writable(tmp_path, TINY, WORKLOAD)
+        export.require_writable(tmp_path, TINY, WORKLOAD)
     with pytest.raises(WeightsError, match="has weights already"):
-        hf.write(tmp_path, replace(TINY, num_hidden_layers=1), WORKLOAD, parameters(TINY))
+        export.write(tmp_path, replace(TINY, num_hidden_layers=1), WORKLOAD, parameters(TINY))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -333,9 +337,9 @@ def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch
         save_file(tensors, path, metadata=metadata)
 
     (tmp_path / "README.md").touch()
-    monkeypatch.setattr(hf, "save_file", full)
+    monkeypatch.setattr(export, "save_file", full)
     with pytest.raises(NotExported, match=r"could not be exported to .*No space left on device"):
-        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+        export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "notes.md"]
 
 
@@ -343,9 +347,9 @@ def test_what_does_not_reach_the_drive_is_not_exported(tmp_path: Path, monkeypat
     def lost(path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(hf, "sync", lost)
+    monkeypatch.setattr(export, "sync", lost)
     with pytest.raises(NotExported, match=r"could not be exported to .*Input/output error"):
-        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+        export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     assert not list(tmp_path.iterdir())
 
 
@@ -356,7 +360,7 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
         return found
 
     with pytest.raises(Diverged, match="the weights of layer 1 are not finite"):
-        hf.write(tmp_path, TINY, WORKLOAD, diverged)
+        export.write(tmp_path, TINY, WORKLOAD, diverged)
     assert not list(tmp_path.iterdir())
 
 
@@ -367,19 +371,78 @@ def test_an_export_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         return parameters(TINY)(i)
 
     with pytest.raises(KeyboardInterrupt):
-        hf.write(tmp_path, TINY, WORKLOAD, interrupted)
+        export.write(tmp_path, TINY, WORKLOAD, interrupted)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_that_was_ended_from_outside_is_made_anew(tmp_path: Path) -> None:
-    hf.write(tmp_path / "killed", TINY, WORKLOAD, parameters(TINY))
-    (tmp_path / "out" / hf.PARTIAL).mkdir(parents=True)
-    for path in sorted((tmp_path / "killed").iterdir())[1:3]:
-        path.rename(tmp_path / "out" / hf.PARTIAL / path.name)
-    assert not hf.is_exported(tmp_path / "out") and not hf.is_exported(tmp_path / "nowhere")
-    hf.write(tmp_path / "out", TINY, WORKLOAD, parameters(TINY))
-    assert hf.is_exported(tmp_path / "out") and not (tmp_path / "out" / hf.PARTIAL).exists()
-    assert torch.equal(hf.parameters(tmp_path / "out", TINY)(0), parameters(TINY)(0))
+class Ended(BaseException):
+    """Ends an export at once, as a signal does: nothing is cleared up."""
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("how", ["killed", "interrupted", "no room"])
+def test_an_export_that_is_ended_while_files_take_their_places_is_made_anew(
+    rank: int | None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each of its files; what else is in the folder stays."""
+    workload = replace(WORKLOAD, lora_rank=rank)
+    source = parameters(TINY) if rank is None else initial.random_adapters(TINY, rank, 0)
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    (base / "tokenizer.json").write_text("{}")
+    export.write(tmp_path / "whole", TINY, workload, source, base)
+    right = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    sums = {TINY.layer_name(i): {"weights": checksum(source(i))} for i in trained.layers(TINY, workload)}
+    error: BaseException = {"killed": Ended(), "interrupted": KeyboardInterrupt(), "no room": OSError("no room")}[how]
+    move, clear = Path.replace, export._clear
+    for moved in range(len(right)):
+        out.mkdir()
+        (out / "README.md").write_text("mine")
+        calls = iter(range(99))
+
+        def replacing(path: Path, target: Path, moved: int = moved, calls: Iterator[int] = calls) -> Path:
+            if next(calls) == moved:
+                raise error
+            return move(path, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", replacing)
+            if how == "killed":
+                patched.setattr(export, "_clear", lambda folder: None)
+            with pytest.raises(NotExported if how == "no room" else type(error)):
+                export.write(out, TINY, workload, source, base)
+        assert not export.is_of(out, TINY, workload, sums)
+        assert how == "killed" or not list(out.glob("*.safetensors"))
+        export.write(out, TINY, workload, source, base)
+        assert export._clear is clear and export.is_of(out, TINY, workload, sums)
+        found = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert found == {**right, "README.md": b"mine"}
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama, tied"])
+def test_weights_are_known_to_be_a_checkpoints_by_their_bits(name: str, tmp_path: Path) -> None:
+    model, source = MODELS[name], parameters(MODELS[name])
+    sums = {model.layer_name(i): {"weights": checksum(source(i))} for i in model.layers}
+    assert not export.is_of(tmp_path, model, WORKLOAD, sums)
+    export.write(tmp_path, model, WORKLOAD, source)
+    assert export.is_of(tmp_path, model, WORKLOAD, sums)
+    assert not export.is_of(tmp_path, model, WORKLOAD, {**sums, "head": {"weights": 3}})
+    assert not export.is_of(tmp_path, model, replace(WORKLOAD, lora_rank=4), sums)
+    assert not export.is_of(tmp_path, model, replace(WORKLOAD, task="evaluate"), sums)
+    (tmp_path / export.PARTIAL).mkdir()
+    assert not export.is_of(tmp_path, model, WORKLOAD, sums)
+
+
+def test_nothing_is_exported_into_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000003" / "hf"
+    folder.parent.mkdir()
+    (folder.parent / "training.json").touch()
+    with pytest.raises(CheckpointError, match="is in a checkpoint, which a later save removes"):
+        export.write(folder, TINY, WORKLOAD, parameters(TINY))
+    assert not folder.exists()
+    (tmp_path / "training.json").touch()  # another's: its folder is not called as a checkpoint is
+    export.require_writable(tmp_path / "other", TINY, WORKLOAD)
 
 
 def test_an_export_takes_what_it_says(tmp_path: Path) -> None:
@@ -387,9 +450,9 @@ def test_an_export_takes_what_it_says(tmp_path: Path) -> None:
         ("whole", WORKLOAD, parameters(TINY)),
         ("adapters", replace(WORKLOAD, lora_rank=4), initial.random_adapters(TINY, 4, 0)),
     ):
-        hf.write(tmp_path / name, TINY, workload, lambda i, source=source: source(i).bfloat16())  # type: ignore[misc]
+        export.write(tmp_path / name, TINY, workload, lambda i, source=source: source(i).bfloat16())  # type: ignore[misc]
         taken = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
-        said = hf.written_bytes(TINY, workload)
+        said = export.written_bytes(TINY, workload)
         assert said <= taken <= said + 20_000
 
 
@@ -417,7 +480,7 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
 
 
 def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     (tmp_path / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"lack model\.layers\.2\.input_layernorm\.weight"):
         hf.parameters(tmp_path, replace(TINY, num_hidden_layers=3))
@@ -426,7 +489,7 @@ def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) 
 
 
 def test_weights_of_another_model_are_told_by_its_numbers(tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     other = replace(TINY, num_hidden_layers=3, intermediate_size=100, rope_theta=5.0)
     with pytest.raises(
         WeightsError, match=r"than tiny: intermediate_size is 64, not 100; num_hidden_layers is 2, not 3$"
@@ -452,7 +515,7 @@ def test_weights_of_another_model_are_told_by_its_numbers(tmp_path: Path) -> Non
 
 
 def test_weights_trained_with_another_rotation_are_told_and_taken(tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     with pytest.warns(UserWarning, match=rf"trained as: rope_theta is {TINY.rope_theta}, not 5\.0$"):
         hf.parameters(tmp_path, replace(TINY, rope_theta=5.0))
     with warnings.catch_warnings():
@@ -463,14 +526,14 @@ def test_weights_trained_with_another_rotation_are_told_and_taken(tmp_path: Path
 def test_files_of_weights_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+        export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    hf.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
+    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
     file = tmp_path / "model-00002-of-00004.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(WeightsError, match=r"model-00002-of-00004\.safetensors cannot be read"):

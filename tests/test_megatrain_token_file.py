@@ -242,6 +242,7 @@ def test_what_is_masked_changes_no_gradient(tmp_path):
         (numbered(9), np.full((9, 17), 2), r"mask\.npy holds 2 to 2: a mask holds zeros and ones"),
         (numbered(9), np.eye(1, 17, dtype=bool) & np.ones((9, 1), bool), "has no token to learn"),
         (np.arange(40), np.zeros(40, int), "has no token to learn"),
+        (np.arange(40), np.eye(1, 40, dtype=int)[0], "has no token to learn"),
     ],
 )  # fmt: skip
 def test_what_is_no_list_of_examples_or_no_mask_of_it_is_refused(tokens, mask, told, tmp_path):

@@ -785,6 +785,19 @@ def test_a_file_that_is_called_as_a_policy_of_ours_is_refused(tmp_path: Path) ->
     assert policies.knobs(source).keys() == policies.knobs("streamed").keys()
     copied.rename(tmp_path / "mine.py")
     policies.load(tmp_path / "mine.py")
+    (tmp_path / "streamed.json").touch()
+    with pytest.raises(PolicyError, match=r"streamed\.json is not a Python file"):
+        policies.load(tmp_path / "streamed.json")
+
+
+def test_two_files_that_are_called_alike_are_not_compared(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "mine.py" for folder in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("def policy(model, workload, memory, *, slots: int = 2): ...\n")
+    policies.require_apart([f"{paths[0]} slots=3", str(paths[0]), str(tmp_path / "two" / ".." / "one" / "mine.py")])
+    with pytest.raises(ValueError, match=r"one/mine\.py and .*two/mine\.py are called alike"):
+        policies.require_apart(["streamed", f"{paths[0]} slots=3", str(paths[1])])
 
 
 DIGESTS = """

@@ -94,6 +94,7 @@ def compare(
     chosen = listed(policy or []) or [*policies.comparable(), *same_state]
     for name in chosen:
         policies.with_knobs(name)  # tells which is not there before any is simulated
+    policies.require_apart(chosen)
     chosen = list(dict.fromkeys(chosen))
     specs = models_of(models, models_too)
     points = varied.points(specs, chosen, load(hardware), change or [], workload, axes)

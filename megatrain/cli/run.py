@@ -169,7 +169,6 @@ def run(
         raise InputError(f"{error}; to train without a prediction leave out --hardware") from None
 
     from megatrain import checkpoint
-    from megatrain.hf import is_exported
     from megatrain.neighbours import Neighbours
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
@@ -187,7 +186,7 @@ def run(
     )
     files = _files(asked, schedule)
     steps = _steps(steps, until, files, schedule)
-    if until is not None and not steps and (export is None or is_exported(export)):
+    if until is not None and not steps and (export is None or _is_exported(export, files, schedule)):
         there = "" if export is None else f", and {export} its weights"
         print(f"{files.resume} has {until} steps or more{there}: nothing is left to train", file=sys.stderr)
         return
@@ -283,6 +282,8 @@ def _unread(target: str, schedule: Schedule, files: Files) -> Iterator[str]:
             yield "these are random weights that are evaluated: give --weights, or --resume with a checkpoint"
         elif workload.lora_rank is not None:
             yield "adapters are trained beside random weights: give those of a model with --weights"
+        elif files.adapters is not None:
+            yield "adapters are added to random weights: give those that they belong to with --weights"
     if files.tokens is None and model.vocab_size != ByteText.vocab_size:
         yield (
             f"without --data Python's own sources are read, byte by byte, whatever the {model.vocab_size:,} tokens of "
@@ -300,6 +301,14 @@ def _files(files: Files, schedule: Schedule) -> Files:
         print(f"note: there is no checkpoint in {files.resume} yet: the training begins", file=sys.stderr)
         return replace(files, resume=None)
     return files if schedule.workload.lora_rank is not None else replace(files, weights=None, adapters=None)
+
+
+def _is_exported(folder: Path, files: Files, schedule: Schedule) -> bool:
+    """Whether the weights in a folder are those of the checkpoint to resume from."""
+    from megatrain import checkpoint, export
+
+    assert files.resume is not None  # or steps were left to train
+    return export.is_of(folder, schedule.model, schedule.workload, checkpoint.read(files.resume, schedule).checksums)
 
 
 def _steps(steps: int | None, until: int | None, files: Files, schedule: Schedule) -> int:
@@ -367,8 +376,8 @@ def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
     if len(result.losses) > 2 and result.step_ns:
         record["measured_step_s"] = statistics.median(result.step_ns) / 1e9
         record["measured_tokens_per_s"] = schedule.workload.tokens_per_step / record["measured_step_s"]
-    if schedule.workload.task == "evaluate" and any(result.learned):
-        record["mean_loss"] = statistics.fmean(result.losses, result.learned)
+    if schedule.workload.task == "evaluate" and result.losses:
+        record["mean_loss"] = statistics.fmean(result.losses, result.learned) if any(result.learned) else None
         record["tokens"] = sum(result.learned)
     elif sum(result.learned) < (read := schedule.workload.tokens_per_step * len(result.losses)):
         record["learned_of_tokens"] = sum(result.learned) / read
@@ -388,7 +397,9 @@ def _predicted(prediction: Prediction) -> dict[str, Any]:
 def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
     label = f"{schedule.label}, digest {schedule.short_digest}"
-    if "mean_loss" in record:
+    if "mean_loss" in record and not record["tokens"]:
+        yield f"{label}: no loss, since none of the tokens that were read is to be learned"
+    elif "mean_loss" in record:
         loss, tokens = record["mean_loss"], record["tokens"]
         perplexity = math.exp(loss) if loss < LARGE else math.inf
         yield f"{label}: loss {loss:.4f}, perplexity {perplexity:,.2f}, over {tokens:,} tokens"

@@ -81,7 +81,7 @@ def _compile(source: Path, command: list[str], path: Path) -> None:
         if done.returncode:
             raise NotBuilt(f"{command[0]} refused {source.name}: {done.stderr.strip()[:500]}")
         digest = Path(folder) / _digest_of(path).name
-        digest.write_text(_sha256(partial))
+        digest.write_bytes(_sha256(partial))
         for file in (partial, digest):
             sync(file)
             file.replace(path.parent / file.name)
@@ -90,7 +90,7 @@ def _compile(source: Path, command: list[str], path: Path) -> None:
 def _is_whole(path: Path) -> bool:
     """Whether a library is as it was built: of a damaged one the loader dies, with this process."""
     try:
-        return _digest_of(path).read_text() == _sha256(path)
+        return _digest_of(path).read_bytes() == _sha256(path)
     except FileNotFoundError:
         return False
 
@@ -99,5 +99,5 @@ def _digest_of(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()

@@ -62,6 +62,14 @@ def require_alike(trained: Mapping[str, str]) -> None:
             raise InputError(f"{first} trains {trained[first]} and {name} trains {what}: name some that do the same")
 
 
+def require_apart(names: Sequence[str]) -> None:
+    """Raises InputError where two of these policies, which may have knobs behind them, are files called alike."""
+    files: dict[str, str] = {}
+    for name in dict.fromkeys(with_knobs(text)[0] for text in names):
+        if (other := files.setdefault(short(name), name)) != name and not Path(other).samefile(name):
+            raise InputError(f"{other} and {name} are called alike, and no result could tell them apart: rename one")
+
+
 def load(name_or_path: str | Path) -> Policy:
     """The policy of that name, or of a Python file. Raises PolicyError."""
     return _policy(_module(name_or_path))
@@ -197,7 +205,7 @@ def _module(name_or_path: str | Path) -> ModuleType:
         raise PolicyError(f"no policy is called {name!r}; {_nearest(name, names())}, or give the path of a .py file")
     if not path.is_file():
         raise PolicyError(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
-    if path.stem in names() and not path.samefile(_FOLDER / path.name):
+    if path.suffix == ".py" and path.stem in names() and not path.samefile(_FOLDER / path.name):
         raise PolicyError(f"{path} is called as a policy of ours is, and no result could tell them apart: rename it")
     spec = importlib.util.spec_from_file_location(f"policy_{path.stem}", path)
     if spec is None or spec.loader is None:
