@@ -77,9 +77,23 @@ class Prices:
             raise PriceError("the host memory of a machine is changed; add host_memory_per_gb to the price file")
         return replace(
             price,
-            buy=_added(price.buy, more, self.host_memory_per_gb),
-            rent_per_hour=_added(price.rent_per_hour, more, self.rent_host_memory_per_gb_hour),
+            buy=self._added(machine, "buy", price.buy, more, "host_memory_per_gb"),
+            rent_per_hour=self._added(
+                machine, "rent_per_hour", price.rent_per_hour, more, "rent_host_memory_per_gb_hour"
+            ),
         )
+
+    def _added(self, machine: str, name: str, price: float | None, more: float, each_name: str) -> float | None:
+        """A price with so many GB more, where the file says what each costs."""
+        each: float | None = getattr(self, each_name)
+        if price is None or each is None:
+            return price
+        if price + more * each <= 0:
+            raise PriceError(
+                f"{machine} with {-more:,.0f} GB of host memory less would cost nothing: {name} is {price:,g}, and "
+                f"{each_name} {each:g}; say what that memory does cost where the machine comes from"
+            )
+        return price + more * each
 
     def stands_under(self, machine: str) -> str:
         """What the machine's price is called. Raises PriceError where it has none."""
@@ -132,16 +146,22 @@ def _line(name: str) -> str:
     return f'{name}: {{buy: 45000, watts: 1400, source: "quotation of 2026-11-01"}}'
 
 
-def _added(price: float | None, more: float, each: float | None) -> float | None:
-    return price if price is None or each is None else max(price + more * each, 0.0)
-
-
 def read(path: Path) -> Prices:
     """The prices in a YAML file. Raises PriceError."""
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses what yaml does not: of two entries of one name the later would hide the other."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+                raise PriceError(f"{path}: {twice[0]} is given twice, line {node.start_mark.line + 1} and below")
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise PriceError(f"cannot read the prices in {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -168,6 +188,9 @@ def read(path: Path) -> Prices:
         str(path),
         _HEAD,
     )
+    rented = [rental.name for rental in found.rentals]
+    if twice := [name for at, name in enumerate(rented) if name in rented[:at]]:
+        raise PriceError(f"{path}: two rentals are called {twice[0]!r}: name them apart")
     for rental in found.rentals:
         try:
             hardware.load(rental.machine)

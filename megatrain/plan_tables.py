@@ -22,7 +22,7 @@ from sim.machine import HardwareProfile
 from sim.order_proof import OrderProof
 from sim.plan import Plan, plan
 from sim.prediction import CLASS_NAMES, memory_of
-from sim.units import rate, scaled, seconds
+from sim.units import at_least, rate, seconds
 
 MORE_DEVICE, MORE_HOST = 16 * 2**30, 64 * 10**9  # bytes of the question "what if there were more"
 SOME = 10  # candidates of a search that begins with a good schedule
@@ -310,11 +310,11 @@ def _show_what_if(answers: WhatIf) -> None:
         )
         print()
     limits = [
-        [f"{link} bandwidth for no stall", "any" if rate is None else scaled(rate, "GB/s")]
+        [f"{link} bandwidth for no stall", "any" if rate is None else at_least(rate, "GB/s")]
         for link, rate in answers.required_bandwidth.items()
     ]
     for what, nbytes in (("device", answers.smallest_device_bytes), ("host", answers.smallest_host_bytes)):
-        limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else scaled(nbytes, "GB", 2)])
+        limits.append([f"least {what} memory", "no amount is enough" if nbytes is None else at_least(nbytes, "GB", 2)])
     for what, most, of in (
         ("longest sequence, one at a time", answers.longest_sequence, "tokens"),
         ("largest micro-batch", answers.largest_micro_batch, "sequences"),

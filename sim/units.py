@@ -54,6 +54,13 @@ def in_largest_unit(value: float, dimension: str) -> tuple[float, str]:
     return value / UNITS[dimension][unit], unit
 
 
+def at_least(value: float, unit: str, digits: int = 1) -> str:
+    """As `scaled`, and never less than it is: what has to be there."""
+    power = min(_PREFIXES.index(unit[0]), (len(str(math.ceil(value))) - 1) // 3)
+    last = 1000.0**power / 10**digits if power else 1.0  # what the last digit stands for
+    return scaled(math.ceil(value / last) * last, unit, digits)
+
+
 def scaled(value: float, unit: str, digits: int = 1) -> str:
     """Bytes, FLOP/s and the like in `unit`, "GB" or "TFLOP/s", or in a smaller one where that would be below 1."""
     largest, base = _PREFIXES.index(unit[0]), unit[1:]

@@ -132,7 +132,8 @@ def marginal_gains(prediction: Prediction) -> dict[str, float]:
 def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
     """Link -> bytes/s from which on the schedule hardly waits for it, to 1 %; the other link as it is.
 
-    The measure is a link as fast as host memory. None where the schedule does not use the link.
+    The measure is a link as fast as host memory, or the present one where that is better: a faster link takes more of
+    the memory's bandwidth from the optimizer. None where the schedule does not use the link.
     """
     needed: dict[str, float | None] = {}
     fastest = prediction.profile.host.memory_bandwidth.value
@@ -156,9 +157,10 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
             assert changed is not None
             return _again(prediction, changed)
 
-        target = NO_STALL * period(fastest)
+        best, high = min((period(bandwidth), bandwidth) for bandwidth in (have.value, fastest))
+        target = NO_STALL * best
         # with less, copies alone take longer than the step
-        low, high = min(moved[name] / target * 1e9, fastest), fastest
+        low = min(moved[name] / target * 1e9, high)
         if period(low) <= target:
             high = low
         while high / low > 1.01:

@@ -21,10 +21,12 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 from timed_profile import timed
+from typer.testing import CliRunner
 
 from analysis import buying, costs, pool, prices, sweep, tables
 from analysis.figure import figure_of
 from analysis.prices import HOURS_A_MONTH, MachinePrice, PriceError, Prices, Rental
+from megatrain import cli
 from schedules import policies, presets
 from schedules.errors import InputError, Refused
 from schedules.flops import model_flops_per_step
@@ -107,7 +109,9 @@ def test_more_host_memory_costs_what_the_file_says() -> None:
         some_prices().of("rtx4090", more_host_bytes=1e11)
     rented = some_prices(host_memory_per_gb=5.0, rent_host_memory_per_gb_hour=0.01)
     assert rented.of("h200", more_host_bytes=1e11).rent_per_hour == pytest.approx(5.0)
-    assert rented.of("h200", more_host_bytes=-1e12).rent_per_hour == 0.0
+    told = r"h200 with 1,000 GB of host memory less would cost nothing: rent_per_hour is 4, and rent_host_.* 0\.01;"
+    with pytest.raises(PriceError, match=told):
+        rented.of("h200", more_host_bytes=-1e12)
 
 
 def test_the_memory_of_a_rented_machine_is_told_to_cost_nothing() -> None:
@@ -238,6 +242,11 @@ def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> Non
             "rentals: is a list, each entry as in  - {name",
         ),
         ("a: [", "is not YAML"),
+        (
+            "machines:\n  h200: {watts: 1, source: x, buy: 1}\n  h200: {watts: 1, source: x, buy: 2}",
+            "h200 is given twice",
+        ),
+        ("machines: {h200: {watts: 1, source: x, buy: 1, buy: 2}}", "buy is given twice, line 1 and below"),
     ],
 )
 def test_a_price_file_that_says_too_little_is_told(tmp_path: Path, text: str, told: str) -> None:
@@ -262,6 +271,22 @@ def test_a_rental_that_means_nothing_is_told_before_a_sweep(tmp_path: Path, chan
     (tmp_path / "prices.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(PriceError, match=told):
         prices.read(tmp_path / "prices.yaml")
+
+
+def test_two_rentals_of_one_name_would_have_one_column(tmp_path: Path) -> None:
+    example = EXAMPLE.read_text(encoding="utf-8")
+    rental = next(line for line in example.splitlines() if line.startswith("  - {name"))
+    (tmp_path / "prices.yaml").write_text(f"{example}\n{rental}\n", encoding="utf-8")
+    with pytest.raises(PriceError, match="two rentals are called '8 x H100': name them apart"):
+        prices.read(tmp_path / "prices.yaml")
+
+
+def test_a_price_of_a_machine_that_is_a_file_says_how_to_name_it(tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(EXAMPLE.read_text(encoding="utf-8").replace("  h100: ", "  mine: "))
+    words = ["sweep", "tiny", "--prices", str(tmp_path / "prices.yaml"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.app, [*words, "-p", "streamed", "--tokens", "64", "--seq", "16"])
+    assert isinstance(result.exception, InputError)
+    assert "has a price for mine, a machine that is not known by that name: say which" in str(result.exception)
 
 
 def test_a_machine_without_a_price_is_told() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatrain.terminal import Column, Record, show_records
-from sim.units import rate, scaled, seconds
+from sim.units import at_least, rate, scaled, seconds
 
 ROWS: list[Record] = [
     {"name": "llama-3.1-8b", "count": "8,030,261,248", "rate": "55.4 GB/s", "words": "one two three " * 9},
@@ -80,7 +80,15 @@ def test_too_narrow_for_any_table_a_row_is_some_lines() -> None:
     ],
 )
 def test_what_is_small_has_a_smaller_unit(value: float, unit: str, told: str) -> None:
-    assert scaled(value, unit) == told
+    assert scaled(value, unit) == told == at_least(value, unit)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(729_884_200, "729.89 MB"), (1.5e12 + 1, "1,500.01 GB"), (999_999_999, "1.00 GB"), (3.1, "4 B"), (0, "0 B")],
+)
+def test_what_has_to_be_there_is_not_told_as_less(value: float, told: str) -> None:
+    assert at_least(value, "GB", 2) == told
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,24 @@ def test_bandwidth_that_is_required_is_enough_and_a_tenth_less_is_not() -> None:
     assert whatif.required_bandwidth(predicted(8, resident=10)) == {"H2D": None, "D2H": None}
 
 
+def test_no_stall_is_no_slower_than_the_present_link() -> None:
+    """Here the fastest one is: its copies take the bandwidth of the host's memory from the optimizer."""
+    machine = hardware.load("rtx4090")
+    workload = Workload(micro_batch_size=4, seq_len=2048)
+    built = policies.build("streamed", shallow(8), workload, memory_of(machine), defer=4)
+
+    def period(bandwidth: float) -> float:
+        links = [f"links.h2d.bandwidth={bandwidth}B/s", f"links.duplex={bandwidth + 5e10}B/s"]
+        return predict(built, hardware.override(machine, links)).period_ns
+
+    present = predict(built, machine)
+    assert period(machine.host.memory_bandwidth.value) > 1.002 * present.period_ns
+    needed = whatif.required_bandwidth(present)["H2D"]
+    assert needed is not None and needed < machine.links.h2d.bandwidth.value
+    narrow = hardware.override(machine, [f"links.h2d.bandwidth={needed}B/s"])
+    assert predict(built, narrow).period_ns <= whatif.NO_STALL * present.period_ns
+
+
 def test_a_link_is_told_by_where_a_copy_begins_and_ends_not_by_its_stream() -> None:
     """These copy in both directions on other streams than h2d and d2h, or on one of these against its name."""
     model, workload = shallow(2), Workload(micro_batch_size=8, seq_len=512)

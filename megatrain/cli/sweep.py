@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from megatrain.cli.options import (
     print_json,
     require_outputs,
 )
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 
 
 def sweep(
@@ -79,6 +80,8 @@ def sweep(
     specs = models_of(models, models_too)
     for spec in specs:
         note_length(spec, seq)
+    if not hardware:
+        _require_known(prices, paid.machines)
     points = sweeps.points(
         specs,
         listed(hardware) if hardware else list(paid.machines),
@@ -121,3 +124,17 @@ def sweep(
                 print(f"pictures and all numbers: {page}")
     if not table["fits"].any():
         raise Refused("at none of these points does anything fit")
+
+
+def _require_known(prices: Path, machines: Iterable[str]) -> None:
+    """Raises InputError where a price has no machine: those of files are named with --hardware."""
+    from sim.hardware import load
+
+    for machine in machines:
+        try:
+            load(machine)
+        except InputError as error:
+            raise InputError(
+                f"{prices} has a price for {machine}, a machine that is not known by that name: say which are to be "
+                f"compared with --hardware, {machine} by its file ({error})"
+            ) from None
