@@ -117,19 +117,20 @@ def write(
         for path in written:
             path.replace(folder / path.name)
         sync(folder)
-        shutil.rmtree(partial)
+        (partial / LEAVING).unlink()  # all are where they belong
     except BaseException as error:  # an interrupt too
         with suppress(OSError):
             _clear(folder)
         if not isinstance(error, (OSError, safetensors.SafetensorError)):
             raise
         raise NotExported(f"the weights could not be exported to {folder}: {error}") from None
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _clear(folder: Path) -> None:
     """Remove what an export that did not come to its end has left: what it wrote apart, and weights in their place."""
     partial = folder / PARTIAL
-    if (partial / LEAVING).is_file():
+    with suppress(FileNotFoundError, ValueError):  # before it was whole none has left
         for name in json.loads((partial / LEAVING).read_text()):
             if name.endswith(".safetensors"):
                 (folder / name).unlink(missing_ok=True)
@@ -142,7 +143,7 @@ def is_of(folder: Path, model: ModelSpec, workload: Workload, checksums: Mapping
 
     Not of an export that has not come to its end, nor where nothing is trained.
     """
-    if (folder / PARTIAL).exists():
+    if (folder / PARTIAL / LEAVING).exists():
         return False
     layers = trained.layers(model, workload)
     try:

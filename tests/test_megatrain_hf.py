@@ -430,8 +430,12 @@ def test_weights_are_known_to_be_a_checkpoints_by_their_bits(name: str, tmp_path
     assert not export.is_of(tmp_path, model, WORKLOAD, {**sums, "head": {"weights": 3}})
     assert not export.is_of(tmp_path, model, replace(WORKLOAD, lora_rank=4), sums)
     assert not export.is_of(tmp_path, model, replace(WORKLOAD, task="evaluate"), sums)
-    (tmp_path / export.PARTIAL).mkdir()
+    (tmp_path / export.PARTIAL).mkdir()  # which an export removes at its very end
+    assert export.is_of(tmp_path, model, WORKLOAD, sums)
+    (tmp_path / export.PARTIAL / export.LEAVING).touch()
     assert not export.is_of(tmp_path, model, WORKLOAD, sums)
+    with pytest.raises(WeightsError, match="has weights already"):
+        export.write(tmp_path, model, WORKLOAD, source)  # nor has anything been removed
 
 
 def test_nothing_is_exported_into_a_checkpoint(tmp_path: Path) -> None:
