@@ -285,6 +285,25 @@ def test_the_same_command_begins_goes_on_and_ends(tmp_path: Path) -> None:
     assert other.returncode == 2 and "ended has weights already" in other.stderr
 
 
+def test_an_evaluation_tells_the_mean_over_all_tokens_that_are_learned(tmp_path: Path) -> None:
+    """Of two steps, one with a token and one with eight; and of one that has none there is no loss."""
+    rows = np.random.default_rng(0).integers(256, size=(3, 17))
+    np.save(tmp_path / "rows.npy", rows)
+    np.save(tmp_path / "mask.npy", np.arange(17) >= np.array([[16], [9], [17]]))
+    files = ["--data", str(tmp_path / "rows.npy"), "--loss-mask", str(tmp_path / "mask.npy")]
+    step = ["run", "tiny", "--batch", "1", "--seq", "16", "--policy", "flexgen_block", *files]
+    found = json.loads(megatrain(*step, "--steps", "3", "--json").stdout)
+    one, eight, none = found["losses"]
+    assert found["tokens"] == 9 and none == 0.0
+    assert found["mean_loss"] == pytest.approx((one + 8 * eight) / 9) != pytest.approx((one + eight) / 2)
+    np.save(tmp_path / "mask.npy", np.arange(17) >= np.array([[17], [17], [9]]))
+    assert (
+        "no loss, since none of the tokens that were read is to be learned" in megatrain(*step, "--steps", "2").stdout
+    )
+    trained = megatrain("run", "tiny", "--batch", "3", "--seq", "16", "--steps", "4", *files).stdout
+    assert trained.rstrip().endswith("tokens/s, 16.7% of them learned")
+
+
 def test_what_stands_to_be_read_and_is_not_is_told(tmp_path: Path) -> None:
     hf, book = tmp_path / "hf", tmp_path / "book.txt"
     step = ["--batch", "1", "--seq", "16", "--steps", "1"]

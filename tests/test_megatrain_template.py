@@ -319,6 +319,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk, accumulate, dtype):
         norm_sink=Sink(d_norm, accumulate), table_sink=Sink(d_table, accumulate), chunk=chunk,
     )  # fmt: skip
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    evaluated = Head(eps=1e-6).loss(norm, table, hidden, targets, shares, chunk=chunk)
+    torch.testing.assert_close(evaluated, loss, rtol=min(close, 1e-4), atol=0)
     assert loss.shape == () and loss.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(loss.double(), expected, rtol=close, atol=close)
     base = 1.0 if accumulate else 0.0
