@@ -154,7 +154,7 @@ def read(path: Path) -> Prices:
         """Refuses what yaml does not: of two entries of one name the later would hide the other."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if twice := [name for at, name in enumerate(names) if name in names[:at]]:
                 raise PriceError(f"{path}: {twice[0]} is given twice, line {node.start_mark.line + 1} and below")
             found: dict[Any, Any] = super().construct_mapping(node, deep)

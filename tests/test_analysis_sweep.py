@@ -273,6 +273,15 @@ def test_a_rental_that_means_nothing_is_told_before_a_sweep(tmp_path: Path, chan
         prices.read(tmp_path / "prices.yaml")
 
 
+def test_a_price_may_be_merged_from_another(tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(
+        "currency: USD\ndate: 2026-11-24\nelectricity_per_kwh: 0.2\nmachines:\n"
+        "  h100: &server {buy: 45000, watts: 1400, source: x}\n  h200: {<<: *server, buy: 52000}\n"
+    )
+    found = prices.read(tmp_path / "prices.yaml").machines
+    assert (found["h100"].buy, found["h200"].buy, found["h200"].watts) == (45000, 52000, 1400)
+
+
 def test_two_rentals_of_one_name_would_have_one_column(tmp_path: Path) -> None:
     example = EXAMPLE.read_text(encoding="utf-8")
     rental = next(line for line in example.splitlines() if line.startswith("  - {name"))
