@@ -17,6 +17,7 @@ from schedules.buffers import Buffers, Held
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
+from schedules.most_ops import require_few
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
@@ -26,7 +27,6 @@ from schedules.words import listed, one_of
 from schedules.workload import MemoryBudget, Workload
 
 Keep = Literal["all", "input", "nothing"]
-MOST_OPS = 200_000  # of a step, which take some five minutes to build, prove and simulate, and a gigabyte
 
 
 class Program(Buffers):
@@ -459,7 +459,7 @@ class Program(Buffers):
         fresh: int = 0,
         blocking: bool = False,
     ) -> None:
-        _require_few(len(self._ops) + 1, self.workload)
+        require_few(len(self._ops) + 1, self.workload)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
         read = tuple(self._access(name, *pair) for pair in reads)
@@ -485,20 +485,4 @@ class Program(Buffers):
                 fresh=fresh,
                 blocking=blocking,
             )
-        )
-
-
-def require_few_ops(model: ModelSpec, workload: Workload) -> None:
-    """Raises ProgramError where a step has too many ops, before any of them is written: it has a forward and, in
-    training, a backward of every block and micro-batch.
-    """
-    passes = 2 if workload.task == "train" else 1
-    _require_few(passes * len(model.blocks) * workload.accumulation, workload)
-
-
-def _require_few(ops: int, workload: Workload) -> None:
-    if ops > MOST_OPS:
-        raise ProgramError(
-            f"a step of {workload.accumulation:,} micro-batches has more than {MOST_OPS:,} ops, too many to simulate: "
-            "give fewer micro-batches, each of more sequences"
         )

@@ -8,9 +8,9 @@ from itertools import pairwise
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.amounts import Amounts
+from schedules.most_ops import MOST_OPS
 from schedules.op import DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.phases import COMPUTE, misused
-from schedules.program import MOST_OPS
 from schedules.schedule import Schedule
 from schedules.tensor import NORM, SAVED, describe, parse
 from schedules.violation import Violation, some

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from schedules.errors import InputError, ProgramError
 from schedules.model import ModelSpec
-from schedules.program import require_few_ops
+from schedules.most_ops import require_few_ops
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload

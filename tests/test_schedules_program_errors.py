@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedules import program
+from schedules import most_ops
 from schedules.errors import InputError
 from schedules.op import Access, Stream, Tier
 from schedules.presets import load
@@ -221,8 +221,8 @@ def test_where_to_queue_an_update_is_told_right_in_every_direction() -> None:
 def test_a_step_of_absurdly_many_ops_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     many = replace(STEP, accumulation=100_000)
     with pytest.raises(InputError, match="a step of 100,000 micro-batches has more than 200,000 ops, too many to sim"):
-        program.require_few_ops(MODEL, many)
-    monkeypatch.setattr(program, "MOST_OPS", 10)
+        most_ops.require_few_ops(MODEL, many)
+    monkeypatch.setattr(most_ops, "MOST_OPS", 10)
     with pytest.raises(InputError, match="give fewer micro-batches, each of more sequences"):
         finished()
 

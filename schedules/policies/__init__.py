@@ -22,7 +22,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from schedules import kept_activations
 from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.program import Program, require_few_ops
+from schedules.most_ops import require_few_ops
+from schedules.program import Program
 from schedules.schedule import Knob, Schedule
 from schedules.words import nearest, plain
 from schedules.workload import MemoryBudget, Workload
