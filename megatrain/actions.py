@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatrain import adam, autograd
+from megatrain import adam, autograd, nf4
 from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.lifetime import released
@@ -164,6 +164,14 @@ def _copy(a: Actions, op: Op) -> Work:
     if parse(source.tensor).cls == tensors.SAVED:
         return _copy_saved(a, source, target)
     return functools.partial(_copy_tensor, a.taken(op), a.store.tensor(target))
+
+
+def _cast(a: Actions, op: Op) -> Work:
+    (source,), (target,) = op.reads, op.writes
+    if parse(source.tensor).cls != tensors.QUANTISED:
+        return _copy(a, op)
+    packed, whole, shapes = a.store.tensor(source), a.store.tensor(target), a.shapes(_layer(op))
+    return lambda step: nf4.dequantise(packed, whole, shapes)
 
 
 def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:
@@ -395,7 +403,7 @@ _TABLE: dict[tuple[Kind, Phase], Callable[[Actions, Op], Work]] = {
     (Kind.COMPUTE, Phase.LOSS): _loss,
     (Kind.COMPUTE, Phase.BACKWARD): _backward,
     (Kind.UPDATE, Phase.ACCUMULATE): _accumulate,
-    (Kind.UPDATE, Phase.CAST): _copy,
+    (Kind.UPDATE, Phase.CAST): _cast,
     (Kind.UPDATE, Phase.ZERO): _zero,
     (Kind.UPDATE, Phase.NORM): _norm,
     (Kind.UPDATE, Phase.SCALE): _scale,

@@ -251,6 +251,12 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
                     f"{complete[-1]} is of another training: it has {saved}, the schedule {does} {needs}"
                     f"{how if value is None else ''}"
                 )
+            if key == "quantised":
+                was, now = (f"quantised={of}" if of else "whole" for of in (found.get(key), value))
+                raise CheckpointError(
+                    f"{complete[-1]} has adapters that were trained beside weights that were {was}, the schedule's are "
+                    f"{now}"
+                )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
     step, frozen, began = found.get("step"), found.get("frozen") or {}, found.get("began")
@@ -260,7 +266,7 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it began with {began!r}")
     checksums = found.get("checksums")
     # an evaluation, which trains nothing, takes what a training saved
-    layers = trained.layers(schedule.model, replace(schedule.workload, task="train"))
+    layers = trained.layers(schedule.model, replace(schedule.workload, task="train", quantised=None))
     names = [schedule.model.layer_name(i) for i in layers]
     if not (isinstance(checksums, dict) and all(_are_checksums(checksums.get(name)) for name in names)):
         raise CheckpointError(f"{complete[-1] / LAST} is damaged: it lacks checksums")
@@ -327,6 +333,7 @@ def _of(schedule: Schedule) -> dict[str, Any]:
         "model": {key: value for key, value in schedule.model.to_dict().items() if key != "name"},
         "precision": workload.precision,
         "lora_rank": workload.lora_rank,
+        "quantised": workload.quantised if workload.lora_rank is not None else None,
     }
 
 

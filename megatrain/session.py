@@ -134,6 +134,8 @@ def train(
     adapted = verified.schedule.workload.lora_rank is not None  # adapters are trained beside weights from elsewhere
     if adapted and files.adapters is not None:
         raise InputError("--adapters become part of the weights: take a policy that trains or evaluates all of these")
+    if verified.schedule.workload.quantised is not None and files.adapters is not None:
+        raise InputError("--adapters become part of the weights, and would be rounded with them: leave out quantised")
     for option, beginning in (("--weights", files.weights), ("--adapters", files.adapters)):
         if files.resume is not None and beginning is not None and not adapted:
             raise InputError(

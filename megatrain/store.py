@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from megatrain import adam
+from megatrain import adam, nf4
 from megatrain.autograd import Saved
 from megatrain.backend import POISON
 from megatrain.checkpoint import Kept
@@ -23,6 +23,7 @@ from schedules import tensor as tensors
 from schedules import trained
 from schedules.errors import Refused
 from schedules.op import Access, Buffer, Phase, Tier
+from schedules.quantised import is_quantised
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import parse
@@ -90,8 +91,8 @@ class Store:
     def tensor(self, access: Access) -> Tensor:
         """The buffer's memory as the tensor named: exactly its elements, from the buffer's first byte.
 
-        w, g, g32: one dimension, the parameters of the layer or part. o: uint8 [bytes]. x, d: [batch, seq, hidden].
-        s: uint8 [bytes of the tensor]. norm: fp64 [].
+        w, a, g, g32: one dimension, the parameters of the layer or part. o, q: uint8 [bytes].
+        x, d: [batch, seq, hidden]. s: uint8 [bytes of the tensor]. norm: fp64 [].
         """
         if access not in self._views:
             self._views[access] = self._view(access)
@@ -103,7 +104,7 @@ class Store:
         held = self._slabs[access.buffer][: tensor_bytes(access.tensor, model, workload)]
         if name.cls == tensors.NORM:
             return held.view(torch.float64)[0]
-        if name.cls in (tensors.SAVED, tensors.STATE):
+        if name.cls in (tensors.SAVED, tensors.STATE, tensors.QUANTISED):
             return held
         if name.cls in tensors.MICROBATCH_CLASSES:
             hidden = held.view(float_type(precision.activation))
@@ -195,12 +196,21 @@ class Store:
                 sources[tensors.ADAPTER] = adapters
             for cls, values in sources.items():
                 in_checkpoints = cls == trained.cls(workload)
-                if in_checkpoints and kept is not None:
+                if cls == tensors.WEIGHT and is_quantised(model, i, workload):
+                    self._quantise(verified, i, kept(i)[0] if in_checkpoints and kept is not None else values(i))
+                elif in_checkpoints and kept is not None:
                     self._go_on(verified, i, *kept(i))
                 elif in_checkpoints and i in updated:
                     self._begin(verified, i, values(i))
                 else:
                     self._fill(homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
+
+    def _quantise(self, verified: Verified, i: int, weights: Tensor) -> None:
+        """Frozen weights of block i as they are kept."""
+        places, shapes = homes(verified, tensors.QUANTISED, i), self._schedule.model.parameter_shapes(i)
+        slab, others = self._place_for(places, [Tier.HOST])
+        nf4.quantise(weights.float(), slab, shapes, float_type(self._schedule.workload.bytes.weight))
+        self._fill(others, slab)
 
     def _begin(self, verified: Verified, i: int, values: Tensor) -> None:
         """What is trained of layer i and its optimizer state as before the first step.

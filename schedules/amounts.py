@@ -52,19 +52,22 @@ class Amounts:
 
         None stands for no layer, and for all of one. Of tensors that have no parts a part has its share.
         """
+        tensors_of = list(touched)
         if i is None:
-            return 0, sum(map(self.tensor, touched))
+            return 0, sum(map(self.tensor, tensors_of))
+        if any(parse(name).cls == tensors.QUANTISED for name in tensors_of):
+            return self._model.params(i), sum(map(self.tensor, tensors_of))
         of = trained.span(self._model, self._workload, i, part)
         params: int = of.stop - of.start
         if part is None:
-            return params, sum(map(self.tensor, touched))
+            return params, sum(map(self.tensor, tensors_of))
         whole = trained.params(self._model, self._workload, i)
 
         def share(name: str) -> int:
             is_whole = parse(name).part is not None or name == tensors.NORM
             return self.tensor(name) if is_whole else self.tensor(name) // whole * params
 
-        return params, sum(map(share, touched))
+        return params, sum(map(share, tensors_of))
 
 
 amounts_of = functools.lru_cache(maxsize=4)(Amounts)  # a planner writes hundreds of programs of one step

@@ -42,6 +42,10 @@ class Buffers:
         """The weights of layer i."""
         return named(tensors.WEIGHT, self.model.layer_name(i))
 
+    def quantised(self, i: int) -> str:
+        """The weights of block i in few bits, as the workload keeps them where they are frozen."""
+        return named(tensors.QUANTISED, self.model.layer_name(i))
+
     def adapter(self, i: int) -> str:
         """The adapters of block i, which are trained in place of its weights where the workload says so."""
         return named(tensors.ADAPTER, self.model.layer_name(i))

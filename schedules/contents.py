@@ -15,6 +15,7 @@ from schedules import trained
 from schedules.gradient_coverage import Coverage, put_together
 from schedules.op import Access, Op, Phase
 from schedules.phases import COMPUTE, needed
+from schedules.quantised import is_quantised
 from schedules.schedule import Schedule
 from schedules.tensor import Part, describe, parse
 from schedules.violation import Violation
@@ -114,7 +115,7 @@ class Contents:
     def _read(self, op: Op, access: Access, found: dict[Access, Content]) -> Iterator[Violation]:
         """Look up one read; what is found, or what should have been (so that one fault is told once)."""
         held = self._held.get(access.buffer)
-        if held is None and self._step == 0 and parse(access.tensor).cls in tensors.PERSISTENT:
+        if held is None and self._step == 0 and self._is_kept(access.tensor):
             held = self._held[access.buffer] = Content(access.tensor, 0, writer="the state before the first step")
             self.initial[access.buffer] = access.tensor
         if held is not None and held.tensor == access.tensor:
@@ -138,8 +139,20 @@ class Contents:
             f"write {access.tensor} into {access.buffer} before {op.name}, or read it where it is",
         )
 
+    def _is_kept(self, tensor: str) -> bool:
+        """Whether a tensor is carried from one step to the next; not what is made of quantised weights."""
+        name = parse(tensor)
+        return name.cls in tensors.PERSISTENT and not (
+            name.cls == tensors.WEIGHT
+            and is_quantised(self._model, self._model.layer_index(name.layer), self._schedule.workload)
+        )
+
     def _unwritten(self, op: Op, access: Access) -> str:
         """Why a buffer is still empty where an op reads it; what the step before wrote there may seem to be left."""
+        name = parse(access.tensor)
+        if name.cls == tensors.WEIGHT and not self._is_kept(access.tensor):
+            packed = tensors.named(tensors.QUANTISED, name.layer)
+            return f"it is quantised, and kept as {packed} until a cast makes it whole"
         for later in self._schedule.ops[self._schedule.index[op.name] :]:
             if access in later.writes:
                 lasting = "only weights, adapters and optimizer state are kept from one step to the next"

@@ -144,8 +144,10 @@ def _accumulate(op: Op) -> Iterator[tuple[str, str]]:
 def _cast(op: Op) -> Iterator[tuple[str, str]]:
     yield from _over_itself(op)
     named = {parse(access.tensor) for access in op.accesses}
-    # a gradient has two names, one for each of its types; all else keeps its name
-    if len(named) > 1 and not ({name.cls for name in named} <= tensors.GRADIENTS and _of_the_same(op)):
+    from_to = [parse(access.tensor).cls for access in op.accesses]
+    # a gradient has two names, one for each of its types, and so have quantised weights; all else keeps its name
+    renamed = set(from_to) <= tensors.GRADIENTS or from_to == [tensors.QUANTISED, tensors.WEIGHT]
+    if not (renamed and _of_the_same(op)) and (len(named) > 1 or tensors.QUANTISED in from_to):
         yield f"{op.name} makes {_names(op.writes)} of {_names(op.reads)}", "a cast keeps what a tensor is"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.model import FP32, ModelSpec
+from schedules.quantised import is_quantised, quantised_bytes
 from schedules.tensor import TensorError, parse
 from schedules.workload import Workload
 
@@ -28,6 +29,11 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
         return model.hidden_bytes(workload)
     if name.cls == tensors.WEIGHT:
         return model.params(layer) * precision.weight
+    if name.cls == tensors.QUANTISED:
+        if not is_quantised(model, layer, workload):
+            why = "the workload quantises nothing" if model.is_block(layer) else "only blocks are quantised"
+            raise TensorError(f"layer {name.layer} has no quantised weights {tensor}: {why}")
+        return quantised_bytes(model, layer, workload)
     if name.cls == tensors.ADAPTER and not (workload.lora_rank is not None and model.is_block(layer)):
         why = "the workload has no lora_rank" if model.is_block(layer) else "only blocks have adapters"
         raise TensorError(f"layer {name.layer} has no adapters {tensor}: {why}")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from schedules.errors import InputError
 
 WEIGHT = "w"  # weights in the type they are computed with
+QUANTISED = "q"  # frozen weights in few bits, as they are kept; what is computed with is made of them
 ADAPTER = "a"  # LoRA's adapters of a block, which are trained in place of its weights
 GRAD = "g"  # gradient in the type backward produces
 GRAD32 = "g32"  # gradient widened to fp32
@@ -24,9 +25,9 @@ SAVED = "s"  # activations kept inside a layer for its backward
 OUTPUT_GRAD = "d"  # gradient of a layer's output
 NORM = "norm"  # the global gradient norm
 
-LAYER_CLASSES = frozenset({WEIGHT, ADAPTER, GRAD, GRAD32, STATE})
+LAYER_CLASSES = frozenset({WEIGHT, QUANTISED, ADAPTER, GRAD, GRAD32, STATE})
 MICROBATCH_CLASSES = frozenset({OUTPUT, SAVED, OUTPUT_GRAD})
-PARAMETERS = frozenset({WEIGHT, ADAPTER})
+PARAMETERS = frozenset({WEIGHT, QUANTISED, ADAPTER})
 PERSISTENT = PARAMETERS | {STATE}  # carried from one step to the next
 GRADIENTS = frozenset({GRAD, GRAD32})
 DIVISIBLE = GRADIENTS | {STATE}  # may be in parts
@@ -96,7 +97,7 @@ def parse(name: str) -> Tensor:
         if part.number < part.of > 1:
             return Tensor(cls, rest[0], part=part)
     raise TensorError(
-        f"unknown tensor {name!r}: expected w|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH, g|g32|o.LAYER.PARTofPARTS or "
+        f"unknown tensor {name!r}: expected w|q|a|g|g32|o.LAYER, x|s|d.LAYER.MICROBATCH, g|g32|o.LAYER.PARTofPARTS or "
         "norm, with LAYER a block number, embed or head"
     )
 
@@ -123,6 +124,7 @@ def _is_layer(text: str) -> bool:
 
 _WORDS = {
     WEIGHT: "the weights of layer {}",
+    QUANTISED: "the quantised weights of layer {}",
     ADAPTER: "the adapters of layer {}",
     GRAD: "the gradient of layer {}",
     GRAD32: "the fp32 gradient of layer {}",

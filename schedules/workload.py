@@ -56,10 +56,11 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
-_LATER = ("task", "lora_rank", "recompute")  # fields that files written before them lack
+_LATER = ("task", "lora_rank", "recompute", "quantised")  # fields that files written before them lack
 OPTIMIZERS = ("adamw",)
 TASKS = ("train", "evaluate")
 RECOMPUTED = ("none", "pointwise", "mlp")  # each includes the one before
+QUANTISED = ("nf4",)  # see `schedules.quantised`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,8 @@ class Workload:
     weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks but experts
     (LoRA, Hu et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it keeps its activations, and
     computes again in its backward: with "pointwise" what takes no product of matrices, the outputs of its norms and of
-    the MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens at a time.
+    the MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens at a time. `quantised` is the
+    format in which frozen blocks are kept, `schedules.quantised`; with None they are as they are computed with.
     Raises ValueError when a value has no meaning.
     """
 
@@ -84,6 +86,7 @@ class Workload:
     task: str = "train"
     lora_rank: int | None = None
     recompute: str = "none"
+    quantised: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation", "seq_len"):
@@ -96,6 +99,10 @@ class Workload:
             _whole_number("lora_rank", self.lora_rank, least=1)
             if self.task == "evaluate":
                 raise ValueError("adapters are there to be trained: with lora_rank the task must be train")
+        if self.quantised is not None:
+            _known_word("quantised", self.quantised, QUANTISED)
+            if self.trains == "weights":
+                raise ValueError("what is quantised cannot be trained: give a lora_rank, or the task evaluate")
         clip = self.grad_clip
         if clip is None:
             return

@@ -28,6 +28,7 @@ HOLDERS = 5  # how many of the largest holders of memory an error names
 
 CLASS_NAMES: Mapping[str, str] = {
     tensors.WEIGHT: "weights",
+    tensors.QUANTISED: "quantised weights",
     tensors.ADAPTER: "adapters",
     tensors.GRAD: "gradients",
     tensors.GRAD32: "fp32 gradients",

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain.adam import Adam
 from megatrain.data import TokenSource, inputs_and_targets, shares
 from megatrain.layer_parts import rms_norm
+from megatrain.nf4 import LEVELS
 from megatrain.template import templates, views
 from schedules import trained
 from schedules.model import ModelSpec, is_matrix
@@ -30,6 +31,27 @@ class Reference:
     gradients: list[dict[int, Tensor]]  # per step, those that the optimizer applies: clipped
     norms: list[float]  # per step, of these before they are clipped, if that is done
     parameters: dict[int, Tensor]  # after the last step
+
+
+def in_nf4(initial: Callable[[int], Tensor], model: ModelSpec) -> Callable[[int], Tensor]:
+    """These parameters, of blocks' matrices the nearest that NF4 has: by the distance to each of 16 multiples."""
+
+    def nearest(name: str, values: Tensor) -> Tensor:
+        if not is_matrix(name, tuple(values.shape)):
+            return values.flatten()
+        found = []
+        for some in values.flatten().split(64):
+            there = torch.tensor(LEVELS) * some.abs().max()
+            found.append(there[(some[:, None] - there).abs().argmin(1)])
+        return torch.cat(found)
+
+    def parameters(i: int) -> Tensor:
+        shapes = model.parameter_shapes(i)
+        if not model.is_block(i):
+            return initial(i)
+        return torch.cat([nearest(name, values) for name, values in views(initial(i), shapes).items()])
+
+    return parameters
 
 
 def train(

@@ -184,7 +184,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 from megatrain import adam
-from megatrain.native import adam_gpu
+from megatrain.native import adam_gpu, nf4_gpu
 from schedules.workload import PRECISIONS
 
 
@@ -220,6 +220,9 @@ for precision in PRECISIONS:
         for grad in (torch.zeros_like(weights), torch.zeros(n)):
             adam.step(weights, grad, state, adam.Adam(lr=1e-3), 1, precision=precision, grad_scale=scale, decay=decay)
 assert len(launches) == 6 * len(PRECISIONS)
+for whole in (torch.zeros(65), torch.zeros(65, dtype=torch.bfloat16)):
+    nf4_gpu.dequantise(torch.zeros(33, dtype=torch.uint8), torch.zeros(2), torch.zeros(16), whole)
+assert len(launches) == 6 * len(PRECISIONS) + 2
 """
 
 

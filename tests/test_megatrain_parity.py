@@ -103,8 +103,11 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "zenflow, topk_ratio=0.5": {"topk_ratio": 0.5},
     "lora_streamed, resident=0, keep=1": {"resident": 0, "keep": 1, "rank": 4},
     "lora_streamed, resident=6": {"resident": 6},
+    "lora_streamed, quantised=nf4": {"quantised": "nf4", "rank": 4, "keep": 1},
+    "lora_streamed, quantised=nf4, resident=4": {"quantised": "nf4", "resident": 4, "every": 2},
     "flexgen_block, activations=host": {"activations": "host", "slots": 1},
     "flexgen_block, block=1, resident=1, nvme=1": {"block": 1, "resident": 1, "nvme": 1},
+    "flexgen_block, quantised=nf4, resident=2, nvme=1": {"quantised": "nf4", "resident": 2, "nvme": 1},
 }
 SCHEDULES = [*policies.names(), *VARIANTS, *WRITERS]
 
@@ -147,9 +150,13 @@ def schedule_of(name: str, model: ModelSpec, workload: Workload) -> Schedule:
     return policies.build(name.split(",")[0], model, workload, MEMORY, **VARIANTS.get(name, {}))
 
 
-def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER) -> Reference:
+def run(
+    schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam = HYPER, *, in_nf4: bool = False
+) -> Reference:
+    """`in_nf4`: it begins with what is left of the same weights in 4 bits."""
     gradients: list[dict[int, Tensor]] = [{} for _ in range(steps)]
     norms: list[float] = []
+    start = initial.random_parameters(schedule.model, 0)
 
     def keep(step: int, layer: int, of: slice, grad: Tensor) -> None:
         n = trained.params(schedule.model, schedule.workload, layer)
@@ -160,7 +167,7 @@ def run(schedule: Schedule, steps: int, debug: Debug | None = None, hyper: Adam 
         CpuBackend(),
         text(schedule.workload),
         hyper,
-        initial=initial.random_parameters(schedule.model, 0),
+        initial=reference.in_nf4(start, schedule.model) if in_nf4 else start,
         on_gradient=keep,
         debug=debug or Debug(poison=False),
         nvme=Path(tempfile.gettempdir()),
@@ -186,12 +193,13 @@ def expected(
     """Of the case's workload, or of the one that a policy makes of it; `fresh` layers are not stale."""
     workload = changed or case.workload
     rank = workload.lora_rank
+    start = initial.random_parameters(case.model, 0)
     return reference.train(
         case.model,
         workload,
         text(workload),
         HYPER,
-        initial=initial.random_parameters(case.model, 0),
+        initial=start if workload.quantised is None else reference.in_nf4(start, case.model),
         adapters=None if rank is None else initial.random_adapters(case.model, rank, 0),
         steps=STEPS,
         staleness=staleness,
@@ -287,8 +295,8 @@ def test_with_one_micro_batch_all_schedules_yield_the_same_bits(name: str, preci
     if schedule.staleness:
         plain = behind(FOUR_BLOCKS, schedule.workload, fresh_of(schedule))
     else:
-        plain = WRITERS["on_device"](FOUR_BLOCKS, schedule.workload)
-    assert_same_bits(run(schedule, 3), run(plain, 3))
+        plain = WRITERS["on_device"](FOUR_BLOCKS, replace(schedule.workload, quantised=None))
+    assert_same_bits(run(schedule, 3), run(plain, 3, in_nf4=schedule.workload.quantised is not None))
 
 
 @pytest.mark.parametrize("name", ["on_device", "streamed, parts=4, slabs=1"])

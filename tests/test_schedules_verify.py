@@ -606,7 +606,7 @@ def test_a_file_cannot_make_the_verifier_count_for_ever() -> None:
         (lambda op: replace(op, reads=()), "is a copy with 0 sources and 1 targets"),
         (lambda op: replace(op, writes=()), "is a copy with 1 sources and 0 targets"),
         (lambda op: replace(op, writes=(Access("nowhere", "w.1"),)), "touches buffer nowhere, which is not declared"),
-        (lambda op: replace(op, writes=(Access("weight0", "q.1"),)), "unknown tensor 'q.1'"),
+        (lambda op: replace(op, writes=(Access("weight0", "z.1"),)), "unknown tensor 'z.1'"),
         (lambda op: replace(op, writes=(Access("weight0", "w.99"),)), "no layer '99'"),
         (lambda op: replace(op, writes=(Access("weight0", "w.2"),)), "copies w.1 into w.2"),
         (lambda op: replace(op, name="F.1.0"), "the name F.1.0 stands for two ops"),

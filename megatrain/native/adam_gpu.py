@@ -38,7 +38,7 @@ def _wide(x):
 
 
 @triton.jit
-def _narrow(x):
+def narrow(x):
     """From fp32 to the nearest of bf16, a tie to even; by its bits, since Triton's interpreter cuts them off."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, NAN_BITS, bits + 0x7FFF + ((bits >> 16) & 1))
@@ -124,7 +124,7 @@ def _adamw(
         tl.store(w_at + i, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), there)
     elif PRECISION == "bf16_fp32":
         tl.store(kept_at + i, p, there)
-        tl.store(w_at + i, _narrow(p), there)
+        tl.store(w_at + i, narrow(p), there)
     elif PRECISION == "fp32":
         tl.store(w_at + i, p, there)
     else:

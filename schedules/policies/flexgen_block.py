@@ -6,11 +6,13 @@ next layer's weights are on their way, and, with activations=host, so are the in
 output of the one before. What comes out at the end is the loss of every micro-batch, and nothing is trained.
 
 Where states live, in bytes per parameter at bf16. The first `resident` layers, the embedding first: device, weights 2.
-The last `nvme` blocks: NVMe, through host memory on their way. All others: host, weights 2. There are no gradients
-and no moments. Activations between layers of a whole block lie on the device or the host.
+The last `nvme` blocks: NVMe, through host memory on their way. All others: host, weights 2. With quantised=nf4 blocks
+have 0.56 there, and on the links, and are made whole on the device to be computed with. There are no gradients and no
+moments. Activations between layers of a whole block lie on the device or the host.
 
 Exact in the loss. Approximated: FlexGen generates text, and its cache of keys and values, which an evaluation has
-not, is left out; it places percentages of every layer on each tier (--percent), here whole layers are on one; it ends
+not, is left out; it places percentages of every layer on each tier (--percent), here whole layers are on one; its 4
+bits are whole numbers between the least and largest of 64 weights (--compress-weight), here they are NF4's; it ends
 every inner step with one synchronisation, here each op waits for what it needs.
 Source: FlexGen (arXiv 2303.06865), section 4; FMInference/FlexLLMGen 004ffef, README.
 """
@@ -23,6 +25,7 @@ from typing import Literal
 
 from schedules.end_layers import end_buffers
 from schedules.errors import ProgramError
+from schedules.frozen import Frozen
 from schedules.kept_activations import at_most
 from schedules.model import ModelSpec
 from schedules.op import Stream, Tier
@@ -43,6 +46,7 @@ def policy(
     resident: int = 0,
     nvme: int = 0,
     activations: Literal["device", "host"] = "device",
+    quantised: Literal["nf4"] | None = None,
 ) -> Program:
     """Build the step.
 
@@ -52,38 +56,42 @@ def policy(
         resident: how many of the first layers, the embedding being one, live on the device.
         nvme: how many of the last blocks live on NVMe.
         activations: where the hidden states of a block's micro-batches wait for the next layer.
+        quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
     """
     if block == 0:
         raise ProgramError("a block has at least one micro-batch")
     at_most(len(model.layers), "layers", resident=resident)
     at_most(len(model.blocks), "blocks", nvme=nvme)
-    p = Program(model, replace(workload, task="evaluate", grad_clip=None))
+    evaluated = replace(workload, task="evaluate", grad_clip=None)
+    p = Program(model, replace(evaluated, quantised=workload.quantised or quantised))
+    frozen = Frozen(p)
     batches = list(workload.microbatches)
     size = block or len(batches)
     groups = [batches[at : at + size] for at in range(0, len(batches), size)]
     staying = model.layers[:resident]
-    p.keep_on_device(*(p.weight(i) for i in staying))
+    p.keep_on_device(*(frozen.kept(i) for i in staying))
     on_drive = [i for i in model.blocks if i not in staying][::-1][:nvme]
-    p.keep_on_nvme(*(p.weight(i) for i in on_drive))
+    p.keep_on_nvme(*(frozen.kept(i) for i in on_drive))
     passing = p.slots("passing", 2, Tier.HOST) if on_drive else None
     ring = p.slots("weight", slots)
     ends = end_buffers(p, "weight")
 
     def fetch(i: int) -> str:
-        if (slot := ring.holding(p.weight(i))) is not None:
+        kept = frozen.kept(i)
+        if (slot := ring.holding(kept)) is not None:
             return slot
         if passing is None or i not in on_drive:
-            return p.load(p.weight(i), ring)
-        source = p.prefetch(p.weight(i), into=passing.next(), stream=Stream.NVME_READ)
-        return p.prefetch(p.weight(i), into=ring.next(), out_of=source)
+            return p.load(kept, ring)
+        source = p.prefetch(kept, into=passing.next(), stream=Stream.NVME_READ)
+        return p.prefetch(kept, into=ring.next(), out_of=source)
 
     visits = [i for i in model.blocks if i not in staying] * len(groups)
     window = Window(visits, ahead=slots, fetch=fetch)
 
     def weights(i: int) -> str | None:
-        if i in staying:
-            return None
-        return p.load(p.weight(i), ends[i]) if i in ends else window.weights(i)
+        if i in ends and i not in staying:
+            return p.load(p.weight(i), ends[i])
+        return frozen.whole(i, None if i in staying else window.weights(i))
 
     for group in groups:
         _evaluate(p, group, weights, away=activations == "host" and len(group) > 1)

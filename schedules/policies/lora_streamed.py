@@ -5,22 +5,26 @@ for the forward and once for the backward, while other blocks compute, and nothi
 A block runs all micro-batches while it is there. Its adapters, their gradient and their optimizer state live on the
 device, where they are updated right after the block's backward. The last `keep` blocks keep their activations, the
 others their input and run forward again. The first `resident` layers, the embedding and the head coming first, have
-their frozen weights on the device too.
+their frozen weights on the device too. With quantised=nf4 the blocks' matrices are kept in 4.5 bits a weight, on the
+host, the device and the link, and made whole on the device each time that their block is computed.
 
-Where states live, in bytes per parameter at bf16. Frozen, host: weights 2; no gradient, no moments. Adapters (a few
-thousandths of the model), device: weights 2, gradient 2, optimizer state 8.
+Where states live, in bytes per parameter at bf16. Frozen, host: weights 2, blocks' 0.56 with quantised=nf4; no
+gradient, no moments. Adapters (a few thousandths of the model), device: weights 2, gradient 2, optimizer state 8.
 
 Exact in its training of adapters of rank `rank` beside every projection of every block (LoRA, arXiv 2106.09685; experts
 have none), scaled by 2 (alpha twice the rank), without dropout. Systems that work so: layer streaming for LoRA in
 MakazhanAlpamys/Soup (docs/performance-and-quantization.md), which reads each layer twice a step through two device
-buffers. Not here: base weights of 4 bits (QLoRA), which would stream at a quarter of the bytes.
+buffers. With quantised=nf4 the computation is QLoRA's (arXiv:2305.14314, without its double quantisation), whose
+weights all stay on the GPU, as here with every layer in `resident`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from schedules.end_layers import end_buffers
+from schedules.frozen import Frozen
 from schedules.kept_activations import Activations, at_least_1, at_most, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
@@ -42,6 +46,7 @@ def policy(
     activations: Activations = "recompute",
     every: int = 1,
     resident: int = 2,
+    quantised: Literal["nf4"] | None = None,
 ) -> Program:
     """Build the step.
 
@@ -49,29 +54,32 @@ def policy(
         rank: of the adapters, at least 1.
         slots: device buffers for streamed weights.
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
+        quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
     """
     at_least_1("of the adapters", rank=rank)
     at_most(len(model.layers), "layers", resident=resident)
-    workload = replace(workload, lora_rank=workload.lora_rank or rank)
+    quantised_as = workload.quantised or quantised
+    workload = replace(workload, lora_rank=workload.lora_rank or rank, quantised=quantised_as)
 
     def build(keep: int) -> Program:
         p, kept = Program(model, workload), kept_as(model, activations, keep=keep, every=every)
         p.keep_on_device(*(t for i in model.blocks for t in (p.adapter(i), p.grad(i), p.state(i))))
         staying = [model.embed, model.head, *model.blocks][:resident]
-        p.keep_on_device(*(p.weight(i) for i in staying))
+        frozen = Frozen(p)
+        p.keep_on_device(*(frozen.kept(i) for i in staying))
         streamed = [i for i in model.blocks if i not in staying]
         ring = p.slots("weight", slots)
         window = Window(
             [*streamed, *(i for i in kept.backward_visits(model.blocks) if i in streamed)],
             ahead=slots,
-            fetch=lambda i: p.load(p.weight(i), ring),
+            fetch=lambda i: p.load(frozen.kept(i), ring),
         )
         ends = end_buffers(p, "weight")
 
         def weights(i: int) -> str | None:
-            if i in staying:
-                return None
-            return p.load(p.weight(i), ends[i]) if i in ends else window.weights(i)
+            if i in ends and i not in staying:
+                return p.load(p.weight(i), ends[i])
+            return frozen.whole(i, None if i in staying else window.weights(i))
 
         def done(i: int, grad: str) -> None:
             if workload.grad_clip is None:

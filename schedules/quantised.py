@@ -1,0 +1,43 @@
+"""Frozen weights of blocks in few bits: what is kept so, and how many bytes it takes.
+
+Matrices of blocks are; norms and biases, which are few, the embedding and the head stay as they are computed with. In
+NF4 (QLoRA, Dettmers et al., arXiv:2305.14314, section 3) a weight is one of 16 levels, the quantiles of a normal
+distribution, times the largest magnitude among BLOCK neighbours of its matrix, which is kept in fp32: 4.5 bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+from schedules.model import FP32, ModelSpec, is_matrix
+from schedules.workload import Workload
+
+BLOCK = 64  # weights that share a largest magnitude
+PER_BYTE = 2  # codes
+
+
+def is_quantised(model: ModelSpec, i: int, workload: Workload) -> bool:
+    """Whether layer i is kept in few bits. Raises ModelError when there is no layer i."""
+    return model.is_block(i) and workload.quantised is not None
+
+
+def blocks(params: int) -> int:
+    """How many largest magnitudes a matrix of so many weights has."""
+    return -(-params // BLOCK)
+
+
+def code_bytes(params: int) -> int:
+    """Bytes of the codes of a matrix of so many weights."""
+    return -(-params // PER_BYTE)
+
+
+def quantised_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
+    """Bytes of layer i as it is kept in few bits."""
+    total = 0
+    for name, shape in model.parameter_shapes(i).items():
+        params = math.prod(shape)
+        if is_matrix(name, shape):
+            total += FP32 * blocks(params) + code_bytes(params)
+        else:
+            total += workload.bytes.weight * params
+    return total

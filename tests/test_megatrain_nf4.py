@@ -1,0 +1,276 @@
+"""Weights in 4 bits: the levels, the rounding, the slab's layout, and the kernel for a GPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+
+from megatrain import nf4, session
+from megatrain.adam import Adam
+from megatrain.checkpoint import CheckpointError
+from megatrain.session import Files
+from schedules import policies, presets
+from schedules.errors import InputError
+from schedules.hazards import minimal_waits
+from schedules.op import Access, Kind, Phase, Tier
+from schedules.program import Program
+from schedules.quantised import blocks, code_bytes, quantised_bytes
+from schedules.schedule import Schedule
+from schedules.verify import ScheduleError, Verified, verify
+from schedules.workload import MemoryBudget, Workload
+from sim import hardware
+from sim.prediction import predict
+
+MODEL = replace(presets.load("tiny"), num_hidden_layers=2, attention_bias=True)
+ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
+STEP = Workload(micro_batch_size=2, seq_len=16, precision="fp32")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def schedule(policy: str = "lora_streamed", workload: Workload = STEP, **knobs: Any) -> Schedule:
+    return policies.build(policy, MODEL, workload, ROOM, **{"quantised": "nf4", **knobs})
+
+
+def verified(policy: str = "lora_streamed", **knobs: Any) -> Verified:
+    return verify(schedule(policy, **knobs))
+
+
+def through(values: torch.Tensor, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> torch.Tensor:
+    """What is left of a layer's parameters in 4 bits."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    nbytes = sum(4 * blocks(sizes[name]) + code_bytes(sizes[name]) for name in matrices)
+    nbytes += sum(dtype.itemsize * size for name, size in sizes.items() if name not in matrices)
+    slab, whole = torch.full((nbytes,), 0xFF, dtype=torch.uint8), torch.full((len(values),), torch.nan, dtype=dtype)
+    nf4.quantise(values, slab, shapes, dtype)
+    nf4.dequantise(slab, whole, shapes)
+    return whole
+
+
+def test_levels_are_quantiles_of_a_normal_distribution() -> None:
+    """Of two halves that meet at zero, the outermost of which leaves 1 - 0.9677 of the probability beyond it."""
+    outermost = 0.9677083
+    above = norm.ppf(np.linspace(outermost, 0.5, 9)[:-1])
+    below = -norm.ppf(np.linspace(outermost, 0.5, 8)[:-1])
+    found = np.sort([*below, 0.0, *above]) / above.max()
+    assert np.abs(found - nf4.LEVELS).max() < 2e-7
+    assert all(a < b for a, b in pairwise(nf4.LEVELS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    matrices=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=3),
+    bias=st.integers(1, 70),
+)
+def test_each_weight_is_the_nearest_of_its_block(
+    dtype: torch.dtype, seed: int, matrices: list[tuple[int, int]], bias: int
+) -> None:
+    """Odd sizes too, whose last byte has one code, and blocks that end before they are full; vectors stay."""
+    torch.manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {f"{i}.weight": shape for i, shape in enumerate(matrices)}
+    shapes = {"first.weight": (bias,), **shapes, "last.bias": (bias,)}
+    parts = [torch.randn(shape) * 10.0 ** torch.randint(-6, 6, ()).item() for shape in shapes.values()]
+    found = through(torch.cat([part.flatten() for part in parts]), shapes, dtype)
+    for part, left in zip(parts, found.split([part.numel() for part in parts]), strict=True):
+        if part.dim() == 1:
+            assert torch.equal(left, part.to(dtype))
+            continue
+        for some, of in zip(part.flatten().split(64), left.split(64), strict=True):
+            levels = torch.tensor(nf4.LEVELS) * some.abs().max()
+            assert torch.equal(of, levels[(some[:, None] - levels).abs().argmin(1)].to(dtype))
+
+
+def test_halfway_between_two_levels_the_lower_is_taken() -> None:
+    halfway = torch.tensor([1.0, *nf4.BETWEEN])
+    assert through(halfway, {"p.weight": (1, 16)}, torch.float32).tolist() == [1.0, *torch.tensor(nf4.LEVELS[:-1])]
+
+
+def test_special_values_stay_in_their_block() -> None:
+    values = torch.randn(4 * 64)
+    values[3], values[64], values[128:192] = torch.nan, torch.inf, 0.0
+    of_nan, of_inf, of_zero, other = through(values, {"p.weight": (4, 64)}, torch.float32).split(64)
+    assert of_nan.isnan().all() and not of_inf.isfinite().any() and of_zero.eq(0).all()
+    assert torch.equal(other, through(values[192:], {"p.weight": (1, 64)}, torch.float32))
+
+
+def test_a_normal_weight_is_off_by_a_tenth() -> None:
+    weights = torch.randn(1 << 16)
+    found = through(weights, {"p.weight": (1 << 8, 1 << 8)}, torch.float32)
+    assert 0.08 < float((found - weights).norm() / weights.norm()) < 0.1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_many_chunks_are_one_matrix(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, shapes = torch.randn(1001), {"p.weight": (7, 11, 13)}
+    right = through(values, shapes, torch.float32)
+    monkeypatch.setattr(nf4, "CHUNK", {"cpu": 1 << 20 if whole else 128})
+    assert torch.equal(through(values, shapes, torch.float32), right)
+
+
+# ---- the language
+
+
+def test_a_block_takes_4_and_a_half_bits_a_weight() -> None:
+    model, work = presets.load("llama-3.1-8b"), replace(STEP, precision="bf16", lora_rank=8, quantised="nf4")
+    assert quantised_bytes(model, 0, work) / model.params(0) == pytest.approx(4.5 / 8, rel=1e-3)
+
+
+def test_frozen_blocks_stay_in_4_bits_and_are_whole_for_one_block_at_a_time() -> None:
+    model, machine = presets.load("llama-3.1-70b"), hardware.load("rtx4090")
+    room = MemoryBudget(device_bytes=20 << 30, host_bytes=256 << 30)
+    work = Workload(micro_batch_size=4, seq_len=1024)
+    packed, plain = (policies.build("lora_streamed", model, work, room, quantised=of, keep=0) for of in ("nf4", None))
+    ratio = packed.allocated_bytes(Tier.HOST) / plain.allocated_bytes(Tier.HOST)
+    assert ratio == pytest.approx(4.5 / 16, rel=1e-3)
+    weights = model.params(0) * 2
+    assert packed.buffer["whole"].nbytes == weights and packed.buffer["weight0"].nbytes < 0.29 * weights
+    assert packed.allocated_bytes(Tier.DEVICE) < plain.allocated_bytes(Tier.DEVICE)
+    assert predict(packed, machine).period_ns < 0.95 * predict(plain, machine).period_ns
+    casts = [op for op in packed.ops if op.phase == Phase.CAST]
+    assert len(casts) == 2 * model.num_hidden_layers - 1  # the last block's is there when its backward begins
+    for op in casts:
+        moved = quantised_bytes(model, 0, packed.workload) + weights
+        assert (op.kind, op.nbytes, op.params) == (Kind.UPDATE, moved, model.params(0))
+
+
+def test_only_what_is_frozen_can_be_quantised() -> None:
+    with pytest.raises(ValueError, match="what is quantised cannot be trained: give a lora_rank, or the task evaluate"):
+        replace(STEP, quantised="nf4")
+    with pytest.raises(ValueError, match="quantised 'int3' is unknown; known are nf4"):
+        replace(STEP, quantised="int3", lora_rank=2)
+    asked = replace(STEP, lora_rank=2, quantised="nf4")
+    assert Workload.from_dict(asked.to_dict()) == asked and "quantised" not in STEP.to_dict()
+
+
+def changed(of: Schedule, name: str, **values: Any) -> Schedule:
+    return replace(of, ops=tuple(replace(op, **values) if op.name == name else op for op in of.ops))
+
+
+@pytest.mark.parametrize(
+    ("writes", "told"),
+    [
+        (Access("whole", "w.1"), "C.w.0 makes w.1 of q.0"),
+        (Access("whole", "q.0"), "C.w.0 makes q.0 of q.0"),
+        (Access("nvme.q.0", "w.0"), "buffer nvme.q.0, which is not declared"),
+    ],
+)
+def test_a_cast_makes_the_weights_of_its_own_block(writes: Access, told: str) -> None:
+    of = schedule(keep=0)
+    with pytest.raises(ScheduleError, match=told):
+        verify(changed(of, "C.w.0", writes=(writes,)))
+
+
+def test_weights_are_not_quantised_by_a_cast() -> None:
+    of = schedule(keep=0)
+    (packed,) = next(op for op in of.ops if op.name == "C.w.0").reads
+    with pytest.raises(ScheduleError, match=r"C\.w\.0 makes q\.0 of w\.0"):
+        verify(changed(of, "C.w.0", reads=(Access("whole", "w.0"),), writes=(packed,)))
+
+
+def test_what_is_computed_with_is_made_first() -> None:
+    of = schedule("flexgen_block")
+    without = replace(of, ops=tuple(op for op in of.ops if op.name != "C.w.0"), waits=())
+    without = replace(without, waits=minimal_waits(without.ops))
+    with pytest.raises(ScheduleError, match=r"holds nothing: it is quantised, and kept as q\.0 until a cast makes it"):
+        verify(without)
+    kept = Program(MODEL, of.workload)
+    kept.keep_on_device(*(kept.weight(i) for i in MODEL.layers))
+    for i in MODEL.layers[:-1]:
+        kept.forward(i, keep="nothing")
+    kept.loss()
+    with pytest.raises(ScheduleError, match=r"F\.0\.0 reads the weights of layer 0 from device.w.0, .* kept as q.0"):
+        verify(kept.build(policy="kept"))
+
+
+def test_a_cast_must_be_awaited() -> None:
+    """Of copies that fill a slot again while it is still read."""
+    of = schedule(resident=0, slots=1, keep=0)
+    for wait in (w for w in of.waits if w.on.startswith("C.w")):
+        with pytest.raises(ScheduleError, match="race"):
+            verify(replace(of, waits=tuple(w for w in of.waits if w != wait)))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"), [("q.embed", "only blocks are quantised"), ("q.0", "the workload quantises nothing")]
+)
+def test_what_is_not_quantised_has_no_such_tensor(tensor: str, told: str) -> None:
+    work = replace(STEP, lora_rank=2, quantised="nf4" if tensor == "q.embed" else None)
+    with pytest.raises(InputError, match=told):
+        Program(MODEL, work).keep_on_device(tensor)
+
+
+# ---- training
+
+
+def test_adapters_do_not_go_on_beside_weights_of_another_format(tmp_path: Any) -> None:
+    hyper = Adam(lr=1e-2)
+    session.train(verified(), steps=2, hyper=hyper, files=Files(save=tmp_path))
+    for other, told in ((None, "quantised=nf4, the schedule's are whole"), ("nf4", "")):
+        resumed = verified(quantised=other, resident=0, keep=2)
+        if told:
+            with pytest.raises(CheckpointError, match=f"adapters that were trained beside weights that were {told}"):
+                session.train(resumed, steps=1, hyper=hyper, files=Files(resume=tmp_path))
+        else:
+            assert len(session.train(resumed, steps=1, hyper=hyper, files=Files(resume=tmp_path)).losses) == 1
+
+
+def test_a_training_of_whole_weights_is_evaluated_in_4_bits(tmp_path: Any) -> None:
+    whole = verify(policies.build("resident", MODEL, STEP, ROOM))
+    session.train(whole, steps=3, hyper=Adam(lr=1e-2), files=Files(save=tmp_path))
+    of = Files(resume=tmp_path)
+    evaluated = session.train(verified("flexgen_block"), steps=1, hyper=Adam(lr=0.0), files=of)
+    trained = session.train(verified("flexgen_block", quantised=None), steps=1, hyper=Adam(lr=0.0), files=of)
+    assert evaluated.losses != trained.losses
+    assert evaluated.losses == pytest.approx(trained.losses, rel=0.05)
+
+
+def test_adapters_are_not_folded_into_what_is_rounded_next(tmp_path: Any) -> None:
+    with pytest.raises(InputError, match="would be rounded with them: leave out quantised"):
+        session.train(verified("flexgen_block"), steps=1, hyper=Adam(lr=0.0), files=Files(adapters=tmp_path))
+
+
+# ---- a GPU's kernel
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Any]:
+    pytest.importorskip("triton")
+    names = ("adam_gpu", "nf4_gpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
+        *_, module = [importlib.reload(importlib.import_module(f"megatrain.native.{name}")) for name in names]
+        yield module
+    for name in names:
+        importlib.reload(importlib.import_module(f"megatrain.native.{name}"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 2047, 2048, 2049, 5001])
+def test_a_gpu_makes_the_same_bits(
+    n: int, dtype: torch.dtype, interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(n)
+    shapes = {"norm.weight": (3,), "p.weight": (1, n)}
+    right = through(values := torch.randn(3 + n), shapes, dtype)
+    monkeypatch.setattr(nf4, "_kernels_on", lambda device: interpreted)
+    assert torch.equal(through(values, shapes, dtype), right)
+
+
+def test_nothing_beyond_a_matrix_is_written(interpreted: Any) -> None:
+    whole = torch.full((128,), 7.0)
+    codes, largest = torch.zeros(33, dtype=torch.uint8), torch.ones(2)
+    interpreted.dequantise(codes, largest, nf4.levels(torch.device("cpu")), whole[:65])
+    assert whole[:65].eq(-1).all() and whole[65:].eq(7).all()
