@@ -223,6 +223,10 @@ def result(schedule: Schedule, backend: CpuBackend, **options: Any) -> tuple[lis
         return losses, [run.parameters(i).cpu() for i in trained.layers(schedule.model, schedule.workload)]
 
 
+POLICIES = [*policies.names(), *(f"{name} quantised=nf4" for name in ("lora_streamed", "flexgen_block"))]
+
+
 def built(policy: str, model: ModelSpec, workload: Workload) -> Schedule:
-    """A policy's schedule, with memory for everything."""
-    return policies.build(policy, model, workload, MemoryBudget(device_bytes=10**9, host_bytes=10**9))
+    """The schedule of a policy, which may be followed by knobs, with memory for everything."""
+    name, knobs = policies.with_knobs(policy)
+    return policies.build(name, model, workload, MemoryBudget(device_bytes=10**9, host_bytes=10**9), **knobs)

@@ -18,7 +18,7 @@ import played_gpu
 import pytest
 import rehearsal
 import torch
-from fake_cuda import WORKLOAD, built, trainer
+from fake_cuda import POLICIES, WORKLOAD, built, trainer
 from gpu_case import Case
 from hand_written import WRITERS, small
 from torch._inductor import metrics
@@ -43,7 +43,7 @@ from sim.signature import timed
 
 MODEL, MEMORY = small(blocks=4), MemoryBudget(device_bytes=10**10, host_bytes=10**10)
 LONG = dataclasses.replace(WORKLOAD, seq_len=32)
-NAMES = [*WRITERS, *policies.names()]
+NAMES = [*WRITERS, *POLICIES]
 WORKSPACES = 3 * 32 << 20  # of cuBLAS on an H100: one for each stream and thread that multiplies
 SANITIZED = "TORCH_CUDA_SANITIZER" in os.environ
 

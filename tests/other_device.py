@@ -14,14 +14,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from fake_cuda import WORKLOAD, FakeBackend, FakeGpu, built, installed, result
+from fake_cuda import POLICIES, WORKLOAD, FakeBackend, FakeGpu, built, installed, result
 from hand_written import WRITERS, small
 from torch import Tensor
 
 from megatrain import actions, adam, moments8
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
-from schedules import policies
 from schedules.op import Kind, Op, Phase, Stream
 from schedules.workload import PRECISIONS, RECOMPUTED, Workload
 
@@ -38,7 +37,7 @@ def registered() -> ctypes.CDLL:
     for name, told in {"is_available": True, "device_count": 1, "current_device": 0, "_is_in_bad_fork": False}.items():
         setattr(module, name, lambda told=told: told)
     torch._register_device_module(NAME, module)
-    for chunks in (actions.NORM_CHUNK, adam.CHUNK):
+    for chunks in (actions.NORM_CHUNK, adam.CHUNK, nf4.CHUNK):
         chunks[NAME] = chunks["cuda"]
     for signed in (False, True):
         moments8.limits(signed, torch.device(NAME, 0))  # the codes' table is made once for a process, with a wait
@@ -74,7 +73,7 @@ def check(gpu: FakeGpu, name: str, workload: Workload, folder: Path) -> None:
             assert float((found - expected).abs().max() / expected.abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *policies.names()])
+@pytest.mark.parametrize("name", [*WRITERS, *POLICIES])
 def test_every_schedule_trains_as_on_the_cpu_and_nothing_waits(gpu: FakeGpu, name: str, tmp_path: Path) -> None:
     check(gpu, name, LONG, tmp_path)
 

@@ -21,7 +21,20 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FAST, MODEL, STEPS, WORKLOAD, FakeBackend, FakeGpu, FakeRuntime, built, installed, result, trainer
+from fake_cuda import (
+    FAST,
+    MODEL,
+    POLICIES,
+    STEPS,
+    WORKLOAD,
+    FakeBackend,
+    FakeGpu,
+    FakeRuntime,
+    built,
+    installed,
+    result,
+    trainer,
+)
 from hand_written import WRITERS, small
 from quick_readings import hurry
 from torch import Tensor
@@ -136,7 +149,7 @@ def test_training_through_the_backend_is_training(gpu: FakeGpu, writer: str) -> 
     assert {stream for stream, _ in gpu.spun} >= {Stream.COMPUTE}  # delays are kernels there
 
 
-@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_runs_unchanged(gpu: FakeGpu, policy: str, tmp_path: Path) -> None:
     schedule = built(policy, MODEL, dataclasses.replace(WORKLOAD, grad_clip=None))
     right = result(schedule, CpuBackend(), nvme=tmp_path)[0]
@@ -1049,7 +1062,7 @@ real = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 @real
-@pytest.mark.parametrize("name", [*WRITERS, *policies.names()])
+@pytest.mark.parametrize("name", [*WRITERS, *POLICIES])
 def test_gpu_trains_as_the_cpu_does(name: str, tmp_path: Path) -> None:
     model = small(blocks=4)
     schedule = WRITERS[name](model, REAL) if name in WRITERS else built(name, model, REAL)
