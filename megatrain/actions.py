@@ -170,8 +170,8 @@ def _cast(a: Actions, op: Op) -> Work:
     (source,), (target,) = op.reads, op.writes
     if parse(source.tensor).cls != tensors.QUANTISED:
         return _copy(a, op)
-    packed, whole, shapes = a.store.tensor(source), a.store.tensor(target), a.shapes(_layer(op))
-    return lambda step: nf4.dequantise(packed, whole, shapes)
+    run = nf4.dequantising(a.store.tensor(source), a.store.tensor(target), a.shapes(_layer(op)))
+    return lambda step: run()
 
 
 def _copy_tensor(source: Tensor, target: Tensor, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -67,18 +67,27 @@ def quantise(values: Tensor, slab: Tensor, shapes: Mapping[str, tuple[int, ...]]
             _quantise(of[start : start + CHUNK["cpu"]], _chunk(part, start, CHUNK["cpu"]))
 
 
-def dequantise(slab: Tensor, weights: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The parameters of a block, in the type and flat memory of `weights`, of its slab on the same device."""
+def dequantising(slab: Tensor, weights: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[], None]:
+    """What makes the parameters of a block, in the type and flat memory of `weights`, of its slab on the same device.
+
+    Nothing waits when it is called: what it needs beside them is there.
+    """
     pieces = torch.split(weights, [math.prod(shape) for shape in shapes.values()])
     kernels, chunk = _kernels_on(weights.device), CHUNK[weights.device.type]
-    for part, whole in zip(parts(slab, shapes, weights.dtype).values(), pieces, strict=True):
-        if isinstance(part, Tensor):
-            whole.copy_(part)
-        elif kernels is not None:
-            kernels.dequantise(part.codes, part.largest, levels(weights.device), whole)
-        else:
-            for start in range(0, len(whole), chunk):
-                _dequantise(_chunk(part, start, chunk), whole[start : start + chunk])
+    found, table = parts(slab, shapes, weights.dtype).values(), levels(weights.device)
+    pairs = _pairs(weights.device)
+
+    def run() -> None:
+        for part, whole in zip(found, pieces, strict=True):
+            if isinstance(part, Tensor):
+                whole.copy_(part)
+            elif kernels is not None:
+                kernels.dequantise(part.codes, part.largest, table, whole)
+            else:
+                for start in range(0, len(whole), chunk):
+                    _dequantise(_chunk(part, start, chunk), whole[start : start + chunk], pairs)
+
+    return run
 
 
 def _chunk(part: Matrix, start: int, size: int) -> Matrix:
@@ -97,9 +106,9 @@ def _quantise(values: Tensor, into: Matrix) -> None:
     into.codes.copy_(pairs[:, 0] << 4 | pairs[:, 1])
 
 
-def _dequantise(part: Matrix, into: Tensor) -> None:
-    pairs = torch.nn.functional.embedding(part.codes.int(), _pairs(into.device)).view(-1)
-    padded = torch.nn.functional.pad(pairs[: len(into)], (0, -len(into) % BLOCK))
+def _dequantise(part: Matrix, into: Tensor, pairs: Tensor) -> None:
+    shares = torch.nn.functional.embedding(part.codes.int(), pairs).view(-1)
+    padded = torch.nn.functional.pad(shares[: len(into)], (0, -len(into) % BLOCK))
     into.copy_((padded.view(-1, BLOCK) * part.largest[:, None]).view(-1)[: len(into)])
 
 
@@ -112,8 +121,8 @@ def levels(device: torch.device) -> Tensor:
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """What the two codes of every byte stand for, fp32 [256, 2]."""
-    found = levels(device)
-    return torch.stack((found.repeat_interleave(len(LEVELS)), found.repeat(len(LEVELS))), dim=1)
+    found = torch.tensor(LEVELS, dtype=torch.float32)
+    return torch.stack((found.repeat_interleave(len(LEVELS)), found.repeat(len(LEVELS))), dim=1).to(device)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from fake_cuda import POLICIES, WORKLOAD, FakeBackend, FakeGpu, built, installed
 from hand_written import WRITERS, small
 from torch import Tensor
 
-from megatrain import actions, adam, moments8
+from megatrain import actions, adam, moments8, nf4
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
 from schedules.op import Kind, Op, Phase, Stream

@@ -54,7 +54,7 @@ def through(values: torch.Tensor, shapes: dict[str, tuple[int, ...]], dtype: tor
     nbytes += sum(dtype.itemsize * size for name, size in sizes.items() if name not in matrices)
     slab, whole = torch.full((nbytes,), 0xFF, dtype=torch.uint8), torch.full((len(values),), torch.nan, dtype=dtype)
     nf4.quantise(values, slab, shapes, dtype)
-    nf4.dequantise(slab, whole, shapes)
+    nf4.dequantising(slab, whole, shapes)()
     return whole
 
 
