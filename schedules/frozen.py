@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+from schedules.end_layers import end_buffers
+from schedules.op import Stream, Tier
 from schedules.program import Program
 from schedules.quantised import is_quantised
+from schedules.sweep import Window
+
+PASSING = 2  # blocks on their way from a drive through the host
 
 
 class Frozen:
-    """The layers of a step whose weights never change, as the workload keeps them.
+    """The weights of a step in which they never change, as the workload keeps them.
 
-    What is quantised is made whole on the compute stream, in one buffer for all blocks, just before a block computes:
-    that takes a fraction of the time that copies of whole weights would.
+    Layers that are `staying` live on the device, blocks that are `on_drive` on NVMe, all others on the host. Blocks
+    come through a ring of `slots`, in the order of `visits`, of which those that stay are none; the embedding and the
+    head have buffers of their own. What is quantised is made whole on the compute stream, in one buffer for all blocks,
+    just before a block computes: that takes a fraction of the time that copies of whole weights would.
     """
 
-    def __init__(self, p: Program) -> None:
-        self._program = p
+    def __init__(
+        self,
+        p: Program,
+        visits: Sequence[int],
+        *,
+        staying: Collection[int],
+        on_drive: Collection[int] = (),
+        slots: int,
+    ) -> None:
+        self._program, self._staying, self._on_drive = p, staying, on_drive
+        p.keep_on_device(*map(self.kept, staying))
+        p.keep_on_nvme(*map(self.kept, on_drive))
+        self._passing = p.slots("passing", PASSING, Tier.HOST) if on_drive else None
+        self._ring = p.slots("weight", slots)
+        self._ends = end_buffers(p, "weight")
         self._whole = p.buffer("whole") if p.workload.quantised is not None else ""
+        self._window = Window([i for i in visits if i not in staying], ahead=slots, fetch=self._fetch)
 
     def kept(self, i: int) -> str:
         """The tensor that layer i's weights are, between steps and on links."""
         p = self._program
         return p.quantised(i) if is_quantised(p.model, i, p.workload) else p.weight(i)
 
-    def whole(self, i: int, buffer: str | None) -> str | None:
-        """Where layer i is computed with, if what is kept of it is in this buffer, or at home: None."""
+    def weights(self, i: int) -> str | None:
+        """Where layer i is computed with: a buffer of the device, or at home, None."""
         p = self._program
-        if p.holds(self._whole) == p.weight(i):
-            return self._whole
+        if i in self._ends:
+            return None if i in self._staying else p.load(p.weight(i), self._ends[i])
+        buffer = None if i in self._staying else self._window.weights(i)
         if not is_quantised(p.model, i, p.workload):
             return buffer
+        if p.holds(self._whole) == p.weight(i):
+            return self._whole
         return p.dequantise(i, out_of=buffer, into=self._whole)
+
+    def _fetch(self, i: int) -> str:
+        p, kept = self._program, self.kept(i)
+        if (slot := self._ring.holding(kept)) is not None:
+            return slot
+        if self._passing is None or i not in self._on_drive:
+            return p.load(kept, self._ring)
+        source = p.prefetch(kept, into=self._passing.next(), stream=Stream.NVME_READ)
+        return p.prefetch(kept, into=self._ring.next(), out_of=source)

@@ -104,6 +104,8 @@ VARIANTS: dict[str, dict[str, Knob]] = {
     "lora_streamed, resident=0, keep=1": {"resident": 0, "keep": 1, "rank": 4},
     "lora_streamed, resident=6": {"resident": 6},
     "lora_streamed, quantised=nf4": {"quantised": "nf4", "rank": 4, "keep": 1},
+    "lora_streamed, nvme=3": {"resident": 1, "nvme": 3, "slots": 1},
+    "lora_streamed, quantised=nf4, nvme=2": {"quantised": "nf4", "nvme": 2, "activations": "inputs"},
     "lora_streamed, quantised=nf4, resident=4": {"quantised": "nf4", "resident": 4, "every": 2},
     "flexgen_block, activations=host": {"activations": "host", "slots": 1},
     "flexgen_block, block=1, resident=1, nvme=1": {"block": 1, "resident": 1, "nvme": 1},

@@ -23,14 +23,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from schedules.end_layers import end_buffers
 from schedules.errors import ProgramError
 from schedules.frozen import Frozen
 from schedules.kept_activations import at_most
 from schedules.model import ModelSpec
-from schedules.op import Stream, Tier
 from schedules.program import Program
-from schedules.sweep import Place, Window
+from schedules.sweep import Place
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "nothing"
@@ -64,37 +62,16 @@ def policy(
     at_most(len(model.blocks), "blocks", nvme=nvme)
     evaluated = replace(workload, task="evaluate", grad_clip=None)
     p = Program(model, replace(evaluated, quantised=workload.quantised or quantised))
-    frozen = Frozen(p)
+
     batches = list(workload.microbatches)
     size = block or len(batches)
     groups = [batches[at : at + size] for at in range(0, len(batches), size)]
     staying = model.layers[:resident]
-    p.keep_on_device(*(frozen.kept(i) for i in staying))
     on_drive = [i for i in model.blocks if i not in staying][::-1][:nvme]
-    p.keep_on_nvme(*(frozen.kept(i) for i in on_drive))
-    passing = p.slots("passing", 2, Tier.HOST) if on_drive else None
-    ring = p.slots("weight", slots)
-    ends = end_buffers(p, "weight")
-
-    def fetch(i: int) -> str:
-        kept = frozen.kept(i)
-        if (slot := ring.holding(kept)) is not None:
-            return slot
-        if passing is None or i not in on_drive:
-            return p.load(kept, ring)
-        source = p.prefetch(kept, into=passing.next(), stream=Stream.NVME_READ)
-        return p.prefetch(kept, into=ring.next(), out_of=source)
-
-    visits = [i for i in model.blocks if i not in staying] * len(groups)
-    window = Window(visits, ahead=slots, fetch=fetch)
-
-    def weights(i: int) -> str | None:
-        if i in ends and i not in staying:
-            return p.load(p.weight(i), ends[i])
-        return frozen.whole(i, None if i in staying else window.weights(i))
-
+    visits = [*model.blocks] * len(groups)
+    frozen = Frozen(p, visits, staying=staying, on_drive=on_drive, slots=slots)
     for group in groups:
-        _evaluate(p, group, weights, away=activations == "host" and len(group) > 1)
+        _evaluate(p, group, frozen.weights, away=activations == "host" and len(group) > 1)
     return p
 
 

@@ -5,10 +5,11 @@ for the forward and once for the backward, while other blocks compute, and nothi
 A block runs all micro-batches while it is there. Its adapters, their gradient and their optimizer state live on the
 device, where they are updated right after the block's backward. The last `keep` blocks keep their activations, the
 others their input and run forward again. The first `resident` layers, the embedding and the head coming first, have
-their frozen weights on the device too. With quantised=nf4 the blocks' matrices are kept in 4.5 bits a weight, on the
-host, the device and the link, and made whole on the device each time that their block is computed.
+their frozen weights on the device too; `nvme` of the others, evenly spread, have theirs on a drive, which is only read.
+With quantised=nf4 the blocks' matrices are kept in 4.5 bits a weight, wherever they are, and made whole on the device
+each time that their block is computed.
 
-Where states live, in bytes per parameter at bf16. Frozen, host: weights 2, blocks' 0.56 with quantised=nf4; no
+Where states live, in bytes per parameter at bf16. Frozen, host or NVMe: weights 2, blocks' 0.56 with quantised=nf4; no
 gradient, no moments. Adapters (a few thousandths of the model), device: weights 2, gradient 2, optimizer state 8.
 
 Exact in its training of adapters of rank `rank` beside every projection of every block (LoRA, arXiv 2106.09685; experts
@@ -23,13 +24,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from schedules.end_layers import end_buffers
 from schedules.frozen import Frozen
 from schedules.kept_activations import Activations, at_least_1, at_most, kept_as, most_that_fit
 from schedules.model import ModelSpec
 from schedules.op import Stream
 from schedules.program import Program
-from schedules.sweep import Window, sweep
+from schedules.sweep import spread, sweep, visits
 from schedules.workload import MemoryBudget, Workload
 
 TRAINS = "adapters"
@@ -46,6 +46,7 @@ def policy(
     activations: Activations = "recompute",
     every: int = 1,
     resident: int = 2,
+    nvme: int = 0,
     quantised: Literal["nf4"] | None = None,
 ) -> Program:
     """Build the step.
@@ -54,10 +55,12 @@ def policy(
         rank: of the adapters, at least 1.
         slots: device buffers for streamed weights.
         resident: how many layers' frozen weights live on the device: the embedding, the head, then blocks.
+        nvme: how many of the other blocks, evenly spread, live on NVMe.
         quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
     """
     at_least_1("of the adapters", rank=rank)
     at_most(len(model.layers), "layers", resident=resident)
+    at_most(len(model.blocks), "blocks", nvme=nvme)
     quantised_as = workload.quantised or quantised
     workload = replace(workload, lora_rank=workload.lora_rank or rank, quantised=quantised_as)
 
@@ -65,21 +68,8 @@ def policy(
         p, kept = Program(model, workload), kept_as(model, activations, keep=keep, every=every)
         p.keep_on_device(*(t for i in model.blocks for t in (p.adapter(i), p.grad(i), p.state(i))))
         staying = [model.embed, model.head, *model.blocks][:resident]
-        frozen = Frozen(p)
-        p.keep_on_device(*(frozen.kept(i) for i in staying))
-        streamed = [i for i in model.blocks if i not in staying]
-        ring = p.slots("weight", slots)
-        window = Window(
-            [*streamed, *(i for i in kept.backward_visits(model.blocks) if i in streamed)],
-            ahead=slots,
-            fetch=lambda i: p.load(frozen.kept(i), ring),
-        )
-        ends = end_buffers(p, "weight")
-
-        def weights(i: int) -> str | None:
-            if i in ends and i not in staying:
-                return p.load(p.weight(i), ends[i])
-            return frozen.whole(i, None if i in staying else window.weights(i))
+        on_drive = spread([i for i in model.blocks if i not in staying], nvme)
+        frozen = Frozen(p, visits(kept, model.blocks), staying=staying, on_drive=on_drive, slots=slots)
 
         def done(i: int, grad: str) -> None:
             if workload.grad_clip is None:
@@ -87,7 +77,7 @@ def policy(
             else:
                 p.norm([(grad, p.grad(i))], stream=Stream.COMPUTE, name=f"N.{model.layer_name(i)}")
 
-        sweep(p, list(workload.microbatches), weights=weights, grad=lambda i: None, done=done, kept=kept)
+        sweep(p, list(workload.microbatches), weights=frozen.weights, grad=lambda i: None, done=done, kept=kept)
         if workload.grad_clip is not None:
             for i in model.blocks:
                 p.update(i, stream=Stream.COMPUTE)
