@@ -352,7 +352,7 @@ OTHERS: tuple[Point, ...] = (
     ),
     Point(
         system="Soup, streamed LoRA on NF4", model="8B", machine="RTX 3050 4 GB", value=119.6, unit="tokens/s",
-        source="Soup, docs/performance-and-quantization.md", lacking=_NO_PROFILE + "; 4-bit weights",
+        source="Soup, docs/performance-and-quantization.md", lacking=_NO_PROFILE,
     ),
     Point(
         system="prime-rl full_offload", model="Qwen3-30B-A3B", machine="8 x H200", value=3.96, unit="s",

@@ -153,6 +153,17 @@ def _require_number(seed: int, step: int) -> None:
         raise DataError(f"steps and seeds count from 0, not step {step}, seed {seed}")
 
 
+def whole_steps(source: TokenSource, workload: Workload) -> int:
+    """How many steps read a text once, but for what is left of it. Raises DataError where not one does."""
+    of_a_step = math.prod(_of_a_step(workload))
+    if source.sequences is None or source.sequences < of_a_step:
+        raise DataError(
+            f"there are {source.sequences or 0:,} sequences of {workload.seq_len:,} tokens, too few for a step of "
+            f"{of_a_step:,}"
+        )
+    return source.sequences // of_a_step
+
+
 def sequences_in(tokens: int, workload: Workload) -> int:
     """How many sequences follow each other in so many tokens; the last one's last token is only predicted."""
     return (tokens - 1) // workload.seq_len

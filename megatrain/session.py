@@ -6,9 +6,9 @@ import functools
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from megatrain.adam import Adam
 from megatrain.adapters import folded
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
-from megatrain.data import ByteText, DataError, TokenSource, read_bytes, standard_library
+from megatrain.data import ByteText, DataError, TokenSource, read_bytes, standard_library, whole_steps
 from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.preflight import require_drive, require_memory, require_room
@@ -26,6 +26,7 @@ from megatrain.token_file import from_file
 from megatrain.train import Debug, OnStep, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError
+from schedules.evaluation import evaluation
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -41,21 +42,24 @@ DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The loss of every step, of how many tokens that is the mean, and when every op of the last of them ran; a
-    checkpoint was saved `every` so many.
+    """The loss of every step, of how many tokens that is the mean, and when every op of the last of them ran.
+
+    paused: after how many steps of this run something else was done, a checkpoint saved or a text evaluated.
+    held_out: after how many steps in all -> the mean loss of the text that is held out, and of how many tokens.
     """
 
     losses: list[float]
     learned: list[int]
     trace: Trace
-    every: int | None = None
+    paused: Collection[int] = ()
+    held_out: Mapping[int, tuple[float, int]] = field(default_factory=dict)
 
     @property
     def step_ns(self) -> list[int]:
-        """From the end of one step to the end of the next, where no checkpoint was saved in between."""
+        """From the end of one step to the end of the next, where nothing else was done in between."""
         first = len(self.losses) - self.trace.steps + 2  # `Trace.step_ns` leaves out two: one of warm-up
         periods = enumerate(self.trace.step_ns().tolist(), first)
-        return [ns for step, ns in periods if self.every is None or step % self.every]
+        return [ns for step, ns in periods if step not in self.paused]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,8 @@ class Files:
         adapters are trained: these would belong to weights that nobody has.
     tokens: see `megatrain.token_file.from_file`; the standard library's source text, a token per byte, if left out.
     loss_mask: a file beside that of tokens, see `megatrain.token_file.TokenFile`; all are learned if left out.
+    held_out: a file as that of tokens, whose loss is told before the first step, after the last and, if given, after
+        every `held_out_every`; held_out_mask: its mask.
     resume: a folder of checkpoints, from the newest of which to go on.
     save: a folder for a checkpoint at the end, and `every` so many steps.
     export: a folder for weights, or adapters, as Hugging Face has them, at the end.
@@ -77,6 +83,9 @@ class Files:
     adapters: Path | None = None
     tokens: Path | None = None
     loss_mask: Path | None = None
+    held_out: Path | None = None
+    held_out_mask: Path | None = None
+    held_out_every: int | None = None
     resume: Path | None = None
     save: Path | None = None
     every: int | None = None
@@ -113,14 +122,16 @@ def train(
     on_stage: Callable[[str], None] = unheard,
     on_step: OnStep = unheard,
     on_files: Callable[[FileEvent, Path], None] = unheard,
+    on_held_out: Callable[[int, float], None] = unheard,
     stop: Callable[[], bool] = never,
 ) -> Trained:
     """Train so many steps, more of them where `files` say to resume; none where a checkpoint is only to be exported.
 
     `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer, and ops are computed in this `way`. `on_stage` is
-    told what begins before the first step, the first time when all has been checked; `on_step` is as in Trainer.run,
-    and `on_files` is told what happens to a folder. Once `stop` says so, the steps under way are finished, a checkpoint
-    is saved where `files` say where, and nothing is exported.
+    told what begins before the first step, the first time when all has been checked, and how far an evaluation is;
+    `on_step` is as in Trainer.run; `on_files` is told what happens to a folder, and `on_held_out` the loss of what is
+    held out after so many steps. Once `stop` says so, the steps under way are finished, a checkpoint is saved where
+    `files` say where, and nothing is exported.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training; or another training
@@ -157,6 +168,7 @@ def train(
         schedule = verified.schedule
         model, workload = schedule.model, schedule.workload
         data = _tokens(files, model, workload, seed, steps)
+        held_out = _held_out(files, verified)
         initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
         if files.adapters is not None:
             initial = folded(initial, files.adapters, model)
@@ -202,7 +214,9 @@ def train(
             )
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
-        return _train_and_save(trainer, schedule, steps, files, began, on_step, on_files, stop)
+        return _train_and_save(
+            trainer, schedule, steps, files, began, held_out, on_stage, on_step, on_files, on_held_out, stop
+        )
 
 
 def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps: int) -> TokenSource:
@@ -230,6 +244,24 @@ def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps
             f"there are {found.sequences:,} sequences of {workload.seq_len:,} tokens, and {steps:,} steps would read "
             f"some again: evaluate up to {found.sequences // of_a_step:,} steps of {of_a_step:,}"
         )
+    return found
+
+
+def _held_out(files: Files, verified: Verified) -> TokenSource | None:
+    """The text that is evaluated between steps. Raises DataError, InputError, and Refused as `evaluation` does."""
+    if files.held_out is None:
+        if files.held_out_mask is not None or files.held_out_every is not None:
+            raise InputError("what is held out is a file of tokens: give it, with --held-out")
+        return None
+    model, workload = verified.schedule.model, verified.schedule.workload
+    if workload.task == "evaluate":
+        raise InputError("--held-out is evaluated while something is trained: give the text as --data")
+    of = evaluation(verified).schedule.workload
+    found = from_file(files.held_out, model.vocab_size, of, loss_mask=files.held_out_mask)
+    try:
+        whole_steps(found, of)
+    except DataError as error:
+        raise DataError(f"{files.held_out}: {error}") from None
     return found
 
 
@@ -284,17 +316,28 @@ def _train_and_save(
     steps: int,
     files: Files,
     began: Path | None,
+    held_out: TokenSource | None,
+    on_stage: Callable[[str], None],
     on_step: OnStep,
     on_files: Callable[[FileEvent, Path], None],
+    on_held_out: Callable[[int, float], None],
     stop: Callable[[], bool],
 ) -> Trained:
-    """Train so many steps, and save and export on the way. Raises what `train` does of these.
+    """Train so many steps, and evaluate, save and export on the way. Raises what `train` does of these.
 
     A checkpoint on the way that cannot be written is told, and the training goes on: its state is sound.
     """
     losses: list[float] = []
     saved: list[int] = []  # the steps after which this run has saved
+    paused: set[int] = set()
+    found: dict[int, tuple[float, int]] = {}  # the loss of what is held out
     first = trainer.step
+
+    def evaluate() -> None:
+        assert held_out is not None
+        found[trainer.step] = trainer.evaluate(held_out, on_stage)
+        paused.add(len(losses))
+        on_held_out(trainer.step, found[trainer.step][0])
 
     def told(step: int, loss: float, norm: float | None) -> None:
         if step == first:
@@ -309,11 +352,20 @@ def _train_and_save(
 
     try:
         with _seldom_collecting_garbage() as settled:
+            if held_out is not None:
+                evaluate()
             while len(losses) < steps and not stop():
-                left = steps - len(losses)
-                more = trainer.run(min(left, files.every or left), on_step=told, stop=stop)
-                losses += more
-                if files.save is not None and more:
+                done = len(losses)
+                due = [every - done % every for every in (files.every, files.held_out_every) if every]
+                losses += trainer.run(min([steps - done, *due]), on_step=told, stop=stop)
+                if held_out is not None and _is_due(len(losses), files.held_out_every, steps) and not stop():
+                    evaluate()
+                if (
+                    files.save is not None
+                    and len(losses) > done
+                    and (_is_due(len(losses), files.every, steps) or stop())
+                ):
+                    paused.add(len(losses))
                     try:
                         on_files("saved", trainer.save(files.save))
                         saved.append(trainer.step)
@@ -328,4 +380,9 @@ def _train_and_save(
         kept = checkpoint.told(files.save)
         raise Diverged(f"{error}: the training has diverged and stops; {kept}; try a lower learning rate") from None
     learned = [trainer.learned[step] for step in range(first, first + len(losses))]
-    return Trained(losses=losses, learned=learned, trace=trainer.trace(), every=files.every)
+    return Trained(losses=losses, learned=learned, trace=trainer.trace(), paused=paused, held_out=found)
+
+
+def _is_due(done: int, every: int | None, steps: int) -> bool:
+    """Whether what is done `every` so many steps, and at the end, is to be done now."""
+    return done == steps or (every is not None and done % every == 0)

@@ -8,6 +8,7 @@ torch gives freed memory to whatever the allocating stream runs next, and a copy
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 
 import torch
@@ -85,6 +86,12 @@ class Store:
             self._slabs[buffer.name] = allocate(buffer)
             if poison:
                 self._slabs[buffer.name].fill_(POISON)
+
+    def within(self, schedule: Schedule) -> Store:
+        """The same memory for another schedule, of some of the same buffers and no saved activations."""
+        other = copy.copy(self)
+        other._schedule, other._views, other._saved, other._memory, other._copied = schedule, {}, {}, {}, set()
+        return other
 
     # ---- tensors in slabs
 
@@ -192,7 +199,7 @@ class Store:
         for number, i in enumerate(model.layers, 1):
             on_stage(f"filling layer {number} of {len(model.layers)}")
             sources = {tensors.WEIGHT: source}
-            if adapters is not None and i in updated:
+            if adapters is not None and workload.lora_rank is not None and model.is_block(i):
                 sources[tensors.ADAPTER] = adapters
             for cls, values in sources.items():
                 in_checkpoints = cls == trained.cls(workload)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Generic
@@ -19,7 +20,7 @@ from megatrain.actions import Actions, OnGradient
 from megatrain.adam import Adam
 from megatrain.backend import Backend, E, Work
 from megatrain.checkpoint import Checkpoint
-from megatrain.data import TokenSource, inputs_and_targets, shares
+from megatrain.data import TokenSource, inputs_and_targets, shares, whole_steps
 from megatrain.executor import Executor
 from megatrain.float_types import float_type
 from megatrain.initial import random_adapters, with_checksums
@@ -27,6 +28,7 @@ from megatrain.nvme import Drive
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.store import Store
 from megatrain.template import templates
+from schedules.evaluation import evaluation
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from schedules.trace import AHEAD, Trace
@@ -153,6 +155,7 @@ class Trainer(Generic[E]):
                 delay_s=(lambda: delays.uniform(0.0, debug.delay_s)) if debug.delay_s else None,
                 record=record,
             )
+            self._evaluation: tuple[Executor[E], Actions] | None = None  # made when it is first asked for
             # how many steps have been trained; whatever is evaluated reads the same text
             self.step = resume.step if resume is not None and workload.task == "train" else 0
             self.learned: dict[int, int] = {}  # step -> of how many tokens its loss is the mean
@@ -197,10 +200,8 @@ class Trainer(Generic[E]):
         losses: list[float] = []
 
         def finish(step: int) -> None:
-            self._executor.wait(step)
-            del self._actions.tokens[step]
-            parts, squares = self._actions.losses.pop(step), self._actions.squares.pop(step, None)
-            losses.append(sum(float(parts[m]) for m in sorted(parts)))
+            losses.append(_finished(self._executor, self._actions, step))
+            squares = self._actions.squares.pop(step, None)
             on_step(step, losses[-1], None if squares is None else math.sqrt(float(squares)))
 
         first, last = self.step, self.step + steps
@@ -210,19 +211,45 @@ class Trainer(Generic[E]):
             if stop():
                 last = step
                 break
-            inputs, targets = inputs_and_targets(self._data.batch(step))
-            of_loss = shares(self._data, step, self._verified.schedule.workload).float()
-            self.learned[step] = int(of_loss.count_nonzero())
-            device = self._backend.device
-            self._actions.tokens[step] = inputs.to(device), targets.to(device), of_loss.to(device)
-            if self._backend.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # `to` has waited; torch's stream sanitizer learns it here
-            self._actions.losses[step] = {}
-            self._executor.issue(step)
+            self.learned[step] = _issued(self._executor, self._actions, self._data, step)
         for step in range(first + len(losses), last):
             finish(step)
         self.step = last
         return losses
+
+    def evaluate(self, data: TokenSource, on_stage: Callable[[str], None] = unheard) -> tuple[float, int]:
+        """The mean loss of a text by what is trained as it is now, and of how many tokens; nothing is trained by it.
+
+        Whole steps of it are read, from its beginning, each sequence once. `on_stage` is told of each.
+
+        Raises:
+            DataError: there are too few sequences for a step.
+            OpFailed: an op failed; the trainer is closed then, as after an interrupt.
+            Refused: see `schedules.evaluation`.
+        """
+        try:
+            return self._evaluate(data, on_stage)
+        except BaseException:
+            self.close()
+            raise
+
+    def _evaluate(self, data: TokenSource, on_stage: Callable[[str], None]) -> tuple[float, int]:
+        if self._evaluation is None:
+            verified = evaluation(self._verified)
+            store = self._store.within(verified.schedule)
+            actions = replace(self._actions, schedule=verified.schedule, store=store, tokens={}, losses={}, squares={})
+            self._evaluation = Executor(verified, self._backend, actions.works()), actions
+        executor, actions = self._evaluation
+        steps = whole_steps(data, actions.schedule.workload)
+        losses, learned = list[float](), list[int]()
+        for step in range(steps + AHEAD):
+            if step >= AHEAD:
+                losses.append(_finished(executor, actions, step - AHEAD))
+            if step < steps:
+                on_stage(f"evaluating step {step + 1} of {steps}")
+                learned.append(_issued(executor, actions, data, step))
+        total = sum(learned)
+        return sum(map(operator.mul, losses, learned)) / total if total else 0.0, total
 
     def works(self) -> list[Work]:
         """What each op of the schedule does to this trainer's memory, in program order; made anew for each executor."""
@@ -259,3 +286,23 @@ class Trainer(Generic[E]):
     def parameters(self, i: int) -> Tensor:
         """What is trained of layer i, parameters or adapters, as it is now, at its most exact: new fp32, flat."""
         return self._store.master(self._verified, i)
+
+
+def _issued(executor: Executor[E], actions: Actions, data: TokenSource, step: int) -> int:
+    """Issue a step of some text; how many of its tokens are learned."""
+    inputs, targets = inputs_and_targets(data.batch(step))
+    of_loss = shares(data, step, actions.schedule.workload).float()
+    actions.tokens[step] = inputs.to(actions.device), targets.to(actions.device), of_loss.to(actions.device)
+    if actions.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # `to` has waited; torch's stream sanitizer learns it here
+    actions.losses[step] = {}
+    executor.issue(step)
+    return int(of_loss.count_nonzero())
+
+
+def _finished(executor: Executor[E], actions: Actions, step: int) -> float:
+    """Wait for a step; its loss."""
+    executor.wait(step)
+    del actions.tokens[step]
+    parts = actions.losses.pop(step)
+    return sum(float(parts[m]) for m in sorted(parts))

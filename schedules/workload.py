@@ -69,11 +69,12 @@ class Workload:
 
     `precision` names a row of PRECISIONS. `grad_clip` is the largest global gradient norm; None does not
     clip. The task is to train the model, or to evaluate its loss and nothing else. With `lora_rank` the model's own
-    weights are frozen, and what is trained are adapters of that rank beside every projection of its blocks but experts
-    (LoRA, Hu et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it keeps its activations, and
-    computes again in its backward: with "pointwise" what takes no product of matrices, the outputs of its norms and of
-    the MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens at a time. `quantised` is the
-    format in which frozen blocks are kept, `schedules.quantised`; with None they are as they are computed with.
+    weights are frozen, and what is trained, or evaluated beside them, are adapters of that rank at every projection of
+    its blocks but experts (LoRA, Hu et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it
+    keeps its activations, and computes again in its backward: with "pointwise" what takes no product of matrices, the
+    outputs of its norms and of the MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens
+    at a time. `quantised` is the format in which frozen blocks are kept, `schedules.quantised`; with None they are as
+    they are computed with.
     Raises ValueError when a value has no meaning.
     """
 
@@ -97,8 +98,6 @@ class Workload:
         _known_word("recompute", self.recompute, RECOMPUTED)
         if self.lora_rank is not None:
             _whole_number("lora_rank", self.lora_rank, least=1)
-            if self.task == "evaluate":
-                raise ValueError("adapters are there to be trained: with lora_rank the task must be train")
         if self.quantised is not None:
             _known_word("quantised", self.quantised, QUANTISED)
             if self.trains == "weights":

@@ -82,8 +82,9 @@ def train(
     if workload.lora_rank is not None:
         if adapters is None:
             raise ValueError("adapters are trained: say how they begin")
-        updated = {i: _parameters(adapters(i), trained.shapes(model, workload, i)) for i in chosen}
-        layers = {i: base[i] | updated.get(i, {}) for i in model.layers}
+        beside = {i: _parameters(adapters(i), trained.shapes(model, workload, i)) for i in model.blocks}
+        updated = {i: beside[i] for i in chosen}
+        layers = {i: base[i] | beside.get(i, {}) for i in model.layers}
     else:
         updated = {i: base[i] for i in chosen}
         behind = {i: _parameters(initial(i), model.parameter_shapes(i)) for i in model.layers if i not in fresh}

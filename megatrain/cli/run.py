@@ -118,6 +118,15 @@ def run(
         Path | None,
         typer.Option(help="A .npy file as --data's, of ones where a token is to be learned and zeros where it is not."),
     ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="A file as --data's that is not trained on: its loss is told before, between and after."),
+    ] = None,
+    held_out_mask: Annotated[Path | None, typer.Option(help="Its mask, as --loss-mask.")] = None,
+    held_out_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Evaluate it every N steps, too, not only before the first and after the last."),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -179,6 +188,9 @@ def run(
         adapters=adapters,
         tokens=data,
         loss_mask=loss_mask,
+        held_out=held_out,
+        held_out_mask=held_out_mask,
+        held_out_every=held_out_every,
         resume=resume,
         save=save,
         every=every,
@@ -242,6 +254,7 @@ def run(
                         on_stage=progress.stage,
                         on_step=on_step,
                         on_files=on_files,
+                        on_held_out=progress.held_out,
                         stop=lambda: interrupt.asked,
                     )
                     trained = True
@@ -381,6 +394,10 @@ def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
         record["tokens"] = sum(result.learned)
     elif sum(result.learned) < (read := schedule.workload.tokens_per_step * len(result.losses)):
         record["learned_of_tokens"] = sum(result.learned) / read
+    if result.held_out:
+        record["held_out"] = [
+            {"after_step": step, "loss": loss, "tokens": tokens} for step, (loss, tokens) in result.held_out.items()
+        ]
     return record
 
 
@@ -405,6 +422,9 @@ def _told(schedule: Schedule, record: dict[str, Any]) -> Iterator[str]:
         yield f"{label}: loss {loss:.4f}, perplexity {perplexity:,.2f}, over {tokens:,} tokens"
     elif record["losses"]:
         yield f"{label}: loss {record['losses'][0]:.3f} -> {record['losses'][-1]:.3f}"
+    if held_out := record.get("held_out"):
+        told = " -> ".join(f"{each['loss']:.4f}" for each in (held_out[0], held_out[-1]))
+        yield f"held out: loss {told}, over {held_out[0]['tokens']:,} tokens"
     if "measured_step_s" in record:
         rate = record["measured_tokens_per_s"]
         learned = f", {record['learned_of_tokens']:.1%} of them learned" if "learned_of_tokens" in record else ""

@@ -21,7 +21,8 @@ class TrainingProgress:
 
     log: a file that gets a JSON line for each step as it finishes, after what it has already: "step", counted from 1
         over all runs that go on from each other, "loss" (null where it is not finite), "lr", the "norm" of all
-        gradients if the step takes it, and "seconds" since this object was made.
+        gradients if the step takes it, and "seconds" since this object was made; and one of "step", "held_out_loss" and
+        "seconds" each time that a text is evaluated.
     """
 
     def __init__(self, bar: Progress, steps: int, tokens: int, log: Path | None = None) -> None:
@@ -33,18 +34,23 @@ class TrainingProgress:
         self._stage = ""
 
     def stage(self, name: str) -> None:
-        """Something begins that comes before the first step: "filling layer 3 of 34".
+        """Something begins that is no step: "filling layer 3 of 34".
 
         Raises OSError where the log cannot be written.
         """
         if not self._stage and self._log is not None:
             self._log.open("a").close()  # better known now than after the first step
-        self._now = time.perf_counter()
+        self._paused()
         kind, self._stage = self._stage.split(" ")[0], name
         if self._drawn:
             self._bar.update(self._task, note=name)
         else:
             self._line(name, at_once=kind != name.split(" ")[0])
+
+    def _paused(self) -> None:
+        """Until now something else was done, which is no part of the pace."""
+        now = time.perf_counter()
+        self._began, self._now = self._began + now - self._now, now
 
     def trained(self, step: int, loss: float, lr: float, norm: float | None = None) -> None:
         """A step, counted from 0 over all runs that go on from each other, is done; `norm` as in Trainer.run."""
@@ -57,6 +63,12 @@ class TrainingProgress:
             self._bar.update(self._task, advance=1, description="training", note=self.note())
         else:
             self._line(f"step {self.note()}", at_once=len(self.losses) in (1, self._steps))
+
+    def held_out(self, step: int, loss: float) -> None:
+        """What is held out has this loss after so many steps, of all runs that go on from each other."""
+        self._paused()
+        self.say(f"held-out loss {loss:.4f} {f'after step {step}' if step else 'before the first step'}")
+        self._append({"step": step, "held_out_loss": loss if math.isfinite(loss) else None})
 
     def say(self, text: str) -> None:
         """A line for itself."""
@@ -88,18 +100,17 @@ class TrainingProgress:
             self.say(text)
 
     def _write(self, loss: float, lr: float, norm: float | None) -> None:
+        told = {"step": self._step, "loss": loss if math.isfinite(loss) else None, "lr": lr}
+        self._append(told if norm is None else told | {"norm": norm if math.isfinite(norm) else None})
+
+    def _append(self, told: dict[str, float | None]) -> None:
+        """A line of the log, with the time."""
         if self._log is None:
             return
-        told = {
-            "step": self._step,
-            "loss": loss if math.isfinite(loss) else None,
-            "lr": lr,
-            **({} if norm is None else {"norm": norm if math.isfinite(norm) else None}),
-            "seconds": round(self._now - self._start, 3),
-        }
+        line = told | {"seconds": round(self._now - self._start, 3)}
         try:
             with self._log.open("a") as file:  # each time, so that all of it is there for whoever looks
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full drive, say: no reason to stop training
             self.say(f"note: {self._log} cannot be written any longer, and ends: {error.strerror}")
             self._log = None

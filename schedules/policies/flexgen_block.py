@@ -45,6 +45,7 @@ def policy(
     nvme: int = 0,
     activations: Literal["device", "host"] = "device",
     quantised: Literal["nf4"] | None = None,
+    rank: int | None = None,
 ) -> Program:
     """Build the step.
 
@@ -55,14 +56,17 @@ def policy(
         nvme: how many of the last blocks live on NVMe.
         activations: where the hidden states of a block's micro-batches wait for the next layer.
         quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
+        rank: of adapters, those of a checkpoint, that are evaluated beside the weights; none if left out.
     """
     if block == 0:
         raise ProgramError("a block has at least one micro-batch")
     at_most(len(model.layers), "layers", resident=resident)
     at_most(len(model.blocks), "blocks", nvme=nvme)
     evaluated = replace(workload, task="evaluate", grad_clip=None)
-    p = Program(model, replace(evaluated, quantised=workload.quantised or quantised))
-
+    evaluated = replace(evaluated, quantised=workload.quantised or quantised, lora_rank=workload.lora_rank or rank)
+    p = Program(model, evaluated)
+    if evaluated.lora_rank is not None:
+        p.keep_on_device(*(p.adapter(i) for i in model.blocks))
     batches = list(workload.microbatches)
     size = block or len(batches)
     groups = [batches[at : at + size] for at in range(0, len(batches), size)]

@@ -1,0 +1,63 @@
+"""The part of a step that makes its losses: what a training evaluates a text by, in its own memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedules import tensor as tensors
+from schedules.amounts import Amounts
+from schedules.errors import Refused
+from schedules.hazards import minimal_waits
+from schedules.op import Access, Kind, Op, Phase
+from schedules.tensor import parse
+from schedules.verify import Verified, verify
+from schedules.workload import Workload
+
+
+def evaluation(training: Verified) -> Verified:
+    """The same step without what only training needs: in the same buffers, a part of the ops.
+
+    It begins with what lies in them between steps, and leaves that there. Raises Refused where it cannot.
+    """
+    schedule = training.schedule
+    workload = replace(schedule.workload, task="evaluate", grad_clip=None)
+    amounts = Amounts(schedule.model, workload)
+    wanted, found = set[Access](), list[Op]()
+    for op in reversed(schedule.ops):
+        # an update leaves in its place what the next step reads; the losses are wanted of what is there now
+        written = tuple(access for access in op.writes if access in wanted and op.phase != Phase.ADAM)
+        if not written and op.phase != Phase.LOSS:
+            continue
+        wanted.difference_update(written)
+        read = tuple(access for access in op.reads if parse(access.tensor).cls not in tensors.GRADIENTS)
+        wanted.update(read)
+        found.append(_counted(replace(op, reads=read, writes=written), workload, amounts))
+    ops = tuple(reversed(found))
+    used = {access.buffer for op in ops for access in op.accesses}
+    for op in ops:
+        for access in op.writes:
+            if (kept := training.initial.get(access.buffer, access.tensor)) != access.tensor:
+                raise Refused(
+                    f"{schedule.label} cannot be evaluated between steps: {op.name} writes {access.tensor} into "
+                    f"{access.buffer}, which keeps {kept} from one step to the next"
+                )
+    return verify(
+        replace(
+            schedule,
+            ops=ops,
+            buffers=tuple(buffer for buffer in schedule.buffers if buffer.name in used),
+            waits=minimal_waits(ops),
+            workload=workload,
+            staleness=0,
+        )
+    )
+
+
+def _counted(op: Op, workload: Workload, amounts: Amounts) -> Op:
+    """The same op with what it does where nothing is trained."""
+    if op.kind != Kind.COMPUTE:
+        return op
+    assert op.layer is not None
+    written = [access.tensor for access in op.writes]
+    flops, nbytes = amounts.compute(op.layer, op.phase, written, fused=True)
+    return replace(op, flops=flops, nbytes=nbytes)
