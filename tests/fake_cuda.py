@@ -223,6 +223,12 @@ def result(schedule: Schedule, backend: CpuBackend, **options: Any) -> tuple[lis
         return losses, [run.parameters(i).cpu() for i in trained.layers(schedule.model, schedule.workload)]
 
 
+class Some(RandomTokens):
+    """So many sequences."""
+
+    sequences = 10
+
+
 POLICIES = [*policies.names(), *(f"{name} quantised=nf4" for name in ("lora_streamed", "flexgen_block"))]
 
 

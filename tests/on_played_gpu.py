@@ -18,7 +18,7 @@ import played_gpu
 import pytest
 import rehearsal
 import torch
-from fake_cuda import POLICIES, WORKLOAD, built, trainer
+from fake_cuda import POLICIES, WORKLOAD, Some, built, trainer
 from gpu_case import Case
 from hand_written import WRITERS, small
 from torch._inductor import metrics
@@ -88,6 +88,17 @@ def test_every_schedule_can_be_captured(name: str, tmp_path: Path) -> None:
         played_gpu.count("graphs")
         run.run(2)
     assert played_gpu.count("graphs") > 0 or name == "moved_out"  # whose activations are copied, those of every block
+
+
+@pytest.mark.parametrize("name", ["streamed", "zero_infinity", "lora_streamed quantised=nf4"])
+def test_a_text_is_evaluated_between_steps(name: str, tmp_path: Path) -> None:
+    schedule = schedule_of(name)
+    with trainer(schedule, CudaBackend(), nvme=tmp_path) as run:
+        for _ in range(2):
+            run.run(1)
+            played_gpu.count("kernels")
+            run.evaluate(Some(vocab_size=256, workload=schedule.workload))
+            assert played_gpu.count("kernels") > 20
 
 
 @unsanitized

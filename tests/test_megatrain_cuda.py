@@ -30,6 +30,7 @@ from fake_cuda import (
     FakeBackend,
     FakeGpu,
     FakeRuntime,
+    Some,
     built,
     installed,
     result,
@@ -1070,6 +1071,19 @@ def test_gpu_trains_as_the_cpu_does(name: str, tmp_path: Path) -> None:
     right = result(schedule, CpuBackend(), nvme=tmp_path)
     assert losses == pytest.approx(right[0], rel=1e-4)
     assert apart(parameters, right[1]) < RACE
+
+
+@real
+@pytest.mark.parametrize("name", ["streamed", "zero_infinity", "lora_streamed quantised=nf4"])
+def test_gpu_evaluates_between_steps_as_the_cpu_does(name: str, tmp_path: Path) -> None:
+    schedule = built(name, small(blocks=4), REAL)
+    found = []
+    for backend in (CudaBackend(), CpuBackend()):
+        with trainer(schedule, backend, nvme=tmp_path) as run:
+            run.run(2)
+            found.append(run.evaluate(Some(vocab_size=256, workload=REAL)))
+            run.run(1)
+    assert found[0] == (pytest.approx(found[1][0], rel=1e-4), found[1][1])
 
 
 @real

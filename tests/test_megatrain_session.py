@@ -22,7 +22,7 @@ from megatrain.data import DataError, RandomTokens
 from megatrain.folder_lock import alone_in
 from megatrain.train import Trainer
 from schedules import policies, presets
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.trace import Trace
@@ -192,10 +192,10 @@ def test_a_step_is_not_as_long_as_the_checkpoint_before_it(forgotten: int) -> No
         start_ns=ends_ns - 10, end_ns=ends_ns, waited_on=steps - 1,
     )  # fmt: skip
     found = {
-        every: session.Trained(losses=[0.0] * 7, learned=[8] * 7, trace=trace, every=every).step_ns
-        for every in (1, 2, None)
+        every: session.Trained(losses=[0.0] * 7, learned=[8] * 7, trace=trace, paused=range(every, 8, every)).step_ns
+        for every in (1, 2, 9)
     }
-    assert not found[1] and set(found[2]) == {10} and max(found[None]) == 510
+    assert not found[1] and set(found[2]) == {10} and max(found[9]) == 510
 
 
 def test_a_training_tells_what_it_does_with_folders_and_stops_when_asked(tmp_path: Path) -> None:
@@ -265,3 +265,78 @@ def test_adapters_are_not_the_weights_that_they_stand_beside() -> None:
     first = adapters[: 4 * model.hidden_size]  # of q_proj, whose weights come after the norm's
     beside = weights[model.hidden_size :][: len(first)]
     assert abs(float(torch.corrcoef(torch.stack([first, beside]))[0, 1])) < 0.5
+
+
+def test_what_is_held_out_is_evaluated_before_between_and_after_as_a_checkpoint_is(tmp_path: Path) -> None:
+    """And saving and evaluating each at its own time trains as nothing of either would."""
+    text = np.random.default_rng(1).integers(0, 256, size=16 * 7 + 1)
+    np.save(tmp_path / "text.npy", text)
+    files = session.Files(
+        held_out=tmp_path / "text.npy", held_out_every=2, save=tmp_path / "run", every=3, export=tmp_path / "hf"
+    )
+    told: list[tuple[int, float]] = []
+    found = session.train(
+        verified(), steps=5, hyper=Adam(lr=1e-2), files=files, on_held_out=lambda *each: told.append(each)
+    )
+    assert [step for step, _ in told] == [0, 2, 4, 5] and list(found.held_out) == [0, 2, 4, 5]
+    assert [loss for _, loss in told] == [loss for loss, _ in found.held_out.values()]
+    assert {tokens for _, tokens in found.held_out.values()} == {16 * 7}
+    assert found.paused == {0, 2, 3, 4, 5} and len(found.step_ns) < len(found.trace.step_ns())
+    assert found.losses == session.train(verified(), steps=5, hyper=Adam(lr=1e-2)).losses
+    for step in (3, 5):
+        assert (tmp_path / "run" / f"step-{step:08d}").is_dir()
+    of = session.Files(resume=tmp_path / "run", tokens=tmp_path / "text.npy")
+    evaluated = session.train(verified("flexgen_block"), steps=7, hyper=Adam(lr=0.0), files=of)
+    assert sum(evaluated.losses) / 7 == pytest.approx(told[-1][1], rel=1e-6)
+
+
+def test_adapters_of_a_checkpoint_are_evaluated_beside_their_weights(tmp_path: Path) -> None:
+    np.save(tmp_path / "text.npy", np.random.default_rng(1).integers(0, 256, size=16 * 3 + 1))
+    lora = {"rank": 4, "quantised": "nf4"}
+
+    def step(policy: str, **knobs: int | str) -> Verified:
+        return verify(policies.build(policy, presets.load("tiny"), verified().schedule.workload, MEMORY, **knobs))
+
+    hyper, held_out = Adam(lr=1e-2), tmp_path / "text.npy"
+    files = session.Files(held_out=held_out, save=tmp_path / "run")
+    trained = session.train(step("lora_streamed", **lora), steps=4, hyper=hyper, files=files)
+    of = session.Files(resume=tmp_path / "run", tokens=held_out)
+    found = session.train(step("flexgen_block", **lora), steps=3, hyper=hyper, files=of)
+    assert sum(found.losses) / 3 == pytest.approx(trained.held_out[4][0], rel=1e-6)
+    assert trained.held_out[4][0] != trained.held_out[0][0]
+    with pytest.raises(CheckpointError, match=r"it has adapters of rank 4, the schedule evaluates all weights"):
+        session.train(step("flexgen_block"), steps=1, hyper=hyper, files=of)
+
+
+def test_a_training_that_is_stopped_is_not_evaluated_first(tmp_path: Path) -> None:
+    np.save(tmp_path / "text.npy", np.arange(17))
+    done: list[int] = []
+    found = session.train(
+        verified(), steps=9, hyper=Adam(lr=1e-3), files=session.Files(held_out=tmp_path / "text.npy", held_out_every=1),
+        on_step=lambda step, loss, norm: done.append(step), stop=lambda: len(done) >= 3,
+    )  # fmt: skip
+    assert len(found.losses) == 3 and list(found.held_out) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "files", "told"),
+    [
+        ("streamed", session.Files(held_out_every=2), "what is held out is a file of tokens: give it, with --held-out"),
+        ("streamed", session.Files(held_out_mask=Path("mask.npy")), "give it, with --held-out"),
+        ("flexgen_block", session.Files(held_out=Path("text.npy")), "give the text as --data"),
+        ("streamed", session.Files(held_out=Path("text.npy")), r"text\.npy cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_held_out_is_told_before_anything_is_trained(
+    policy: str, files: session.Files, told: str
+) -> None:
+    with pytest.raises(InputError, match=told):
+        session.train(verified(policy), steps=1, hyper=Adam(lr=1e-3), files=files)
+
+
+def test_what_is_held_out_has_a_step_at_least(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((1, 17), dtype=np.int64))
+    two = replace(verified().schedule.workload, accumulation=2)
+    step = verify(policies.build("streamed", presets.load("tiny"), two, MEMORY))
+    with pytest.raises(DataError, match=r"rows\.npy: there are 1 sequences of 16 tokens, too few for a step of 2"):
+        session.train(step, steps=1, hyper=Adam(lr=1e-3), files=session.Files(held_out=tmp_path / "rows.npy"))

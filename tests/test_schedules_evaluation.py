@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import reference
+from fake_cuda import Some
 from hand_written import WRITERS
 from test_megatrain_parity import CASES, FOUR_BLOCKS, HYPER, SCHEDULES, Case, schedule_of, text
 from torch import Tensor
 
 from megatrain import initial
 from megatrain.cpu import CpuBackend
-from megatrain.data import DataError, RandomTokens, TokenSource
+from megatrain.data import DataError, TokenSource
 from megatrain.train import Debug, Trainer
 from schedules import policies, trained
 from schedules.errors import Refused
@@ -61,12 +62,6 @@ MORE = [
     "gemini, every=4",
     "lora_streamed, nvme=3",
 ]
-
-
-class Some(RandomTokens):
-    """So many sequences."""
-
-    sequences = 10
 
 
 def held_out(workload: Workload) -> TokenSource:
