@@ -149,6 +149,8 @@ def _cast(op: Op) -> Iterator[tuple[str, str]]:
     renamed = set(from_to) <= tensors.GRADIENTS or from_to == [tensors.QUANTISED, tensors.WEIGHT]
     if not (renamed and _of_the_same(op)) and (len(named) > 1 or tensors.QUANTISED in from_to):
         yield f"{op.name} makes {_names(op.writes)} of {_names(op.reads)}", "a cast keeps what a tensor is"
+    elif tensors.QUANTISED in from_to and not op.on_device:
+        yield f"{op.name} makes {_names(op.writes)} whole on {op.stream}", "queue it on compute"
 
 
 def _over_itself(op: Op) -> Iterator[tuple[str, str]]:

@@ -312,12 +312,12 @@ class Program(Buffers):
         layer = self.model.layer_index(parse(target[1]).layer)
         self._update(f"C.{target[1]}", Phase.CAST, layer, stream, [source], [target])
 
-    def dequantise(self, i: int, *, into: str, out_of: str | None = None, stream: Stream = Stream.COMPUTE) -> str:
-        """Make the weights of block i of its quantised ones, at home unless `out_of` names another buffer; returns
-        `into`.
+    def dequantise(self, i: int, *, into: str, out_of: str | None = None) -> str:
+        """Make the weights of block i of its quantised ones, at home unless `out_of` names another buffer, on the
+        device; returns `into`.
         """
         packed = self.quantised(i)
-        self.cast((out_of or self.home(packed), packed), (into, self.weight(i)), stream=stream)
+        self.cast((out_of or self.home(packed), packed), (into, self.weight(i)), stream=Stream.COMPUTE)
         return into
 
     def norm(self, grads: Iterable[Held], *, stream: Stream = Stream.CPU, name: str = "N") -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 
+from schedules import tensor as tensors
 from schedules.model import FP32, ModelSpec, is_matrix
+from schedules.op import Op, Phase
+from schedules.tensor import parse
 from schedules.workload import Workload
 
 BLOCK = 64  # weights that share a largest magnitude
@@ -19,6 +22,11 @@ PER_BYTE = 2  # codes
 def is_quantised(model: ModelSpec, i: int, workload: Workload) -> bool:
     """Whether layer i is kept in few bits. Raises ModelError when there is no layer i."""
     return model.is_block(i) and workload.quantised is not None
+
+
+def makes_whole(op: Op) -> bool:
+    """Whether an op makes a block's weights of its quantised ones."""
+    return op.phase == Phase.CAST and any(parse(access.tensor).cls == tensors.QUANTISED for access in op.reads)
 
 
 def blocks(params: int) -> int:

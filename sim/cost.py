@@ -21,7 +21,7 @@ from schedules.workload import PRECISIONS, Workload
 from sim.interpolation import between
 from sim.machine import HardwareProfile, Nvme, Value
 from sim.profile_coverage import command, covered, lacks_kind
-from sim.signature import in_words, is_timed, signature, tabulated
+from sim.signature import in_words, is_timed, needs_time, signature, tabulated
 
 # Resources, each of capacity 1. Ops that use one together share it.
 H2D, D2H, DUPLEX = "link.h2d", "link.d2h", "link.duplex"
@@ -319,8 +319,8 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
     """
     gpu, host = profile.gpu, profile.host
     known = duration = _tabulated_ns(op, schedule, profile)
-    if duration is None and op.phase == Phase.ADAM:
-        if host.adam_params_per_s is not None and not op.on_device:
+    if duration is None and needs_time(op):
+        if op.phase == Phase.ADAM and host.adam_params_per_s is not None and not op.on_device:
             duration = op.params / host.adam_params_per_s.value * 1e9
         else:
             duration = _measured(op, schedule, profile)

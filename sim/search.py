@@ -181,6 +181,9 @@ class Search:
         if schedule.model != self.found.model:
             other = schedule.model.name
             raise InputError(f"cannot begin with a schedule of {other}: the plan is for {self.found.model.name}")
+        if schedule.workload.trains != "weights":
+            trains = schedule.workload.trains
+            raise InputError(f"cannot begin with a schedule that trains {trains}: a plan trains all weights")
         if schedule.workload not in steps:
             raise InputError(f"cannot begin with a schedule of another step: {_words(schedule.workload)}")
         verify(schedule)

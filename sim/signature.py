@@ -9,6 +9,7 @@ from schedules import tensor as tensors
 from schedules import trained
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.quantised import makes_whole
 from schedules.schedule import Schedule
 from schedules.workload import Workload
 from sim.machine import SHAPE, Table
@@ -47,7 +48,8 @@ def _of_pass(op: Op, model: ModelSpec, workload: Workload) -> str:
         read = tensors.parse(op.reads[0].tensor)
         layer, part = model.layer_index(read.layer), read.part
     kind = "all" if layer is None else model.layer_kind(layer)
-    of = f"/lora{workload.lora_rank}" if workload.lora_rank is not None else ""
+    adapted = workload.lora_rank is not None and not makes_whole(op)  # of frozen weights, whatever lies beside them
+    of = f"/lora{workload.lora_rank}" if adapted else ""
     if part is not None:
         of += f"/1 of {part.of}"
     return f"{model.name}/{kind}/{_passed_over(op)}/{_whose(op)}/{workload.precision}{of}"
@@ -79,6 +81,8 @@ def in_words(signature: str) -> str:
     if phase == Phase.ADAM:
         who = {"device": "on the device", "issuer": "by the issuing thread", "host": "by the host's workers"}
         return f"an optimizer's step {who[where]} in {element}"
+    if phase.startswith(Phase.CAST):
+        return "one that makes a block's quantised weights whole"
     if phase == Phase.FORWARD:
         return f"a forward that keeps {'its' if 'keep' in more else 'no'} activations"
     if phase == Phase.RECOMPUTE:
@@ -96,17 +100,23 @@ def timed(schedule: Schedule, which: Which = "all") -> dict[int, str]:
     Copies go by the link. Those within a tier are passes over its memory; of activations, whose bytes the signature
     does not tell, they go by its bandwidth, as do norms of several gradients at once, and passes that were not timed.
 
-    `which`: those "needed" have to be timed, what computes and the optimizer's steps; or only what is "computed".
+    `which`: those "needed" have to be timed, see `needs_time`; or only what is "computed".
     """
 
     def wanted(op: Op) -> bool:
         if which == "all":
             return is_timed(op, schedule)
-        return op.kind == Kind.COMPUTE or (which == "needed" and op.phase == Phase.ADAM)
+        return op.kind == Kind.COMPUTE or (which == "needed" and needs_time(op))
 
     return {
         place: signature(op, schedule.model, schedule.workload) for place, op in enumerate(schedule.ops) if wanted(op)
     }
+
+
+def needs_time(op: Op) -> bool:
+    """Whether what an op takes does not follow from its bytes: one that computes, an optimizer's step, and what makes
+    quantised weights whole."""
+    return op.kind == Kind.COMPUTE or op.phase == Phase.ADAM or makes_whole(op)
 
 
 def is_timed(op: Op, schedule: Schedule) -> bool:

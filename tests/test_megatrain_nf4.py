@@ -14,23 +14,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import in_nf4
 from scipy.stats import norm
 
-from megatrain import nf4, session
+from megatrain import initial, nf4, session
 from megatrain.adam import Adam
 from megatrain.checkpoint import CheckpointError
 from megatrain.session import Files
+from megatrain.template import views
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.hazards import minimal_waits
-from schedules.op import Access, Kind, Phase, Tier
+from schedules.model import is_matrix
+from schedules.op import Access, Kind, Phase, Stream, Tier
 from schedules.program import Program
 from schedules.quantised import blocks, code_bytes, quantised_bytes
 from schedules.schedule import Schedule
 from schedules.verify import ScheduleError, Verified, verify
 from schedules.workload import MemoryBudget, Workload
 from sim import hardware
+from sim.cost import MissingCost
+from sim.machine import HardwareProfile, Measured, Table
 from sim.prediction import predict
+from sim.signature import signature, timed
 
 MODEL = replace(presets.load("tiny"), num_hidden_layers=2, attention_bias=True)
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
@@ -49,7 +55,7 @@ def verified(policy: str = "lora_streamed", **knobs: Any) -> Verified:
 def through(values: torch.Tensor, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> torch.Tensor:
     """What is left of a layer's parameters in 4 bits."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    matrices = [name for name, shape in shapes.items() if is_matrix(name, shape)]
     nbytes = sum(4 * blocks(sizes[name]) + code_bytes(sizes[name]) for name in matrices)
     nbytes += sum(dtype.itemsize * size for name, size in sizes.items() if name not in matrices)
     slab, whole = torch.full((nbytes,), 0xFF, dtype=torch.uint8), torch.full((len(values),), torch.nan, dtype=dtype)
@@ -210,6 +216,47 @@ def test_what_is_not_quantised_has_no_such_tensor(tensor: str, told: str) -> Non
     work = replace(STEP, lora_rank=2, quantised="nf4" if tensor == "q.embed" else None)
     with pytest.raises(InputError, match=told):
         Program(MODEL, work).keep_on_device(tensor)
+
+
+def test_a_machine_that_was_measured_without_it_says_so() -> None:
+    """Making weights whole is no copy: by its bytes it would seem too fast."""
+    of = schedule(keep=0, resident=0)
+    lacking = {
+        signature(op, MODEL, of.workload): 1000 for op in of.ops if op.kind == Kind.COMPUTE or op.phase == Phase.ADAM
+    }
+
+    def measured(times: dict[str, int]) -> HardwareProfile:
+        table = Table(values=times, unit="ns", source="made up")
+        return replace(hardware.load("h200"), mode="measured", measured=Measured(op_times=table))
+
+    machine = measured(lacking)
+    with pytest.raises(MissingCost, match="one that makes a block's quantised weights whole.* 'lora_streamed keep=0"):
+        predict(of, machine)
+    (cast,) = {signature(op, MODEL, of.workload) for op in of.ops if op.phase == Phase.CAST}
+    assert cast == "tiny/block/cast q to w/device/fp32" and cast in timed(of, "needed").values()
+    assert predict(of, measured(lacking | {cast: 10**6})).period_ns > 3 * 10**6
+
+
+def test_whole_weights_are_made_on_the_device() -> None:
+    with pytest.raises(ScheduleError, match=r"C\.w\.0 makes w\.0 whole on cpu\n.*queue it on compute"):
+        verify(changed(schedule(keep=0), "C.w.0", stream=Stream.CPU))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GptOssForCausalLM"])
+def test_biases_of_experts_stay_and_their_matrices_do_not(architecture: str) -> None:
+    """Experts' biases are two-dimensional, one after another in one tensor."""
+    moe = replace(
+        presets.load("tiny-moe"), num_hidden_layers=1, architecture=architecture, expert_bias=True, router_bias=True
+    )
+    work = replace(STEP, task="evaluate", quantised="nf4")
+    source = initial.random_parameters(moe, 0)(0)
+    source = source + 0.01 * torch.randn(len(source))  # biases, too
+    slab, whole = torch.empty(quantised_bytes(moe, 0, work), dtype=torch.uint8), torch.empty(len(source))
+    nf4.quantise(source, slab, moe.parameter_shapes(0), torch.float32)
+    nf4.dequantising(slab, whole, moe.parameter_shapes(0))()
+    assert torch.equal(whole, in_nf4(lambda i: source, moe)(0))
+    for name, values in views(whole, moe.parameter_shapes(0)).items():
+        assert (values.unique().numel() == values.numel()) == (values.dim() == 1 or name.endswith("bias")), name
 
 
 # ---- training
