@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,10 +148,11 @@ def read(path: Path, model: ModelSpec, workload: Workload) -> Recording:
         raise RecordingError(f"{path} records no work: neither kernels and copies nor CPU ops")
     name, begin, end, rows = _typical_step(steps, rows)
     rows.sort(key=lambda row: (row.issued, row.span.start))
-    schedule = _schedule(rows, model, workload)
+    in_turn = not on_gpu and all(row.span.end <= after.span.start for row, after in pairwise(rows))
+    schedule = _schedule(rows, model, workload, in_turn=in_turn)
     return Recording(
         schedule=schedule,
-        trace=_trace(rows, schedule, begin, _machine(body, spans)),
+        trace=_trace(rows, schedule, begin, _machine(body, spans), in_turn=in_turn),
         queues=tuple(row.queue for row in rows),
         step_ns=end - begin,
         step=name,
@@ -358,7 +360,8 @@ def _launches_any(span: _Span, launching: Mapping[Any, list[int]]) -> bool:
 # ---- schedule and trace
 
 
-def _schedule(rows: Sequence[_Row], model: ModelSpec, workload: Workload) -> Schedule:
+def _schedule(rows: Sequence[_Row], model: ModelSpec, workload: Workload, *, in_turn: bool) -> Schedule:
+    """`in_turn`: the CPU ran one op after another, so that nothing was issued while it worked."""
     ops = tuple(
         Op(
             name=f"{number} {span.name[:_NAME_LENGTH]}",
@@ -366,20 +369,22 @@ def _schedule(rows: Sequence[_Row], model: ModelSpec, workload: Workload) -> Sch
             phase=phase,
             stream=stream,
             nbytes=span.nbytes if phase == Phase.COPY else 0,
+            blocking=in_turn,
         )
         for number, (span, _, _, (kind, phase, stream), _) in enumerate(rows)
     )
     return Schedule(ops=ops, buffers=(), waits=(), model=model, workload=workload, policy=RECORDED)
 
 
-def _trace(rows: Sequence[_Row], schedule: Schedule, begin: int, machine: str) -> Trace:
+def _trace(rows: Sequence[_Row], schedule: Schedule, begin: int, machine: str, *, in_turn: bool) -> Trace:
     """What released an op is not recorded: it is taken to be the op in front of it on its CUDA stream, where that
-    one ended after the op was issued."""
+    one ended after the op was issued; or of a CPU's ops `in_turn` the one before."""
     before: dict[str, int] = {}
     waited = []
     for number, row in enumerate(rows):
         front = before.get(row.queue)
-        waited.append(front if front is not None and rows[front].span.end > row.issued else ISSUE)
+        late = front is not None and rows[front].span.end > row.issued
+        waited.append(number - 1 if in_turn and number else front if front is not None and late else ISSUE)
         before[row.queue] = number
     count = len(rows)
     return Trace(

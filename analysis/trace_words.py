@@ -89,5 +89,5 @@ def _cause(found: Diff, parting: Parting, ran: Occurrence) -> str:
     if on.stream == parting.op.stream:
         return f"it stood behind {name_of(found.schedule, on)}"
     longer = next(p.duration_ns for p in found.partings if p.op.name == on.name)
-    how = f", which ran {_time(abs(longer))} {'longer' if longer > 0 else 'less long'}" if longer else ""
+    how = f", which ran {_time(abs(longer))} {'longer' if longer > 0 else 'shorter'}" if longer else ""
     return f"it waited for {name_of(found.schedule, on)}{how}"

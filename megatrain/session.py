@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from megatrain import checkpoint, export, hf
 from megatrain.adam import Adam
 from megatrain.adapters import folded
@@ -21,7 +23,7 @@ from megatrain.data import ByteText, DataError, TokenSource, read_bytes, standar
 from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.preflight import require_drive, require_memory, require_room
-from megatrain.this_machine import backend_of
+from megatrain.this_machine import backend_of, machine_name
 from megatrain.token_file import from_file
 from megatrain.train import Debug, OnStep, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
@@ -131,7 +133,8 @@ def train(
     told what begins before the first step, the first time when all has been checked, and how far an evaluation is;
     `on_step` is as in Trainer.run; `on_files` is told what happens to a folder, and `on_held_out` the loss of what is
     held out after so many steps. Once `stop` says so, the steps under way are finished, a checkpoint is saved where
-    `files` say where, and nothing is exported.
+    `files` say where, and nothing is exported. Where no steps are to be trained, a checkpoint is exported as it is:
+    nothing is allocated for that, and no weights or text are read.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training; or another training
@@ -152,8 +155,8 @@ def train(
             raise InputError(
                 f"--resume goes on with the checkpoint's weights: leave out {option}, or begin anew without it"
             )
-    if not steps and (files.resume is None or files.export is None):
-        raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
+    if not steps:
+        return _export_as_it_is(verified.schedule, files, on_files)
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         way.require(on_gpu=machine.device.type == "cuda")
@@ -217,6 +220,29 @@ def train(
         return _train_and_save(
             trainer, schedule, steps, files, began, held_out, on_stage, on_step, on_files, on_held_out, stop
         )
+
+
+def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileEvent, Path], None]) -> Trained:
+    """Export a checkpoint without training. Raises what `train` does of these."""
+    if files.resume is None or files.export is None or files.held_out is not None:
+        raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
+    with ExitStack() as opened:
+        if files.save is not None and files.save.is_dir():  # another training may be removing checkpoints there
+            opened.enter_context(alone_in(files.save))
+        resumed = checkpoint.read(files.resume, schedule)
+        for folder in resumed.skipped:
+            on_files("skipped", folder)
+        on_files("resumed", resumed.folder)
+        _require_room_for(files, schedule, resumed, 0)
+        began = _began(files, resumed)
+        export.write(files.export, schedule.model, schedule.workload, lambda i: resumed.layer(i)[0], began)
+        on_files("exported", files.export)
+    none = np.empty(0, dtype=np.int64)
+    trace = Trace(
+        digest=schedule.digest, machine=machine_name(), source="measured", op=none, step=none, issue_ns=none,
+        start_ns=none, end_ns=none, waited_on=none,
+    )  # fmt: skip
+    return Trained(losses=[], learned=[], trace=trace)
 
 
 def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps: int) -> TokenSource:

@@ -230,7 +230,7 @@ def test_a_machine_that_was_measured_without_it_says_so() -> None:
         return replace(hardware.load("h200"), mode="measured", measured=Measured(op_times=table))
 
     machine = measured(lacking)
-    with pytest.raises(MissingCost, match="one that makes a block's quantised weights whole.* 'lora_streamed keep=0"):
+    with pytest.raises(MissingCost, match=r"one that makes a block's quantised weights whole.* 'lora_streamed keep=0"):
         predict(of, machine)
     (cast,) = {signature(op, MODEL, of.workload) for op in of.ops if op.phase == Phase.CAST}
     assert cast == "tiny/block/cast q to w/device/fp32" and cast in timed(of, "needed").values()

@@ -206,7 +206,7 @@ def run(
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     for note in (
-        *_notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()),
+        *(_notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()) if steps else ()),
         *(_unread(target, schedule, files) if steps else ()),
     ):
         print(f"note: {note}", file=sys.stderr)
@@ -380,7 +380,8 @@ def _answer(schedule: Schedule, result: Trained, more: dict[str, Any], trace: Pa
         if as_json:
             print_json(record)
         else:
-            print("\n".join(_told(schedule, record)))
+            for line in _told(schedule, record):
+                print(line)
 
 
 def _record(schedule: Schedule, result: Trained) -> dict[str, Any]:
