@@ -35,6 +35,7 @@ from sim.room import orders, ways_to_part
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SHALLOW = 8  # blocks; of a deeper model each takes too long for that
 SPLITS = 6  # ways to split a step into micro-batches that are looked at
+FAR_OFF = 0.1  # by what fraction above the least bound a search may be in a wrong place
 NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
 WORTH_A_LOOK = 1.0  # of the best period: a split with a lower bound is tried, in the likeliest mode of recompute
 WORTH_A_LOOK_TOO = 0.97  # the same in the other modes
@@ -163,7 +164,7 @@ class Search:
         self.found.effort = max(self.found.effort, 0) + aside
         self.refine(hold=True, stride=1)  # what is best by now may have been found as the effort ran out
         if bounded:
-            self.improve(min(found.period_ns for found, _ in bounded))
+            self.improve(bounded)
             fewer_micro_batches(self.found, [workload for _, workload in bounded], most_ns=begun_ns)
         self.found.share = 0.9
         of_best = self.found.workload or steps[0]
@@ -428,8 +429,19 @@ class Search:
         """From the best candidate on, see `sim.refine`."""
         refine(self.found, begun=self.start, hold=hold, stride=stride)
 
-    def improve(self, least_ns: float) -> None:
-        """From the best candidate on by larger steps, then several knobs together, unless it is near the bound."""
+    def improve(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+        """From the best candidate on by larger steps, then several knobs together, unless it is near the bound.
+
+        Where it is far off, as many blocks held as have room come first, of every split: one knob at a time does not
+        lead there from many that are resident.
+        """
+        least_ns = min(found.period_ns for found, _ in bounded)
+        if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.begun:
+            effort = self.found.effort
+            for limit, workload in bounded:
+                if limit.period_ns < self.found.cost_ns:
+                    self.hold(workload)
+            self.found.effort = effort  # there are few
         if self.found.cost_ns > least_ns * (1.0 + NEARLY_LEAST):
             self.found.effort = MORE * self.effort
             self.refine(hold=True, stride=MORE_STRIDE)
