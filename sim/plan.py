@@ -154,7 +154,8 @@ def plan(
             raise MissingCost(lacking, measure_with)
         if search.found.best is None and search.found.too_long is not None:
             raise search.found.too_long
-        raise NothingFits(search.found.room.nothing_fits(steps[-1], search.found.shortest))
+        smallest = [step for step in steps if step.accumulation == steps[-1].accumulation]
+        raise NothingFits(search.found.room.nothing_fits(smallest, search.found.shortest))
     verify(search.found.best.schedule)
     return Plan(
         prediction=search.found.best,

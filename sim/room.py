@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from schedules import policies
 from schedules.model import ModelSpec
@@ -261,16 +261,17 @@ class Room:
                 self._peaks[candidate] = None
         return self._peaks[candidate]
 
-    def nothing_fits(self, workload: Workload, closest: tuple[int, Tier] | None) -> str:
-        """Why nothing runs on the machine: what is lacking for the thriftiest schedule, or for the closest one tried.
+    def nothing_fits(self, workloads: Iterable[Workload], closest: tuple[int, Tier] | None) -> str:
+        """Why nothing that is searched runs on the machine in any of these ways: what is lacking for the thriftiest
+        schedule, or for the closest one tried.
 
         `closest` is how many bytes that lacked, and where.
         """
-        model = self._model
+        model, workload = self._model, min(workloads, key=lambda way: self._lacking(self.least(way)))
         # gradients come and go, a layer at a time
         state = model.total_params * (workload.bytes.per_param - workload.bytes.grad)
         have = sum(self.limits.values())
-        told = [f"no schedule of {model.name} fits {self._profile.name}"]
+        told = [f"no schedule of {model.name} that is searched fits {self._profile.name}"]
         if state > have:
             told.append(
                 f"weights and optimizer state take {scaled(state, 'GB')}, all its memory together is "

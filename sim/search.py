@@ -436,7 +436,7 @@ class Search:
         lead there from many that are resident.
         """
         least_ns = min(found.period_ns for found, _ in bounded)
-        if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.begun:
+        if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.begun and self.effort:
             effort = self.found.effort
             for limit, workload in bounded:
                 if limit.period_ns < self.found.cost_ns:

@@ -102,7 +102,7 @@ def test_policies_that_can_use_a_drive_do_so_where_the_host_is_short() -> None:
 def test_what_does_not_fit_is_a_row_with_its_reason() -> None:
     nowhere = replace(hardware.override(SMALL, ["gpu.memory=1GB", "host.memory=1GB"]), nvme=None)
     row, named = plans.row(MODEL, nowhere, **STEP)
-    assert math.isnan(row.tokens_per_s) and not named and "no schedule of qwen2.5-7b fits" in row.reason
+    assert math.isnan(row.tokens_per_s) and not named and "qwen2.5-7b that is searched fits" in row.reason
     table = plans.frame([plans.row(MODEL, SMALL, **STEP), (row, named)])
     lines = plans.markdown(table).splitlines()
     assert len(lines) == 4 and "nothing fits" in lines[-1]

@@ -715,7 +715,7 @@ def test_where_the_thriftiest_schedule_lacks_something_it_is_named() -> None:
 
 def test_where_the_thriftiest_has_room_the_closest_is_told_in_a_sentence() -> None:
     room = Room(shallow(2), machine("h200", device_gb=8, host_gb=16), ROOMY)
-    told = room.nothing_fits(step(1), (3_000_000_000, Tier.HOST))
+    told = room.nothing_fits([step(1)], (3_000_000_000, Tier.HOST))
     assert "; the closest one tried lacks 3.0 GB of host memory; the thriftiest one takes " in told
 
 
