@@ -74,12 +74,13 @@ def _ratio(record: Record) -> str:
     return told if told == "-" or record["same_state"] else f"{told}*"
 
 
+TO_ZERO3 = "x\nzero3"
 COMPARISON = (
     Column(heading="policy", cell=_text("label"), number=False, folds=True),
     Column(heading="tokens/s", cell=rates("tokens_per_s")),
     Column(heading="TFLOP/s", cell=number("model_tflops_per_s", ".4g"), spare=True),
     Column(heading="MFU", cell=number("mfu", ".1f", 100, " %"), spare=True),
-    Column(heading="x\nzero3", cell=_ratio),
+    Column(heading=TO_ZERO3, cell=_ratio),
     Column(heading="step", cell=_seconds("step_s")),
     Column(heading="bound", cell=_seconds("bound_s"), spare=True),
     Column(heading="gap", cell=number("gap", ".1f", 100, " %"), spare=True),
@@ -104,9 +105,10 @@ SAME_STATE_NOTE = f"To compare with the same state too: --policy '{SAME_STATE}',
 
 def comparison_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
     """Of a table of a comparison: with the state that is kept where rows differ, the gap to the bound of any schedule
-    where one is known, and NVMe where any uses it.
+    where one is known, and NVMe where any uses it; without the ratio to ZeRO-3 where there is none.
     """
-    columns = list(COMPARISON)
+    compared = rows["ratio_to_zero3_offload"].notna().any()
+    columns = [column for column in COMPARISON if compared or column.heading != TO_ZERO3]
 
     def after(heading: str) -> int:
         return [column.heading for column in columns].index(heading) + 1

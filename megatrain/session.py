@@ -147,7 +147,10 @@ def train(
     """
     adapted = verified.schedule.workload.lora_rank is not None  # adapters are trained beside weights from elsewhere
     if adapted and files.adapters is not None:
-        raise InputError("--adapters become part of the weights: take a policy that trains or evaluates all of these")
+        raise InputError(
+            "--adapters become part of the weights: take a policy that trains or evaluates all of these; what was "
+            "trained beside them goes on with --resume"
+        )
     if verified.schedule.workload.quantised is not None and files.adapters is not None:
         raise InputError("--adapters become part of the weights, and would be rounded with them: leave out quantised")
     for option, beginning in (("--weights", files.weights), ("--adapters", files.adapters)):

@@ -55,7 +55,10 @@ class TokenFile:
             )
         if tokens.ndim == 2 and (not len(tokens) or tokens.shape[1] != seq_len + 1):
             wanted = f"a row must have {seq_len + 1:,}, one more than a sequence, the last only to be predicted"
-            shorter = f": take sequences of {tokens.shape[1] - 1:,}, or pad rows" if tokens.shape[1] > 1 else ""
+            other = "pad" if tokens.shape[1] <= seq_len else "cut"
+            shorter = f": take sequences of {tokens.shape[1] - 1:,}, or {other} rows" if tokens.shape[1] > 1 else ""
+            if not len(tokens):
+                raise DataError(f"{self.path} has no rows")
             raise DataError(f"{self.path} has {len(tokens):,} rows of {tokens.shape[1]:,} tokens; {wanted}{shorter}")
         if self.loss_mask is not None and (self._mask.shape != tokens.shape or self._mask.dtype.kind not in "biu"):
             shape = list(tokens.shape)

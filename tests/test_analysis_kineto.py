@@ -11,7 +11,7 @@ import pytest
 import torch
 from command import megatrain
 
-from analysis import kineto, tables
+from analysis import kineto, tables, trace_diff
 from analysis.kineto import Recording, RecordingError
 from schedules import codec, presets
 from schedules.errors import Refused
@@ -447,3 +447,29 @@ def test_commands_read_it_and_draw_it_beside_a_simulated_step(on_cpu: Path, tmp_
     assert lacking.returncode == 2 and "whose file was not given" in lacking.stderr
     other = megatrain("timeline", str(on_cpu), "-o", str(tmp_path / "drawn"))
     assert other.returncode == 2 and "megatrain import" in other.stderr
+
+
+def test_of_a_cpu_that_does_one_thing_after_another_what_lasted_longer_moves_the_step(tmp_path: Path) -> None:
+    """Nothing is issued while it works, whichever of its threads does."""
+    engine = "autograd::engine::evaluate_function: "
+
+    def recorded(backward: float) -> Recording:
+        events = [
+            event("cpu_op", "aten::mm", 1000, 50),
+            event("cpu_op", f"{engine}MmBackward0", 1060, backward, AUTOGRAD),
+            event("user_annotation", "Optimizer.step#AdamW.step", 1070 + backward, 30),
+            event("cpu_op", "aten::add_", 1070 + backward, 20),
+        ]
+        return kineto.read(write(tmp_path / "cpu.json", events), TINY, STEP)
+
+    slow, quick = recorded(400), recorded(100)
+    assert all(op.blocking for op in slow.schedule.ops) and slow.trace.waited_on.tolist() == [ISSUE, 0, 1]
+    found = trace_diff.moves(slow.schedule, slow.trace, quick.trace).set_index(["stream", "class"])["moves_s"] * 1e6
+    assert found["compute", "backward"] == found["", "all of it"] == pytest.approx(-300)
+    assert found["host", "issue"] == 0
+
+
+def test_ops_of_a_cpu_that_overlap_hold_nothing_up(tmp_path: Path) -> None:
+    events = [event("cpu_op", "aten::mm", 1000, 50), event("cpu_op", "aten::mm", 1020, 50, AUTOGRAD)]
+    found = kineto.read(write(tmp_path / "cpu.json", events), TINY, STEP)
+    assert not any(op.blocking for op in found.schedule.ops)

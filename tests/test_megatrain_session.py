@@ -340,3 +340,28 @@ def test_what_is_held_out_has_a_step_at_least(tmp_path: Path) -> None:
     step = verify(policies.build("streamed", presets.load("tiny"), two, MEMORY))
     with pytest.raises(DataError, match=r"rows\.npy: there are 1 sequences of 16 tokens, too few for a step of 2"):
         session.train(step, steps=1, hyper=Adam(lr=1e-3), files=session.Files(held_out=tmp_path / "rows.npy"))
+
+
+@pytest.mark.parametrize("policy", ["streamed", "lora_streamed"])
+def test_a_checkpoint_is_exported_as_it_is_without_weights_text_or_memory(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same bits as at the end of the training; of adapters, too, which without their weights cannot go on."""
+    hyper, run = Adam(lr=1e-2), tmp_path / "run"
+    session.train(
+        verified(policy), steps=2, hyper=hyper, seed=3, files=session.Files(save=run, export=tmp_path / "then")
+    )
+    monkeypatch.setattr(session, "backend_of", None)
+    monkeypatch.setattr(session, "Trainer", None)
+    told: list[str] = []
+    files = session.Files(resume=run, save=run, export=tmp_path / "now")
+    found = session.train(
+        verified(policy), steps=0, hyper=hyper, files=files, on_files=lambda event, _: told.append(event)
+    )
+    assert told == ["resumed", "exported"] and not found.losses and not len(found.trace)
+    for path in (tmp_path / "then").iterdir():
+        assert (tmp_path / "now" / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(
+        InputError, match="no steps are to be trained: that is for a checkpoint to --resume and --export"
+    ):
+        session.train(verified(policy), steps=0, hyper=hyper, files=session.Files(resume=run, held_out=tmp_path))

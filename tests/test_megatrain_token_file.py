@@ -232,9 +232,10 @@ def test_what_is_masked_changes_no_gradient(tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "mask", "told"),
     [
-        (np.zeros((5, 16), int), None, "has 5 rows of 16 tokens; a row must have 17, .*: take sequences of 15"),
+        (np.zeros((5, 16), int), None, "has 5 rows of 16 .*: take sequences of 15, or pad rows"),
         (np.zeros((5, 1), int), None, "rows of 1 tokens; a row must have 17, one more than .* predicted$"),
-        (np.zeros((0, 17), int), None, "has 0 rows of 17 tokens"),
+        (np.zeros((5, 20), int), None, "has 5 rows of 20 .*: take sequences of 19, or cut rows"),
+        (np.zeros((0, 17), int), None, r"rows\.npy has no rows"),
         (1000 * np.eye(20, 17, dtype=int), None, "holds token 1000 at place 0 of row 0, and"),
         (np.eye(20, 17, -3, dtype=int) * -7, None, "holds token -7 at place 0 of row 3, and"),
         (numbered(9), np.ones((8, 17)), r"mask\.npy holds float64 \[8, 17\]: a mask of .* is bool \[9, 17\]"),

@@ -912,3 +912,15 @@ def test_an_mlp_computed_again_lets_a_sequence_fit_that_does_not_otherwise() -> 
     assert drive is not None
     limits = (100.9e9, 480e9, drive.capacity.value)
     assert all(found.prediction.peak_bytes[tier] <= limit for tier, limit in zip(Tier, limits, strict=True))
+
+
+def test_a_plan_that_is_far_off_is_looked_for_where_all_weights_are_held() -> None:
+    """From many resident layers one knob at a time does not lead to all blocks held of smaller micro-batches."""
+    model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12, vocab_size=8192)
+    slow = ["gpu.memory=9.566252GB", *(f"links.{name}=1GB/s" for name in ("h2d.bandwidth", "d2h.bandwidth", "duplex"))]
+    profile = hardware.override(hardware.load("h200"), slow)
+    found = plan(model, profile, seq_len=512, tokens_per_step=4096)
+    held = policies.build(
+        "streamed", model, step(2, accumulation=4, recompute="pointwise"), memory_of(profile), hold=12
+    )
+    assert found.prediction.period_ns <= predict(held, profile).period_ns

@@ -182,6 +182,8 @@ def run(
     from megatrain.session import Files, train
     from megatrain.way import Way, measured_in
 
+    if min_lr and decay_until is None:
+        raise InputError("--min-lr is where a decay ends: say when, with --decay-until")
     hyper = _hyper(lr, weight_decay, (beta1, beta2), eps, warmup, decay_until, min_lr)
     asked = Files(
         weights=weights,
@@ -211,6 +213,7 @@ def run(
     ):
         print(f"note: {note}", file=sys.stderr)
     happened: dict[str, str] = {}
+    evaluates = schedule.workload.task == "evaluate"
     trained, neighbours = False, None
     with ExitStack() as hearing:
         try:
@@ -231,7 +234,7 @@ def run(
                         and (step == decay_until or (first and step > decay_until))
                     ):
                         progress.say(f"note: the learning rate is 0 since step {decay_until}, see --decay-until")
-                    progress.trained(step, loss, hyper(step).lr, norm)
+                    progress.trained(step, loss, None if evaluates else hyper(step).lr, norm)
 
                 def interrupted() -> typer.Exit:
                     progress.say(f"megatrain: interrupted {progress.reached()}; {checkpoint.told(save)}")

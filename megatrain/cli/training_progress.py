@@ -20,9 +20,9 @@ class TrainingProgress:
     """How far a training of so many steps is, each of so many tokens; all but the log goes to stderr.
 
     log: a file that gets a JSON line for each step as it finishes, after what it has already: "step", counted from 1
-        over all runs that go on from each other, "loss" (null where it is not finite), "lr", the "norm" of all
-        gradients if the step takes it, and "seconds" since this object was made; and one of "step", "held_out_loss" and
-        "seconds" each time that a text is evaluated.
+        over all runs that go on from each other, "loss" (null where it is not finite), "lr" if it trains, the "norm" of
+        all gradients if the step takes it, and "seconds" since this object was made; and one of "step", "held_out_loss"
+        and "seconds" each time that a text is evaluated.
     """
 
     def __init__(self, bar: Progress, steps: int, tokens: int, log: Path | None = None) -> None:
@@ -52,8 +52,11 @@ class TrainingProgress:
         now = time.perf_counter()
         self._began, self._now = self._began + now - self._now, now
 
-    def trained(self, step: int, loss: float, lr: float, norm: float | None = None) -> None:
-        """A step, counted from 0 over all runs that go on from each other, is done; `norm` as in Trainer.run."""
+    def trained(self, step: int, loss: float, lr: float | None, norm: float | None = None) -> None:
+        """A step, counted from 0 over all runs that go on from each other, is done; `norm` as in Trainer.run.
+
+        `lr` is None where nothing is trained.
+        """
         self._step, self._now = step + 1, time.perf_counter()
         if not self.losses:
             self._began = self._now
@@ -99,8 +102,9 @@ class TrainingProgress:
             self._said = self._now
             self.say(text)
 
-    def _write(self, loss: float, lr: float, norm: float | None) -> None:
-        told = {"step": self._step, "loss": loss if math.isfinite(loss) else None, "lr": lr}
+    def _write(self, loss: float, lr: float | None, norm: float | None) -> None:
+        told: dict[str, float | None] = {"step": self._step, "loss": loss if math.isfinite(loss) else None}
+        told |= {} if lr is None else {"lr": lr}
         self._append(told if norm is None else told | {"norm": norm if math.isfinite(norm) else None})
 
     def _append(self, told: dict[str, float | None]) -> None:
