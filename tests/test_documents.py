@@ -18,9 +18,11 @@ import pytest
 from analysis import validation
 from megatrain.token_file import TokenFile
 from schedules import policies, presets
+from schedules.op import Tier
+from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim import hardware
-from sim.prediction import memory_of, predict
+from sim.prediction import Prediction, memory_of, predict
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "analysis" / "results"
@@ -50,7 +52,7 @@ def says(name: str, text: str) -> None:
 
 def table(name: str, *header: str) -> Iterator[list[str]]:
     """The rows of the one table of a document whose header begins so."""
-    begins = "| " + " | ".join(header) + " |"
+    begins = "| " + " | ".join(header)
     (found,) = (part for part in document(name).split("\n\n") if part.startswith(begins))
     for line in found.strip().splitlines()[2:]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
@@ -399,6 +401,32 @@ def test_a_faster_link_may_make_a_schedule_slower_as_is_told() -> None:
     says("docs/buying.md", f"and {slow:.3f} s, {1 - slow / fast:.1%} less")
     memory = ("host.memory_bandwidth=400GB/s", f"host.adam_efficiency={0.75 * 235 / 400}")
     says("docs/buying.md", f"{step_s('100', *memory):.3f} s after {step_s('57', *memory):.3f}")
+
+
+def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
+    def adapters(model: str, machine: str, batch: int, room: tuple[str, ...] = (), **knobs: Knob) -> Prediction:
+        profile = hardware.override(hardware.load(machine), room)
+        step = Workload(micro_batch_size=batch, seq_len=1024)
+        found = policies.build("lora_streamed", presets.load(model), step, memory_of(profile), **knobs)
+        return predict(found, profile)
+
+    def told(found: Prediction) -> str:
+        return f"{found.tokens_per_s:,.0f} tokens/s"
+
+    whole, *packed = (
+        adapters("llama-3.1-70b", "rtx4090", batch, ("host.memory=1TB",), keep=0, quantised=of)
+        for of, batch in ((None, 4), ("nf4", 4), ("nf4", 8))
+    )
+    first, second = table("docs/training.md", "LoRA on Llama-3.1-70B, an RTX 4090 (datasheet, predicted)")
+    assert first[1].startswith(f"{whole.peak_bytes[Tier.HOST] / 1e9:.1f} GB: more than that machine's 128")
+    assert first[2] == f"{told(whole)} with more" and first[3] == "does not fit the GPU"
+    assert second[1:] == [f"{packed[0].peak_bytes[Tier.HOST] / 1e9:.1f} GB", *map(told, packed)]
+    assert adapters("llama-3.1-70b", "rtx4090", 8, ("host.memory=1TB",), keep=0).does_not_fit
+    short, long = (adapters("llama-3.1-70b", "h200", 4, keep=0, quantised=of).period_ns / 1e9 for of in ("nf4", None))
+    says("docs/training.md", f"predicted to take 4 sequences in {short:.2f} s instead of {long:.2f}")
+    largest = adapters("llama-3.1-405b", "rtx5090", 4, quantised="nf4", nvme=76, activations="inputs", resident=0)
+    assert not largest.does_not_fit
+    says("docs/training.md", f"predicted to learn at {told(largest)}")
 
 
 def test_losses_by_precision_are_those_stored() -> None:
