@@ -220,9 +220,16 @@ def train(
             )
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
-        return _train_and_save(
-            trainer, schedule, steps, files, began, held_out, on_stage, on_step, on_files, on_held_out, stop
-        )
+
+        def evaluate() -> tuple[float, int] | None:
+            assert held_out is not None
+            found = trainer.evaluate(held_out, on_stage, stop)
+            if found is not None:
+                on_held_out(trainer.step, found[0])
+            return found
+
+        evaluated = None if held_out is None else evaluate
+        return _train_and_save(trainer, schedule, steps, files, began, evaluated, on_step, on_files, stop)
 
 
 def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileEvent, Path], None]) -> Trained:
@@ -345,16 +352,15 @@ def _train_and_save(
     steps: int,
     files: Files,
     began: Path | None,
-    held_out: TokenSource | None,
-    on_stage: Callable[[str], None],
+    evaluated: Callable[[], tuple[float, int] | None] | None,
     on_step: OnStep,
     on_files: Callable[[FileEvent, Path], None],
-    on_held_out: Callable[[int, float], None],
     stop: Callable[[], bool],
 ) -> Trained:
     """Train so many steps, and evaluate, save and export on the way. Raises what `train` does of these.
 
-    A checkpoint on the way that cannot be written is told, and the training goes on: its state is sound.
+    `evaluated` gives the loss of what is held out, if anything is, or None where it was stopped. A checkpoint on the
+    way that cannot be written is told, and the training goes on: its state is sound.
     """
     losses: list[float] = []
     saved: list[int] = []  # the steps after which this run has saved
@@ -363,10 +369,11 @@ def _train_and_save(
     first = trainer.step
 
     def evaluate() -> None:
-        assert held_out is not None
-        found[trainer.step] = trainer.evaluate(held_out, on_stage)
+        if evaluated is None:
+            return
         paused.add(len(losses))
-        on_held_out(trainer.step, found[trainer.step][0])
+        if (now := evaluated()) is not None:
+            found[trainer.step] = now
 
     def told(step: int, loss: float, norm: float | None) -> None:
         if step == first:
@@ -381,13 +388,12 @@ def _train_and_save(
 
     try:
         with _seldom_collecting_garbage() as settled:
-            if held_out is not None:
-                evaluate()
+            evaluate()
             while len(losses) < steps and not stop():
                 done = len(losses)
                 due = [every - done % every for every in (files.every, files.held_out_every) if every]
                 losses += trainer.run(min([steps - done, *due]), on_step=told, stop=stop)
-                if held_out is not None and _is_due(len(losses), files.held_out_every, steps) and not stop():
+                if _is_due(len(losses), files.held_out_every, steps) and not stop():
                     evaluate()
                 if (
                     files.save is not None

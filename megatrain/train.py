@@ -217,10 +217,13 @@ class Trainer(Generic[E]):
         self.step = last
         return losses
 
-    def evaluate(self, data: TokenSource, on_stage: Callable[[str], None] = unheard) -> tuple[float, int]:
+    def evaluate(
+        self, data: TokenSource, on_stage: Callable[[str], None] = unheard, stop: Callable[[], bool] = never
+    ) -> tuple[float, int] | None:
         """The mean loss of a text by what is trained as it is now, and of how many tokens; nothing is trained by it.
 
-        Whole steps of it are read, from its beginning, each sequence once. `on_stage` is told of each.
+        Whole steps of it are read, from its beginning, each sequence once. `on_stage` is told of each. Once `stop` says
+        so no further one begins, and there is no loss.
 
         Raises:
             DataError: there are too few sequences for a step.
@@ -228,12 +231,14 @@ class Trainer(Generic[E]):
             Refused: see `schedules.evaluation`.
         """
         try:
-            return self._evaluate(data, on_stage)
+            return self._evaluate(data, on_stage, stop)
         except BaseException:
             self.close()
             raise
 
-    def _evaluate(self, data: TokenSource, on_stage: Callable[[str], None]) -> tuple[float, int]:
+    def _evaluate(
+        self, data: TokenSource, on_stage: Callable[[str], None], stop: Callable[[], bool]
+    ) -> tuple[float, int] | None:
         if self._evaluation is None:
             verified = evaluation(self._verified)
             store = self._store.within(verified.schedule)
@@ -242,12 +247,16 @@ class Trainer(Generic[E]):
         executor, actions = self._evaluation
         steps = whole_steps(data, actions.schedule.workload)
         losses, learned = list[float](), list[int]()
-        for step in range(steps + AHEAD):
+        for step in range(steps):
             if step >= AHEAD:
                 losses.append(_finished(executor, actions, step - AHEAD))
-            if step < steps:
-                on_stage(f"evaluating step {step + 1} of {steps}")
-                learned.append(_issued(executor, actions, data, step))
+            if stop():
+                break
+            on_stage(f"evaluating step {step + 1} of {steps}")
+            learned.append(_issued(executor, actions, data, step))
+        losses += [_finished(executor, actions, step) for step in range(len(losses), len(learned))]
+        if len(learned) < steps:
+            return None
         total = sum(learned)
         return sum(map(operator.mul, losses, learned)) / total if total else 0.0, total
 

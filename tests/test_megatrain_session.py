@@ -318,6 +318,17 @@ def test_a_training_that_is_stopped_is_not_evaluated_first(tmp_path: Path) -> No
     assert len(found.losses) == 3 and list(found.held_out) == [0, 1, 2]
 
 
+def test_an_evaluation_ends_early_when_it_is_stopped(tmp_path: Path) -> None:
+    """What it found by then is no loss of the text."""
+    np.save(tmp_path / "text.npy", np.arange(16 * 9 + 1))
+    begun: list[str] = []
+    found = session.train(
+        verified(), steps=2, hyper=Adam(lr=1e-3), files=session.Files(held_out=tmp_path / "text.npy"),
+        on_stage=begun.append, stop=lambda: "evaluating step 4 of 9" in begun,
+    )  # fmt: skip
+    assert not found.losses and not found.held_out and begun[-1] == "evaluating step 4 of 9"
+
+
 @pytest.mark.parametrize(
     ("policy", "files", "told"),
     [
