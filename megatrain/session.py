@@ -19,7 +19,7 @@ from megatrain.adam import Adam
 from megatrain.adapters import folded
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
-from megatrain.data import ByteText, DataError, TokenSource, read_bytes, standard_library, whole_steps
+from megatrain.data import ByteText, DataError, TokenSource, read_bytes, shares, standard_library, whole_steps
 from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters, random_parameters
 from megatrain.preflight import require_drive, require_memory, require_room
@@ -124,7 +124,7 @@ def train(
     on_stage: Callable[[str], None] = unheard,
     on_step: OnStep = unheard,
     on_files: Callable[[FileEvent, Path], None] = unheard,
-    on_held_out: Callable[[int, float], None] = unheard,
+    on_held_out: Callable[[int, float, int], None] = unheard,
     stop: Callable[[], bool] = never,
 ) -> Trained:
     """Train so many steps, more of them where `files` say to resume; none where a checkpoint is only to be exported.
@@ -132,9 +132,9 @@ def train(
     `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer, and ops are computed in this `way`. `on_stage` is
     told what begins before the first step, the first time when all has been checked, and how far an evaluation is;
     `on_step` is as in Trainer.run; `on_files` is told what happens to a folder, and `on_held_out` the loss of what is
-    held out after so many steps. Once `stop` says so, the steps under way are finished, a checkpoint is saved where
-    `files` say where, and nothing is exported. Where no steps are to be trained, a checkpoint is exported as it is:
-    nothing is allocated for that, and no weights or text are read.
+    held out after so many steps, and of how many tokens. Once `stop` says so, the steps under way are finished, a
+    checkpoint is saved where `files` say where, and nothing is exported. Where no steps are to be trained, a checkpoint
+    is exported as it is: nothing is allocated for that, and no weights or text are read.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training; or another training
@@ -221,11 +221,15 @@ def train(
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
 
+        began_at = trainer.step
+
         def evaluate() -> tuple[float, int] | None:
             assert held_out is not None
             found = trainer.evaluate(held_out, on_stage, stop)
             if found is not None:
-                on_held_out(trainer.step, found[0])
+                on_held_out(trainer.step, *found)
+                if not math.isfinite(found[0]) and trainer.step > began_at:
+                    raise Diverged(f"the loss of what is held out is {found[0]} after step {trainer.step}")
             return found
 
         evaluated = None if held_out is None else evaluate
@@ -234,7 +238,7 @@ def train(
 
 def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileEvent, Path], None]) -> Trained:
     """Export a checkpoint without training. Raises what `train` does of these."""
-    if files.resume is None or files.export is None or files.held_out is not None:
+    if files.resume is None or files.export is None:
         raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
     with ExitStack() as opened:
         if files.save is not None and files.save.is_dir():  # another training may be removing checkpoints there
@@ -295,9 +299,11 @@ def _held_out(files: Files, verified: Verified) -> TokenSource | None:
     of = evaluation(verified).schedule.workload
     found = from_file(files.held_out, model.vocab_size, of, loss_mask=files.held_out_mask)
     try:
-        whole_steps(found, of)
+        steps = whole_steps(found, of)
     except DataError as error:
         raise DataError(f"{files.held_out}: {error}") from None
+    if not any(shares(found, step, of).any() for step in range(steps)):
+        raise DataError(f"{files.held_out_mask} has no token to learn in the {steps:,} whole steps that are evaluated")
     return found
 
 

@@ -90,7 +90,7 @@ class Store:
     def within(self, schedule: Schedule) -> Store:
         """The same memory for another schedule, of some of the same buffers and no saved activations."""
         other = copy.copy(self)
-        other._schedule, other._views, other._saved, other._memory, other._copied = schedule, {}, {}, {}, set()
+        other._schedule = schedule
         return other
 
     # ---- tensors in slabs

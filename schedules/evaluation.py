@@ -24,8 +24,7 @@ def evaluation(training: Verified) -> Verified:
     amounts = Amounts(schedule.model, workload)
     wanted, found = set[Access](), list[Op]()
     for op in reversed(schedule.ops):
-        # an update leaves in its place what the next step reads; the losses are wanted of what is there now
-        written = tuple(access for access in op.writes if access in wanted and op.phase != Phase.ADAM)
+        written = tuple(access for access in op.writes if access in wanted)
         if not written and op.phase != Phase.LOSS:
             continue
         wanted.difference_update(written)
@@ -36,7 +35,8 @@ def evaluation(training: Verified) -> Verified:
     used = {access.buffer for op in ops for access in op.accesses}
     for op in ops:
         for access in op.writes:
-            if (kept := training.initial.get(access.buffer, access.tensor)) != access.tensor:
+            kept = training.initial.get(access.buffer)
+            if kept is not None and (kept != access.tensor or schedule.staleness):  # it might be of another version
                 raise Refused(
                     f"{schedule.label} cannot be evaluated between steps: {op.name} writes {access.tensor} into "
                     f"{access.buffer}, which keeps {kept} from one step to the next"

@@ -602,3 +602,35 @@ def test_the_readme_shows_what_verify_says_of_that_policy_without_a_wait(tmp_pat
     file.write_text(json.dumps(step))
     told = megatrain("verify", str(file)).stderr.partition("\n\n")[2]
     assert f"```\n{textwrap.dedent(told)}```" in (ROOT / "README.md").read_text()
+
+
+def test_a_text_that_is_held_out_is_told_beside_the_training(tmp_path: Path) -> None:
+    np.save(tmp_path / "text.npy", np.random.default_rng(0).integers(256, size=16 * 3 + 1))
+    folder, log = str(tmp_path / "run"), tmp_path / "log"
+    job = ["run", "tiny", "--batch", "1", "--seq", "16", "--held-out", str(tmp_path / "text.npy"), "--json"]
+    done = megatrain(*job, "--steps", "3", "--held-out-every", "2", "--log", str(log), "--save", folder)
+    found = json.loads(done.stdout)["held_out"]
+    assert [each["after_step"] for each in found] == [0, 2, 3] and {each["tokens"] for each in found} == {48}
+    told = [line for line in done.stderr.splitlines() if line.startswith("held-out loss")]
+    when = ("before the first step", "after step 2", "after step 3")
+    assert told == [f"held-out loss {each['loss']:.4f} {at}" for each, at in zip(found, when, strict=True)]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["held_out_loss"] for line in lines if "held_out_loss" in line] == [each["loss"] for each in found]
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 3]
+    again = megatrain(*job, "--until", "3", "--save", folder, "--resume", folder, "--export", str(tmp_path / "hf"))
+    assert again.returncode == 0 and "note: nothing is trained, and what is held out is not evaluated" in again.stderr
+    assert any((tmp_path / "hf").glob("*.safetensors"))
+    diverged = megatrain(*job, "--steps", "1", "--lr", "1e30")
+    assert diverged.returncode == 1 and [e["after_step"] for e in json.loads(diverged.stdout)["held_out"]] == [0, 1]
+    shown = megatrain(*job[:-1], "--steps", "1").stdout.splitlines()[1]
+    assert shown.startswith(f"held out: loss {found[0]['loss']:.4f} -> ") and shown.endswith("over 48 tokens")
+
+
+def test_what_has_no_use_is_told(tmp_path: Path) -> None:
+    step = ["run", "tiny", "--batch", "1", "--seq", "16", "--steps", "1"]
+    refused = megatrain(*step, "--min-lr", "1e-5")
+    assert refused.returncode == 2 and "--min-lr is where a decay ends: say when, with --decay-until" in refused.stderr
+    log = tmp_path / "log"
+    evaluated = megatrain(*step, "--policy", "flexgen_block rank=4", "--log", str(log))
+    assert "note: no checkpoint's adapters are evaluated, but some that change nothing" in evaluated.stderr
+    assert "lr" not in json.loads(log.read_text())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain import checkpoint, initial, preflight, session
 from megatrain.adam import Adam
-from megatrain.checkpoint import CheckpointError, NotSaved
+from megatrain.checkpoint import CheckpointError, Diverged, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import DataError, RandomTokens
 from megatrain.folder_lock import alone_in
@@ -274,12 +274,11 @@ def test_what_is_held_out_is_evaluated_before_between_and_after_as_a_checkpoint_
     files = session.Files(
         held_out=tmp_path / "text.npy", held_out_every=2, save=tmp_path / "run", every=3, export=tmp_path / "hf"
     )
-    told: list[tuple[int, float]] = []
+    told: list[tuple[int, float, int]] = []
     found = session.train(
         verified(), steps=5, hyper=Adam(lr=1e-2), files=files, on_held_out=lambda *each: told.append(each)
     )
-    assert [step for step, _ in told] == [0, 2, 4, 5] and list(found.held_out) == [0, 2, 4, 5]
-    assert [loss for _, loss in told] == [loss for loss, _ in found.held_out.values()]
+    assert told == [(step, *of) for step, of in found.held_out.items()] and list(found.held_out) == [0, 2, 4, 5]
     assert {tokens for _, tokens in found.held_out.values()} == {16 * 7}
     assert found.paused == {0, 2, 3, 4, 5} and len(found.step_ns) < len(found.trace.step_ns())
     assert found.losses == session.train(verified(), steps=5, hyper=Adam(lr=1e-2)).losses
@@ -288,6 +287,49 @@ def test_what_is_held_out_is_evaluated_before_between_and_after_as_a_checkpoint_
     of = session.Files(resume=tmp_path / "run", tokens=tmp_path / "text.npy")
     evaluated = session.train(verified("flexgen_block"), steps=7, hyper=Adam(lr=0.0), files=of)
     assert sum(evaluated.losses) / 7 == pytest.approx(told[-1][1], rel=1e-6)
+    again = session.Files(resume=tmp_path / "run", held_out=tmp_path / "text.npy")
+    more = session.train(verified(), steps=2, hyper=Adam(lr=1e-2), files=again)
+    assert list(more.held_out) == [5, 7] and more.paused == {0, 2} and more.held_out[5] == found.held_out[5]
+
+
+def test_of_what_is_held_out_each_token_to_learn_counts_the_same(tmp_path: Path) -> None:
+    """Of two steps one has a token to learn, and the other all."""
+    rows, mask = np.random.default_rng(0).integers(256, size=(3, 17)), np.ones((3, 17), dtype=bool)
+    mask[0, :16] = False
+    np.save(tmp_path / "rows.npy", rows)
+    np.save(tmp_path / "mask.npy", mask)
+    files = session.Files(held_out=tmp_path / "rows.npy", held_out_mask=tmp_path / "mask.npy")
+    loss, tokens = session.train(verified(), steps=1, hyper=Adam(lr=0.0), files=files).held_out[1]
+    of = session.Files(tokens=tmp_path / "rows.npy", loss_mask=tmp_path / "mask.npy")
+    one, *both = session.train(verified("flexgen_block"), steps=3, hyper=Adam(lr=0.0), files=of).losses
+    assert tokens == 33 and loss == pytest.approx((one + 16 * sum(both)) / 33, rel=1e-6)
+    two = replace(verified().schedule.workload, accumulation=2)
+    step = verify(policies.build("streamed", presets.load("tiny"), two, MEMORY))
+    np.save(tmp_path / "mask.npy", np.arange(3)[:, None] * np.ones((1, 17), int) == 2)  # no whole step has the last
+    with pytest.raises(DataError, match=r"mask\.npy has no token to learn in the 1 whole steps that are evaluated"):
+        session.train(step, steps=1, hyper=Adam(lr=0.0), files=files)
+
+
+def test_what_is_held_out_may_show_that_the_training_has_diverged(tmp_path: Path) -> None:
+    np.save(tmp_path / "text.npy", np.arange(17))
+    files = session.Files(held_out=tmp_path / "text.npy", save=tmp_path / "run")
+    with pytest.raises(Diverged, match=r"what is held out is nan after step 1: .*; no checkpoint was saved"):
+        session.train(verified(), steps=1, hyper=Adam(lr=1e30), files=files)
+
+
+def test_an_evaluation_that_is_interrupted_closes_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(Trainer, "close", lambda self, close=Trainer.close: (closed.append("trainer"), close(self)))
+    np.save(tmp_path / "text.npy", np.arange(16 * 4 + 1))
+
+    def interrupted(stage: str) -> None:
+        if stage == "evaluating step 2 of 4":
+            raise KeyboardInterrupt
+
+    files = session.Files(held_out=tmp_path / "text.npy")
+    with pytest.raises(KeyboardInterrupt):
+        session.train(verified(), steps=1, hyper=Adam(lr=1e-3), files=files, on_stage=interrupted)
+    assert closed
 
 
 def test_adapters_of_a_checkpoint_are_evaluated_beside_their_weights(tmp_path: Path) -> None:
@@ -375,4 +417,6 @@ def test_a_checkpoint_is_exported_as_it_is_without_weights_text_or_memory(
     with pytest.raises(
         InputError, match="no steps are to be trained: that is for a checkpoint to --resume and --export"
     ):
-        session.train(verified(policy), steps=0, hyper=hyper, files=session.Files(resume=run, held_out=tmp_path))
+        session.train(verified(policy), steps=0, hyper=hyper, files=session.Files(resume=run))
+    with alone_in(run), pytest.raises(CheckpointError, match="another training"):
+        session.train(verified(policy), steps=0, hyper=hyper, files=replace(files, export=tmp_path / "other"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from megatrain.train import Debug, Trainer
 from schedules import policies, trained
 from schedules.errors import Refused
 from schedules.evaluation import evaluation
-from schedules.op import Kind, Phase, Stream
+from schedules.op import Kind, Phase, Stream, Tier
 from schedules.program import Program
 from schedules.verify import Verified, verify
 from schedules.workload import PRECISIONS, Workload
@@ -148,6 +149,27 @@ def test_what_a_step_keeps_elsewhere_for_the_next_is_not_overwritten() -> None:
         Refused, match=r"kept cannot be evaluated between steps: P\.w\.1 writes w\.1 into slot, .* w\.0"
     ):
         evaluation(verified)
+
+
+def test_a_stale_copy_is_not_brought_up_to_date() -> None:
+    """The second micro-batch computes with newer weights, by the buffer that the next step's first is to find stale."""
+    model, work = replace(FOUR_BLOCKS, num_hidden_layers=1), Workload(micro_batch_size=2, accumulation=2, seq_len=16)
+    p = Program(model, replace(work, precision="fp32"), staleness=1)
+    p.keep_on_device(*(t for i in (model.embed, model.head) for t in (p.weight(i), p.grad(i), p.state(i))))
+    away, slot, sums = p.buffer("away", Tier.HOST), p.buffer("slot"), p.buffer("sums")
+    for m in work.microbatches:
+        if m:
+            p.offload(p.weight(0), out_of=p.load(p.weight(0), p.buffer("newest")), into=away)
+        p.forward(model.embed, m)
+        p.forward(0, m, weights=p.prefetch(p.weight(0), into=slot, out_of=away))
+        p.loss(m)
+        p.backward(0, m, weights=slot, grad=sums)
+        p.backward(model.embed, m)
+    p.offload(p.grad(0), out_of=sums)
+    for i in model.layers:
+        p.update(i, **({"stream": Stream.COMPUTE} if i else {}))
+    with pytest.raises(Refused, match=r"O\.w\.0 writes w\.0 into away, which keeps w\.0"):
+        evaluation(verify(p.build(policy="two versions")))
 
 
 def test_a_text_that_is_no_step_long_is_refused() -> None:

@@ -207,6 +207,8 @@ def run(
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
+    if not steps and files.held_out is not None:
+        print("note: nothing is trained, and what is held out is not evaluated", file=sys.stderr)
     for note in (
         *(_notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()) if steps else ()),
         *(_unread(target, schedule, files) if steps else ()),
@@ -268,7 +270,10 @@ def run(
                 _answer(schedule, result, happened | predicted, trace, as_json=as_json)
         except Refused as error:  # it diverges, or there is no room
             if as_json:
-                print_json({**schedule.describe(), "losses": progress.losses, **happened, "reason": str(error)})
+                evaluated = {"held_out": progress.evaluated} if progress.evaluated else {}
+                print_json(
+                    {**schedule.describe(), "losses": progress.losses, **evaluated, **happened, "reason": str(error)}
+                )
             raise
         if interrupt.asked:
             raise interrupted()
@@ -300,6 +305,8 @@ def _unread(target: str, schedule: Schedule, files: Files) -> Iterator[str]:
             yield "adapters are trained beside random weights: give those of a model with --weights"
         elif files.adapters is not None:
             yield "adapters are added to random weights: give those that they belong to with --weights"
+    if workload.trains == "nothing" and workload.lora_rank is not None and files.resume is None:
+        yield "no checkpoint's adapters are evaluated, but some that change nothing: give it with --resume"
     if files.tokens is None and model.vocab_size != ByteText.vocab_size:
         yield (
             f"without --data Python's own sources are read, byte by byte, whatever the {model.vocab_size:,} tokens of "

@@ -27,6 +27,7 @@ class TrainingProgress:
 
     def __init__(self, bar: Progress, steps: int, tokens: int, log: Path | None = None) -> None:
         self.losses: list[float] = []
+        self.evaluated: list[dict[str, float]] = []  # what is held out, each time
         self._bar, self._task = bar, bar.add_task("starting", total=steps, note="")
         self._steps, self._tokens, self._log = steps, tokens, log
         self._step, self._began, self._said = 0, 0.0, -math.inf
@@ -67,8 +68,9 @@ class TrainingProgress:
         else:
             self._line(f"step {self.note()}", at_once=len(self.losses) in (1, self._steps))
 
-    def held_out(self, step: int, loss: float) -> None:
+    def held_out(self, step: int, loss: float, tokens: int) -> None:
         """What is held out has this loss after so many steps, of all runs that go on from each other."""
+        self.evaluated.append({"after_step": step, "loss": loss, "tokens": tokens})
         self._paused()
         self.say(f"held-out loss {loss:.4f} {f'after step {step}' if step else 'before the first step'}")
         self._append({"step": step, "held_out_loss": loss if math.isfinite(loss) else None})

@@ -25,7 +25,7 @@ from typing import Literal
 
 from schedules.errors import ProgramError
 from schedules.frozen import Frozen
-from schedules.kept_activations import at_most
+from schedules.kept_activations import at_least_1, at_most
 from schedules.model import ModelSpec
 from schedules.program import Program
 from schedules.sweep import Place
@@ -60,6 +60,8 @@ def policy(
     """
     if block == 0:
         raise ProgramError("a block has at least one micro-batch")
+    if rank is not None:
+        at_least_1("of the adapters", rank=rank)
     at_most(len(model.layers), "layers", resident=resident)
     at_most(len(model.blocks), "blocks", nvme=nvme)
     evaluated = replace(workload, task="evaluate", grad_clip=None)
