@@ -220,20 +220,8 @@ def train(
             )
         )
         on_stage("first step" if way == PLAINLY else "compiling, first step")
-
-        began_at = trainer.step
-
-        def evaluate() -> tuple[float, int] | None:
-            assert held_out is not None
-            found = trainer.evaluate(held_out, on_stage, stop)
-            if found is not None:
-                on_held_out(trainer.step, *found)
-                if not math.isfinite(found[0]) and trainer.step > began_at:
-                    raise Diverged(f"the loss of what is held out is {found[0]} after step {trainer.step}")
-            return found
-
-        evaluated = None if held_out is None else evaluate
-        return _train_and_save(trainer, schedule, steps, files, began, evaluated, on_step, on_files, stop)
+        evaluated = None if held_out is None else functools.partial(trainer.evaluate, held_out, on_stage, stop)
+        return _train_and_save(trainer, schedule, steps, files, began, evaluated, on_held_out, on_step, on_files, stop)
 
 
 def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileEvent, Path], None]) -> Trained:
@@ -359,6 +347,7 @@ def _train_and_save(
     files: Files,
     began: Path | None,
     evaluated: Callable[[], tuple[float, int] | None] | None,
+    on_held_out: Callable[[int, float, int], None],
     on_step: OnStep,
     on_files: Callable[[FileEvent, Path], None],
     stop: Callable[[], bool],
@@ -378,8 +367,12 @@ def _train_and_save(
         if evaluated is None:
             return
         paused.add(len(losses))
-        if (now := evaluated()) is not None:
-            found[trainer.step] = now
+        if (now := evaluated()) is None:
+            return
+        found[trainer.step] = now
+        on_held_out(trainer.step, *now)
+        if not math.isfinite(now[0]) and trainer.step > first:
+            raise Diverged(f"the loss of what is held out is {now[0]} after step {trainer.step}")
 
     def told(step: int, loss: float, norm: float | None) -> None:
         if step == first:
