@@ -57,6 +57,7 @@ class Row:
     accumulation: int
     seq_len: int
     precision: str  # as built: a policy may insist on its own
+    optimizer: str
     recompute: str
     trains: str  # "weights", "adapters" or "nothing"
     fits: bool | None = True
@@ -173,7 +174,7 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
-    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len", "trains"]
+    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len", "optimizer", "trains"]
     known = table["policy"].eq(BASELINE) & table["tokens_per_s"].notna()
     of_baseline = table.index.to_series().where(known)
     any_state = of_baseline.groupby([table[name] for name in step]).transform("first")
@@ -272,6 +273,7 @@ def _of_step(model: ModelSpec, workload: Workload, profile: HardwareProfile) -> 
         "accumulation": workload.accumulation,
         "seq_len": workload.seq_len,
         "precision": workload.precision,
+        "optimizer": workload.optimizer,
         "recompute": workload.recompute,
         "trains": workload.trains,
     }

@@ -18,6 +18,7 @@ GREEN = "#009E73"
 YELLOW = "#F0E442"
 BLUE = "#0072B2"
 VERMILLION = "#D55E00"
+DARK_VERMILLION = "#803800"  # none of the eight: for what stands where another's vermillion does
 PURPLE = "#CC79A7"
 GREY = "#999999"
 
@@ -71,6 +72,7 @@ OP_COLOURS = {
     "backward": BLUE,
     "offload": ORANGE,
     "Adam": VERMILLION,
+    "Muon": DARK_VERMILLION,
     "other updates": GREY,
     "synchronise": BLACK,
 }
@@ -83,7 +85,9 @@ def op_class(op: Op) -> str:
     if op.kind in (Kind.PREFETCH, Kind.OFFLOAD):
         return str(op.kind)
     if op.kind == Kind.UPDATE:
-        return "Adam" if op.phase == Phase.ADAM else "other updates"
+        if op.phase != Phase.ADAM:
+            return "other updates"
+        return "Muon" if op.flops else "Adam"
     return "forward" if op.phase == Phase.EMBED else str(op.phase)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from analysis import varied
 from analysis.compare import OUR_PRECISIONS, SAME_STATE, several_baselines
 from megatrain.terminal import Column, Record, show_records
+from schedules.workload import ADAMW
 from sim.units import rate, seconds
 
 if TYPE_CHECKING:
@@ -313,6 +314,7 @@ def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
     for _, rows in frame.groupby(step, sort=False):
         first = rows.iloc[0]
         kept = f", {first['precision']}" if rows["precision"].nunique() == 1 else ""
+        kept += "".join(f", {name}" for name in rows["optimizer"].unique() if name != ADAMW)
         again = "".join(f", recompute {mode}" for mode in rows["recompute"].unique() if mode != "none")
         yield (
             f"{first['model']} ({parameters(first['params_b'])}), {first['source']} on {first['machine']}; step: "

@@ -17,6 +17,7 @@ LETTERS = {
     "backward": "B",
     "offload": "O",
     "Adam": "A",
+    "Muon": "M",
     "other updates": "U",
     "synchronise": "S",
 }

@@ -13,7 +13,7 @@ from schedules import policies
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.words import nearest
-from schedules.workload import Workload
+from schedules.workload import ADAMW, Workload
 from sim.hardware import changed, load
 from sim.machine import NUMBERS, HardwareProfile
 
@@ -25,12 +25,13 @@ STEP = {  # options of the command line, and the fields of a workload that they 
     "accumulation": "accumulation",
     "seq": "seq_len",
     "precision": "precision",
+    "optimizer": "optimizer",
     "recompute": "recompute",
     "clip": "grad_clip",
 }
 MACHINE = "hardware"  # an axis, too: machines by their names, or files
 UNCLIPPED = "none"  # in place of a norm
-_WORDS = ("precision", "recompute")
+_WORDS = ("precision", "optimizer", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,5 +189,5 @@ def _evaluated(numbered: tuple[int, Point]) -> tuple[int, pd.DataFrame]:
 def setting(workload: Workload, machine: str, axes: Mapping[str, Sequence[str]]) -> str:
     """What all points have in common: "predicted on h100; accumulation=1, seq=1024, precision=bf16"."""
     fixed = {name: getattr(workload, field) for name, field in STEP.items() if name not in axes}
-    told = ", ".join(f"{name}={value}" for name, value in fixed.items() if value not in (None, "none"))
+    told = ", ".join(f"{name}={value}" for name, value in fixed.items() if value not in (None, "none", ADAMW))
     return f"predicted{'' if MACHINE in axes else f' on {machine}'}; {told}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatrain import adam, autograd, nf4
+from megatrain import adam, autograd, muon, nf4
 from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.lifetime import released
@@ -22,6 +22,7 @@ from megatrain.template import Templates, sinks, views
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.op import Access, Kind, Op, Phase, Tier
+from schedules.optimizer import matrices
 from schedules.schedule import Schedule
 from schedules.tensor import parse
 
@@ -368,12 +369,25 @@ def _adam(a: Actions, op: Op) -> Work:
     grad = a.store.tensor(source) if parse(source.tensor).part else a.store.tensor(source)[of]
     weights, state = a.written(op, trained.cls(a.schedule.workload)), a.written(op, tensors.STATE)
     decay, clipping = adam.within(adam.decayed(a.trained_shapes(i)), of), a.clipping(op)
-    precision = a.schedule.workload.precision
+    precision, in_matrices = a.schedule.workload.precision, matrices(a.schedule.model, a.schedule.workload, i)
 
     def run(step: int) -> None:
         factor = clipping(grad.device)
         if a.on_gradient is not None:
             a.on_gradient(step, i, of, grad.clone() if factor is None else grad * factor)
+        if in_matrices:
+            muon.step(
+                weights,
+                grad,
+                state,
+                a.hyper(step),
+                step + 1,
+                matrices=in_matrices,
+                precision=precision,
+                grad_scale=factor,
+                layer=i,
+            )
+            return
         adam.step(
             weights[of],
             grad,

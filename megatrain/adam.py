@@ -133,7 +133,7 @@ def initialise(weights: Tensor, state: Tensor, precision: str, source: Tensor | 
     for start in range(0, n, size):
         of = slice(start, start + size)
         master = weights[of].float() if source is None else source[of].clone()  # storing may change a NaN's pattern
-        _store(master, weights[of], *(None if kept is None else kept[of] for kept in (parts.low, parts.master)))
+        store_master(master, weights[of], *(None if kept is None else kept[of] for kept in (parts.low, parts.master)))
 
 
 def master_weights(weights: Tensor, state: Tensor, precision: str) -> Tensor:
@@ -142,7 +142,7 @@ def master_weights(weights: Tensor, state: Tensor, precision: str) -> Tensor:
         return weights.float()
     parts = split_state(state, weights.numel(), precision)
     master = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
-    _load(master, weights, parts.low, parts.master)
+    load_master(master, weights, parts.low, parts.master)
     return master
 
 
@@ -354,14 +354,14 @@ def _step_in_torch(
         p = w
     else:
         p = scratch[1, :length]
-        _load(p, w, low, None)
+        load_master(p, w, low, None)
     moments = [parts.m[part], parts.v[part]]
     m, v = moments
     if m.dtype != torch.float32:
         m, v = (row[:length].copy_(values) for row, values in zip(scratch[2:], moments, strict=True))
     _fused(p, g, m, v, count, hyper, weight_decay)
     if low is not None or parts.master is not None:
-        _store(p, w, low, None)
+        store_master(p, w, low, None)
     elif p is not w:
         for_weights, for_moments = draws.bits(length, w.device)
         round_to(w, p, for_weights)
@@ -390,7 +390,7 @@ def _ranges(n: int, weight_decay: float, decay: Sequence[tuple[int, int]] | None
     return [piece for piece in pieces if piece[0] < piece[1]]
 
 
-def _load(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:
+def load_master(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:
     """master (fp32, overwritten) from the weights and what the state keeps of it."""
     master.copy_(weights if kept is None else kept)
     if low is not None:
@@ -398,7 +398,7 @@ def _load(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | No
         master.view(torch.int32).add_(low.to(torch.int32))
 
 
-def _store(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:
+def store_master(master: Tensor, weights: Tensor, low: Tensor | None, kept: Tensor | None) -> None:
     """The weights, and what the state keeps, from master (fp32, left with one pattern for every NaN)."""
     if kept is not None:
         kept.copy_(master)

@@ -31,8 +31,9 @@ from schedules import trained
 from schedules.errors import InputError, Refused
 from schedules.files import sync
 from schedules.model import ModelSpec
+from schedules.optimizer import state_bytes
 from schedules.schedule import Schedule
-from schedules.workload import Workload
+from schedules.workload import ADAMW, Workload
 
 FORMAT = 3
 LAST = "training.json"
@@ -77,8 +78,9 @@ class Checkpoint:
         with _readable(path, self.older):
             found = load_file(path)
             weights, state = found["weights"], found["state"]
-        params, kept = trained.params(self.model, self.workload, i), self.workload.bytes
-        due = {"weights": (params, kept.weight), "state": (kept.state_bytes(params), 1)}
+        params = trained.params(self.model, self.workload, i)
+        state_size = state_bytes(self.model, self.workload, i, params)
+        due = {"weights": (params, self.workload.bytes.weight), "state": (state_size, 1)}
         for name, part in (("weights", weights), ("state", state)):
             if (*part.shape, part.itemsize) != due[name] or part.is_floating_point() != (name == "weights"):
                 raise CheckpointError(f"{path} is damaged: its {name} are {part.dtype} {list(part.shape)}")
@@ -166,7 +168,7 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
         )
     workload = schedule.workload
     needed = sum(
-        params * workload.bytes.weight + workload.bytes.state_bytes(params)
+        params * workload.bytes.weight + state_bytes(schedule.model, workload, i, params)
         for i in trained.layers(schedule.model, workload)
         for params in [trained.params(schedule.model, workload, i)]
     )
@@ -257,6 +259,11 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
                     f"{complete[-1]} has adapters that were trained beside weights that were {was}, the schedule's are "
                     f"{now}"
                 )
+            if key == "optimizer":
+                was, now = found.get(key) or ADAMW, schedule.workload.optimizer
+                raise CheckpointError(
+                    f"{complete[-1]} has the state of {was}, the schedule's optimizer is {now}: give --optimizer {was}"
+                )
             what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
     step, frozen, began = found.get("step"), found.get("frozen") or {}, found.get("began")
@@ -332,6 +339,7 @@ def _of(schedule: Schedule) -> dict[str, Any]:
         "format": FORMAT,
         "model": {key: value for key, value in schedule.model.to_dict().items() if key != "name"},
         "precision": workload.precision,
+        "optimizer": None if workload.optimizer == ADAMW else workload.optimizer,  # as files before there were others
         "lora_rank": workload.lora_rank,
         "quantised": workload.quantised if workload.lora_rank is not None else None,
     }

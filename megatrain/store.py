@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from megatrain import adam, nf4
+from megatrain import adam, muon, nf4
 from megatrain.autograd import Saved
 from megatrain.backend import POISON
 from megatrain.checkpoint import Kept
@@ -24,6 +24,7 @@ from schedules import tensor as tensors
 from schedules import trained
 from schedules.errors import Refused
 from schedules.op import Access, Buffer, Phase, Tier
+from schedules.optimizer import matrices, state_bytes
 from schedules.quantised import is_quantised
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
@@ -230,7 +231,10 @@ class Store:
         weights = weights.view(float_type(workload.bytes.weight))
         for of, places in states(verified, i):
             state, others = self._place_for(places, tiers)
-            adam.initialise(weights[of], state, workload.precision, values[of])
+            if found := matrices(self._schedule.model, workload, i):
+                muon.initialise(weights, state, found, workload.precision, values)
+            else:
+                adam.initialise(weights[of], state, workload.precision, values[of])
             self._fill(others, state)
         self._fill(copies, weights)
 
@@ -271,7 +275,7 @@ class Store:
         found = [(of, self._on_cpu(home)) for of, (home, *_) in states(verified, i)]
         if len(found) == 1:
             return weights, found[0][1]
-        state = torch.empty(workload.bytes.state_bytes(params), dtype=torch.uint8)
+        state = torch.empty(state_bytes(self._schedule.model, workload, i, params), dtype=torch.uint8)
         for of, part in found:
             for in_whole, in_part in adam.matched(state, part, params, of, workload.precision):
                 in_whole.copy_(in_part)
@@ -293,7 +297,10 @@ class Store:
 
     def master(self, verified: Verified, i: int) -> Tensor:
         """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
-        return adam.master_weights(*self.kept(verified, i), self._schedule.workload.precision)
+        precision = self._schedule.workload.precision
+        if found := matrices(self._schedule.model, self._schedule.workload, i):
+            return muon.master_weights(*self.kept(verified, i), found, precision)
+        return adam.master_weights(*self.kept(verified, i), precision)
 
     def _bytes(self, home: Access) -> int:
         return tensor_bytes(home.tensor, self._schedule.model, self._schedule.workload)
@@ -346,7 +353,7 @@ def keeping_bytes(verified: Verified, on_gpu: bool, *, state: bool = True) -> in
 
     def gathered(i: int) -> int:
         whole = state and len(states(verified, i)) > 1
-        return workload.bytes.state_bytes(trained.params(model, workload, i)) if whole else 0
+        return state_bytes(model, workload, i, trained.params(model, workload, i)) if whole else 0
 
     layers = trained.layers(model, workload)
     return max((_bytes_elsewhere(verified, i, tiers, state=state) + gathered(i) for i in layers), default=0)

@@ -8,6 +8,7 @@ from typing import Any
 from megatrain.terminal import print_table
 from schedules.op import Tier
 from schedules.schedule import Schedule
+from schedules.workload import ADAMW
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes
 from sim.units import rate, scaled, seconds
@@ -68,10 +69,11 @@ def setting(prediction: Prediction) -> str:
     """The model, the machine and the step of a prediction, in a line."""
     workload, profile = prediction.schedule.workload, prediction.profile
     recompute = "" if workload.recompute == "none" else f", recompute {workload.recompute}"
+    muon = "" if workload.optimizer == ADAMW else f", {workload.optimizer}"
     clip = "" if workload.grad_clip is None else f", clipped to {workload.grad_clip:g}"
     return (
         f"{prediction.schedule.model.name} on {profile.name} ({profile.mode} profile), {workload.accumulation} x "
-        f"{workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}{recompute}{clip}"
+        f"{workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}{muon}{recompute}{clip}"
     )
 
 

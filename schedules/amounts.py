@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
+from schedules import optimizer, trained
 from schedules import tensor as tensors
-from schedules import trained
 from schedules.flops import op_flops
 from schedules.model import ModelSpec
 from schedules.op import Phase
@@ -41,17 +41,24 @@ class Amounts:
         return self._computed[key]
 
     def workspace(self, i: int, phase: Phase) -> int:
-        """Bytes that a compute op on layer i takes beside its buffers."""
+        """Bytes that a compute op on layer i, or the optimizer's step on the device, takes beside its buffers."""
         key = self._model.layer_kind(i), phase
         if key not in self._workspace:
             self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload)
         return self._workspace[key]
 
-    def update(self, i: int | None, touched: Iterable[str], part: Part | None) -> tuple[int, int]:
-        """Parameters of an update of a part of layer i, and bytes that it reads and writes.
+    def update(self, i: int | None, phase: Phase, touched: Iterable[str], part: Part | None) -> tuple[int, int, int]:
+        """Parameters of an update of a part of layer i, its FLOPs, and the bytes that it reads and writes.
 
         None stands for no layer, and for all of one. Of tensors that have no parts a part has its share.
         """
+        params, nbytes = self._passed_over(i, touched, part)
+        if phase != Phase.ADAM or i is None:
+            return params, 0, nbytes
+        flops = optimizer.step_flops(self._model, self._workload, i)
+        return params, flops, nbytes + optimizer.step_bytes(self._model, self._workload, i)
+
+    def _passed_over(self, i: int | None, touched: Iterable[str], part: Part | None) -> tuple[int, int]:
         tensors_of = list(touched)
         if i is None:
             return 0, sum(map(self.tensor, tensors_of))

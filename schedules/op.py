@@ -112,6 +112,11 @@ class Op:
         """Whether a queue of the GPU runs it, not a thread of the host."""
         return self.stream in DEVICE_STREAMS
 
+    @property
+    def takes_workspace(self) -> bool:
+        """Whether it may allocate device memory beside its buffers for as long as it runs."""
+        return self.kind == Kind.COMPUTE or (self.phase == Phase.ADAM and self.on_device)
+
     def reads_from(self, buffer: str) -> bool:
         """Whether the op reads any tensor in `buffer`."""
         return any(access.buffer == buffer for access in self.reads)

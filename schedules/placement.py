@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedules import tensor as tensors
+from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.sweep import spread
 from schedules.tensor import Part
@@ -56,8 +57,15 @@ class Places:
         whole = [] if clip else [i for i in self.streamed if self.landings[i] == 1]
         partly = spread(whole, -(-stay // parts))
         self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
-        self.through = spread([i for i in whole if i not in partly], through)
+        # Muon's updates are for the device, wherever the state comes from
+        passing = len(whole) if workload.multiplies_to_update else through
+        self.through = spread([i for i in whole if i not in partly], passing)
         self.on_device = self.through | partly
+        if workload.multiplies_to_update and len(self.on_device) < len(others):
+            raise ProgramError(
+                f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
+                "blocks that are not resident take no clipping, hold, singly or order=microbatches"
+            )
 
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
         self.late = set(model.layers) if clip else spread([i for i in self.streamed if i not in self.on_device], defer)

@@ -18,7 +18,8 @@ from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.most_ops import require_few
-from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
+from schedules.optimizer import matrices
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
@@ -349,7 +350,8 @@ class Program(Buffers):
     ) -> None:
         """The optimizer's step on layer i, or on its adapters, in the buffers named, or at home.
 
-        With gradient clipping it reads the global norm, unless the gradient was `scaled` before.
+        With gradient clipping it reads the global norm, unless the gradient was `scaled` before. A block's matrices
+        are updated by Muon on the device.
         Copies of the weights elsewhere are out of date afterwards. A state that is in parts is updated part by part,
         in any order, and with each as much of the weights, by the whole gradient or the same part of it.
         """
@@ -360,6 +362,9 @@ class Program(Buffers):
                 f"update({self.model.layer_name(i)}) reads {describe(grad[1])} from {grad[0]}, where nothing has put "
                 f"it: {missing} is missing"
             )
+        if stream not in DEVICE_STREAMS and matrices(self.model, self.workload, i):
+            by = f"{self.workload.optimizer} updates blocks on the device, by products of matrices"
+            raise ProgramError(f"update({self.model.layer_name(i)}) is queued on {stream}: {by}")
         updated = self.adapter(i) if self._has_adapters(i) else self.weight(i)
         own = [
             (state or self.home(self.state(i, part)), self.state(i, part)),
@@ -391,7 +396,8 @@ class Program(Buffers):
         fresh: int = 0,
     ) -> None:
         part = tensors.part_of(tensor for _, tensor in writes)
-        params, nbytes = self._amounts.update(i, (tensor for _, tensor in [*reads, *writes]), part)
+        touched = (tensor for _, tensor in [*reads, *writes])
+        params, flops, nbytes = self._amounts.update(i, phase, touched, part)
         self._emit(
             name,
             Kind.UPDATE,
@@ -401,6 +407,7 @@ class Program(Buffers):
             reads=reads,
             writes=writes,
             nbytes=nbytes,
+            flops=flops,
             params=params,
             fresh=fresh,
         )
@@ -413,7 +420,7 @@ class Program(Buffers):
 
     def device_bytes(self) -> int:
         """Bytes of the device that the program takes as written so far, its largest workspace included."""
-        ran = {(op.layer, op.phase) for op in self._ops if op.kind == Kind.COMPUTE and op.layer is not None}
+        ran = {(op.layer, op.phase) for op in self._ops if op.takes_workspace and op.layer is not None}
         workspaces = (self._amounts.workspace(i, phase) for i, phase in ran)
         return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
 

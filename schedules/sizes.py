@@ -5,6 +5,7 @@ from __future__ import annotations
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.model import FP32, ModelSpec
+from schedules.optimizer import state_bytes
 from schedules.quantised import is_quantised, quantised_bytes
 from schedules.tensor import TensorError, parse
 from schedules.workload import Workload
@@ -39,7 +40,7 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
         raise TensorError(f"layer {name.layer} has no adapters {tensor}: {why}")
     of = trained.span(model, workload, layer, name.part)
     if name.cls == tensors.STATE:
-        return precision.state_bytes(of.stop - of.start)
+        return state_bytes(model, workload, layer, of.stop - of.start)
     per_param = {
         tensors.ADAPTER: precision.weight,
         tensors.GRAD: precision.grad,

@@ -6,6 +6,7 @@ import math
 
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
+from schedules.optimizer import step_workspace
 from schedules.trained import params, shapes
 from schedules.workload import Workload
 
@@ -174,7 +175,7 @@ def _loss_chunks(workload: Workload) -> int:
 
 
 def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
-    """Estimate of the device bytes a compute op allocates and frees, beside the buffers it names.
+    """Estimate of the device bytes that an op on it allocates and frees, beside the buffers it names.
 
     Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
     hidden states, since the norm's backward works in fp32; of many chunks, the projection's gradient of some.
@@ -186,6 +187,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Experts add their copies of the hidden state. Embedding: none forward, and what sorting the tokens takes
     is ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
+    The optimizer's step: see `schedules.optimizer`.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all; or a norm that is
@@ -194,6 +196,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     The block's templates take no more, compiled or not (tests/on_played_gpu.py), but for a recompute, whose backward
     takes more still, and 2.4 % in an eager forward of experts.
     """
+    if phase == Phase.ADAM:
+        return step_workspace(model, workload, i)
     if i == model.head:
         chunk, chunks = min(LOSS_CHUNK_TOKENS, workload.tokens_per_microbatch), _loss_chunks(workload)
         trained = params(model, workload, i) and workload.task == "train"

@@ -9,6 +9,7 @@ from schedules import tensor as tensors
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Op
+from schedules.optimizer import matrices
 from schedules.tensor import Part
 from schedules.workload import STATE_BLOCK, Workload
 
@@ -46,11 +47,13 @@ def span(model: ModelSpec, workload: Workload, i: int, part: Part | None) -> sli
     """The trained parameters of layer i that a part of its state or gradient is of; all of them for None.
 
     Parts begin at whole blocks of STATE_BLOCK parameters, which share a scale where moments are quantised.
-    Raises InputError where a part would be empty.
+    Raises InputError where a part would be empty, or one of a layer whose matrices are updated as wholes.
     """
     n = params(model, workload, i)
     if part is None:
         return slice(0, n)
+    if matrices(model, workload, i):
+        raise InputError(f"layer {model.layer_name(i)} has no parts: {workload.optimizer} updates whole matrices")
     blocks = -(-n // STATE_BLOCK)
     if blocks < part.of:
         layer, least = model.layer_name(i), f"{part.of} parts of {STATE_BLOCK} or more"

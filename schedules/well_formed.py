@@ -186,6 +186,10 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
     ):
         yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
         return
+    blocks = schedule.model.blocks if schedule.workload.multiplies_to_update else ()
+    if op.phase == Phase.ADAM and not op.on_device and op.layer in blocks:
+        what = f"{op.name} multiplies matrices, as {schedule.workload.optimizer} does, on {op.stream}"
+        yield _wrong(op, what, "queue it on compute, with what it touches on the device")
     yield from (_wrong(op, message, fix) for message, fix in misused(schedule, op))
     if op.kind == Kind.COMPUTE:
         for access in dict.fromkeys(op.accesses):
@@ -252,11 +256,12 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
     if op.phase == Phase.COPY:
         return {"nbytes": (amounts.tensor(op.writes[0].tensor),)}
     if op.kind == Kind.UPDATE:
-        params, nbytes = amounts.update(op.layer, (access.tensor for access in op.accesses), trained.part(op))
+        touched = (access.tensor for access in op.accesses)
+        params, multiplied, nbytes = amounts.update(op.layer, op.phase, touched, trained.part(op))
         # a plain store of a gradient may go into memory that the process has only now been given
         stores = op.phase == Phase.ACCUMULATE and len(op.reads) == 1
         fresh = {0, amounts.tensor(op.writes[0].tensor)} if stores else {0}
-        return {"nbytes": (nbytes,), "params": (params,), "fresh": fresh}
+        return {"nbytes": (nbytes,), "flops": (multiplied,), "params": (params,), "fresh": fresh}
     assert op.layer is not None
     written = [access.tensor for access in op.writes]
     # whether a system's kernels are fused is its own affair

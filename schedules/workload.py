@@ -17,7 +17,8 @@ class Precision:
 
     Weights and gradients are what streams to and from the device. The state is what the optimizer alone
     reads: two fp32 moments (8 B), plus what the precision keeps of an fp32 master copy; or two bf16 moments (4 B); or
-    two of 8 bits, with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer.
+    two of 8 bits, with `state_per_block` bytes more for every STATE_BLOCK parameters of a layer. This is AdamW's state;
+    `schedules.optimizer` has that of others.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Precision:
     grad: int
     state: int
     activation: int
+    moment: int = 4
     state_per_block: int = 0
 
     @property
@@ -49,15 +51,15 @@ PRECISIONS: dict[str, Precision] = {
         # a whole fp32 master beside the bf16 weight
         Precision(name="bf16_fp32", weight=2, grad=2, state=12, activation=2),
         # moments in the parameters' type, as torch's optimizers have them
-        Precision(name="bf16_16bit", weight=2, grad=2, state=4, activation=2),
+        Precision(name="bf16_16bit", weight=2, grad=2, state=4, activation=2, moment=2),
         # moments of 8 bits, and the largest of each in a block, fp32 (arXiv:2110.02861)
-        Precision(name="bf16_8bit", weight=2, grad=2, state=2, activation=2, state_per_block=8),
+        Precision(name="bf16_8bit", weight=2, grad=2, state=2, activation=2, moment=1, state_per_block=8),
         Precision(name="fp32", weight=4, grad=4, state=8, activation=4),
     )
 }
 
 _LATER = ("task", "lora_rank", "recompute", "quantised")  # fields that files written before them lack
-OPTIMIZERS = ("adamw",)
+ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 TASKS = ("train", "evaluate")
 RECOMPUTED = ("none", "pointwise", "mlp")  # each includes the one before
 QUANTISED = ("nf4",)  # see `schedules.quantised`
@@ -67,22 +69,22 @@ QUANTISED = ("nf4",)  # see `schedules.quantised`
 class Workload:
     """One optimizer step: `accumulation` micro-batches of `micro_batch_size` sequences of `seq_len` tokens.
 
-    `precision` names a row of PRECISIONS. `grad_clip` is the largest global gradient norm; None does not
-    clip. The task is to train the model, or to evaluate its loss and nothing else. With `lora_rank` the model's own
-    weights are frozen, and what is trained, or evaluated beside them, are adapters of that rank at every projection of
-    its blocks but experts (LoRA, Hu et al., arXiv:2106.09685). `recompute` is what a block does not keep, though it
-    keeps its activations, and computes again in its backward: with "pointwise" what takes no product of matrices, the
-    outputs of its norms and of the MLP's gate; with "mlp" also all else that is as wide as the MLP, a chunk of tokens
-    at a time. `quantised` is the format in which frozen blocks are kept, `schedules.quantised`; with None they are as
-    they are computed with.
-    Raises ValueError when a value has no meaning.
+    `precision` names a row of PRECISIONS, and `optimizer` one of OPTIMIZERS, see `schedules.optimizer`. `grad_clip` is
+    the largest global gradient norm; None does not clip. The task is to train the model, or to evaluate its loss and
+    nothing else. With `lora_rank` the model's own weights are frozen, and what is trained, or evaluated beside them,
+    are adapters of that rank at every projection of its blocks but experts (LoRA, Hu et al., arXiv:2106.09685).
+    `recompute` is what a block does not keep, though it keeps its activations, and computes again in its backward: with
+    "pointwise" what takes no product of matrices, the outputs of its norms and of the MLP's gate; with "mlp" also all
+    else that is as wide as the MLP, a chunk of tokens at a time. `quantised` is the format in which frozen blocks are
+    kept, `schedules.quantised`; with None they are as they are computed with. Raises ValueError when a value has no
+    meaning.
     """
 
     micro_batch_size: int
     accumulation: int = 1
     seq_len: int
     precision: str = "bf16"
-    optimizer: str = "adamw"
+    optimizer: str = ADAMW
     grad_clip: float | None = None
     task: str = "train"
     lora_rank: int | None = None
@@ -98,6 +100,10 @@ class Workload:
         _known_word("recompute", self.recompute, RECOMPUTED)
         if self.lora_rank is not None:
             _whole_number("lora_rank", self.lora_rank, least=1)
+        if self.optimizer == MUON and self.lora_rank is not None:
+            raise ValueError("muon trains weights, not adapters: leave out the lora_rank")
+        if self.optimizer == MUON and self.bytes.state_per_block:
+            raise ValueError(f"muon keeps a momentum of 16 or 32 bits: {self.precision} is for adamw")
         if self.quantised is not None:
             _known_word("quantised", self.quantised, QUANTISED)
             if self.trains == "weights":
@@ -126,6 +132,11 @@ class Workload:
         if self.task == "evaluate":
             return "nothing"
         return "weights" if self.lora_rank is None else "adapters"
+
+    @property
+    def multiplies_to_update(self) -> bool:
+        """Whether the optimizer multiplies the matrices of blocks, which is then done on the device."""
+        return self.optimizer == MUON
 
     @property
     def bytes(self) -> Precision:

@@ -328,6 +328,8 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
         duration = op.nbytes / (gpu.memory_bandwidth.value * gpu.memory_efficiency.value) * 1e9
         if op.phase == Phase.ADAM and PRECISIONS[schedule.workload.precision].state_per_block:
             duration = max(duration, op.params * FLOPS_OF_8BIT / gpu.fp32_flops.value * 1e9)
+        # Muon's products, in bf16 whatever the weights are, come between its passes over memory
+        duration += op.flops / (gpu.matmul_flops.value * gpu.matmul_efficiency.value) * 1e9
     elif duration is None:
         duration = op.nbytes / (host.memory_bandwidth.value * host.adam_efficiency.value) * 1e9
     if op.on_device:

@@ -26,7 +26,8 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
     }
     parts = ways_to_part(model, workload)
     at_once = workload.grad_clip is None  # updates do not wait for the norm of all gradients
-    if at_once:
+    by_choice = not workload.multiplies_to_update  # of blocks, not all on the device
+    if at_once and by_choice:
         space |= {"defer": counts, "through": counts}
     space["parts"] = [*parts]
     if at_once:
@@ -45,6 +46,6 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         space["slots"] = [1, 2, 3, 4]
     if "slabs" in known:
         space["slabs"] = [1, 2, 4, 8, 16, 32]
-    if workload.accumulation > 1:
+    if workload.accumulation > 1 and by_choice:
         space |= {"order": ["layers", "microbatches"], "singly": counts}
-    return {**space, "hold": counts}
+    return {**space, "hold": counts} if by_choice else space

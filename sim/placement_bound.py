@@ -10,7 +10,8 @@ of every schedule of the language that trains all weights exactly, because each 
                 holds and the CPU updates; activations that come back
   D2H           gradients whose weights the CPU updates; weights that the device updates and that are not on it between
                 two steps, or at the turn; such state the other way; activations sent away
-  host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies
+  host          the optimizer of what the CPU updates, one op at a time; memory traffic of it and of all copies. Blocks
+                are none of that where the optimizer multiplies matrices
   device memory at the turn all kept activations of a micro-batch are there, with the weights that are not loaded
                 again, the state that lives there, what the op at the turn touches, and the largest workspace; between
                 two steps the weights that do not come for the forward, that state, the embedding's weights and the
@@ -284,6 +285,8 @@ def _place(lp: _Program, costs: LayerAreas, i: int, n: int, turn: int, *, has_nv
     through = lp.column(costs.through(i, n), label="state through device", nbytes=state)
     cpu = lp.column(costs.on_cpu(i, n), label="state on CPU", nbytes=state)
     lp.exactly.append(({resident: 1, through: 1, cpu: 1}, 1.0))
+    if block and costs.workload.multiplies_to_update:
+        lp.at_most.append(({cpu: 1}, 0.0))
     # at the turns; it may be on the device, having come back, or to be fetched from there by the CPU
     in_host, there = lp.column(host=state), lp.column(device=state)
     fetched = lp.column(costs.round_trip(i, n))
@@ -363,7 +366,8 @@ def _workspace(costs: LayerAreas, profile: HardwareProfile) -> float:
     if profile.measured is not None and profile.measured.workspace is not None:
         return 0.0  # it may be smaller than the estimate
     model = costs.model
-    phases = [(model.head, Phase.LOSS), *((i, Phase.BACKWARD) for i in model.blocks[:1])]
+    of_block = (Phase.BACKWARD, Phase.ADAM)  # by Muon
+    phases = [(model.head, Phase.LOSS), *((model.blocks[0], phase) for phase in of_block)]
     return max(workspace_bytes(model, i, phase, costs.workload) for i, phase in phases)
 
 

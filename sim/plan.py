@@ -15,7 +15,7 @@ from schedules.model import ModelSpec
 from schedules.most_ops import require_few_ops
 from schedules.schedule import Schedule
 from schedules.verify import verify
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import ADAMW, MemoryBudget, Workload
 from sim.candidate import OURS, Case, Tried, judges, rarely_collecting_garbage
 from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.findings import Progress
@@ -100,6 +100,7 @@ def plan(
     accumulation: int | None = None,
     precision: str = "bf16",
     grad_clip: float | None = None,
+    optimizer: str = ADAMW,
     memory: MemoryBudget | None = None,
     progress: Progress | None = None,
     first: Sequence[Schedule] = (),
@@ -127,7 +128,7 @@ def plan(
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
-    asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip)
+    asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer)
     steps = _that_can_be_written(model, _all_ways(model, asked))
     finished = True
     limit: PlacementBound | None = None
@@ -240,6 +241,7 @@ def splits(
     accumulation: int | None,
     precision: str,
     grad_clip: float | None,
+    optimizer: str = ADAMW,
 ) -> Iterator[Workload]:
     """The ways to split a step into equal micro-batches, largest micro-batch first.
 
@@ -250,7 +252,12 @@ def splits(
     def workload(size: int, count: int) -> Workload:
         try:
             return Workload(
-                micro_batch_size=size, accumulation=count, seq_len=seq_len, precision=precision, grad_clip=grad_clip
+                micro_batch_size=size,
+                accumulation=count,
+                seq_len=seq_len,
+                precision=precision,
+                optimizer=optimizer,
+                grad_clip=grad_clip,
             )
         except ValueError as error:
             raise InputError(str(error)) from None

@@ -271,8 +271,8 @@ def shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget)
 
 
 def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> tuple[str | None, int]:
-    """The compute op that allocates most beside its buffers, and its bytes: measured, or else estimated."""
-    sizes = [(_workspace(op, schedule, profile), op.name) for op in schedule.ops if op.kind == Kind.COMPUTE]
+    """The op that allocates most beside its buffers, and its bytes: measured, or else estimated."""
+    sizes = [(_workspace(op, schedule, profile), op.name) for op in schedule.ops if op.takes_workspace]
     size, name = max(sizes, key=lambda found: found[0], default=(0, None))
     return name, size
 
@@ -297,8 +297,8 @@ def _estimated(op: Op, schedule: Schedule) -> int:
 
 
 def estimated_workspace(schedule: Schedule) -> int:
-    """Bytes of the largest workspace of any compute op, on whatever machine."""
-    return max((_estimated(op, schedule) for op in schedule.ops if op.kind == Kind.COMPUTE), default=0)
+    """Bytes of the largest workspace of any op, on whatever machine."""
+    return max((_estimated(op, schedule) for op in schedule.ops if op.takes_workspace), default=0)
 
 
 def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:

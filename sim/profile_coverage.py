@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from schedules.workload import RECOMPUTED, Workload
+from schedules.workload import ADAMW, RECOMPUTED, Workload
 from sim.machine import SHAPE, HardwareProfile
 
 LISTED = 6  # shapes; of more, the least and the most are named
@@ -57,6 +57,8 @@ def command(
     first = workloads[0]
     words = ["megatrain", "profile", model, "--batch", str(max(w.micro_batch_size for w in workloads))]
     words += ["--seq", str(max(w.seq_len for w in workloads)), "--precision", first.precision]
+    if first.optimizer != ADAMW:
+        words += ["--optimizer", first.optimizer]
     modes = [mode for mode in RECOMPUTED if mode in {w.recompute for w in workloads}]
     if modes != ["none"]:
         words += [word for mode in modes for word in ("--recompute", mode)]

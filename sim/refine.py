@@ -43,7 +43,7 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
     cost = found.tried[at].cost_ns
     space = knob_space(found.model, at.workload, begun=begun)
     if not hold:
-        del space["hold"]
+        space.pop("hold", None)
     stride = stride or max(found.model.num_hidden_layers // 6, 1)
     too_far = set[tuple[str, int]]()  # by how much a knob was changed when there was no room
     while stride and found.effort > 0:

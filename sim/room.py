@@ -10,7 +10,7 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
-from schedules.tensor import named
+from schedules.tensor import STATE, named
 from schedules.workload import MemoryBudget, Workload
 from sim.candidate import OURS, Candidate
 from sim.machine import HardwareProfile
@@ -33,17 +33,21 @@ SMALL = 200  # parts that the host would have room for: small enough to begin wi
 
 def orders(workload: Workload) -> tuple[str, ...]:
     """The orders in which the step's micro-batches may pass through the layers."""
-    return ("layers", "microbatches") if workload.accumulation > 1 else ("layers",)
+    several = workload.accumulation > 1 and not workload.multiplies_to_update  # or gradients would come in turns
+    return ("layers", "microbatches") if several else ("layers",)
 
 
 def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
     """In how many parts a block's state may pass through memory."""
-    most = min(MANY_PARTS // model.num_hidden_layers, _state(model, workload) // LEAST_PART)
+    if workload.multiplies_to_update:  # whole matrices
+        return (1,)
+    most = min(MANY_PARTS // model.num_hidden_layers, state_of_block(model, workload) // LEAST_PART)
     return tuple(parts for parts in PARTS if parts == 1 or parts <= most)
 
 
-def _state(model: ModelSpec, workload: Workload) -> int:
-    return workload.bytes.state_bytes(model.params(0))
+def state_of_block(model: ModelSpec, workload: Workload) -> int:
+    """Bytes of a block's optimizer state."""
+    return tensor_bytes(named(STATE, "0"), model, workload)
 
 
 class Room:
@@ -79,7 +83,12 @@ class Room:
         return self.on(tier, start.with_knobs({"resident": count, "keep": 0}))
 
     def holds(self, start: Candidate) -> list[int]:
-        """How many blocks may have their weights on the device: beside all activations, and beside none."""
+        """How many blocks may have their weights on the device: beside all activations, and beside none.
+
+        None where all are updated on the device: what is there for good is resident.
+        """
+        if start.workload.multiplies_to_update:
+            return []
         blocks, workload = self._model.num_hidden_layers, start.workload
         adding_up = start.value("order") == "microbatches"
         one = self._model.params(0) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
@@ -91,7 +100,7 @@ class Room:
     def stays(self, start: Candidate) -> int:
         """How many parts of blocks' states may stay on the device, beside no activations."""
         over = self._over(Tier.DEVICE, start.with_knobs({"keep": 0, "stay": 0}))
-        parts, state = start.count("parts"), _state(self._model, start.workload)
+        parts, state = start.count("parts"), state_of_block(self._model, start.workload)
         room = 0 if over is None or not state else max(-over, 0) * parts // state
         if room % parts:  # what is left of a block passes through two buffers
             room = max(room - 2, room // parts * parts)
@@ -138,7 +147,7 @@ class Room:
 
     def _parts(self, workload: Workload) -> int:
         """The fewest that are small against the host's memory."""
-        ways, state = ways_to_part(self._model, workload), _state(self._model, workload)
+        ways, state = ways_to_part(self._model, workload), state_of_block(self._model, workload)
         return next((parts for parts in ways if state * SMALL <= parts * self._budget.host_bytes), ways[-1])
 
     def rebalanced(self, candidate: Candidate) -> Candidate:
@@ -151,7 +160,7 @@ class Room:
             return self._sending_on(candidate) if self._profile.nvme is not None else candidate
         model, workload = self._model, candidate.workload
         parts = candidate.count("parts")
-        of_state, of_weights = _state(model, workload) // parts, tensor_bytes(named("w", "0"), model, workload)
+        of_state, of_weights = state_of_block(model, workload) // parts, tensor_bytes(named("w", "0"), model, workload)
         at, seen = candidate.count("nvme") + candidate.count("nvme_weights"), set[int]()
         while of_state and at not in seen:
             seen.add(at)

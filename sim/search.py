@@ -30,7 +30,7 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
 from sim.prediction import Prediction
 from sim.refine import fewer_micro_batches, refine, shake
-from sim.room import orders, ways_to_part
+from sim.room import orders, state_of_block, ways_to_part
 
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SHALLOW = 8  # blocks; of a deeper model each takes too long for that
@@ -74,7 +74,7 @@ class NothingFits(Refused):
 def _words(workload: Workload) -> str:
     clip = "no clipping" if workload.grad_clip is None else f"clipped to {workload.grad_clip:g}"
     size = f"{workload.accumulation} x {workload.micro_batch_size} sequences of {workload.seq_len:,} tokens"
-    return f"{size}, {workload.precision}, {clip}"
+    return f"{size}, {workload.precision}, {workload.optimizer}, {clip}"
 
 
 def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:
@@ -364,7 +364,7 @@ class Search:
         if not start.value("nvme"):
             self._stay_and_pass(start, passing, late)
         # most blocks are then loaded twice for every micro-batch
-        if workload.accumulation > 1 and self._hopeful(workload, 0, "microbatches"):
+        if len(orders(workload)) > 1 and self._hopeful(workload, 0, "microbatches"):
             both = {"resident": resident, **late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
             self.found.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
 
@@ -414,14 +414,14 @@ class Search:
         """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
         layers, one = len(self.found.model.layers), self.found.model.params(0)
         weights = one * workload.bytes.weight
-        if (resident - 2) * (weights + workload.bytes.state_bytes(one)) > self.found.budget.device_bytes:
+        if (resident - 2) * (weights + state_of_block(self.found.model, workload)) > self.found.budget.device_bytes:
             return False
         loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
         return loads * weights / self.found.profile.links.h2d.bandwidth.value * 1e9 < self.found.cost_ns
 
     def hold(self, workload: Workload) -> None:
         """Try one split with as many blocks' weights on the device as it has room for."""
-        for order in ("layers", "microbatches") if workload.accumulation > 1 else ("layers",):
+        for order in orders(workload):
             start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
             self.found.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.found.room.holds(start)))
 

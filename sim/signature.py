@@ -11,7 +11,7 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.quantised import makes_whole
 from schedules.schedule import Schedule
-from schedules.workload import Workload
+from schedules.workload import MUON, Workload
 from sim.machine import SHAPE, Table
 
 Law = Callable[[Mapping[tuple[int, int], float], tuple[int, int]], float | None]  # see sim.interpolation
@@ -22,7 +22,8 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
 
     Compute: model, kind of layer, phase, whether activations are kept, whether a recompute makes its output, and
     whether a gradient is added to, micro-batch x sequence, element type. Updates and copies within a tier: model, kind
-    of layer, what is passed over, whose threads do it, precision, parts of the layer.
+    of layer, what is passed over, or the optimizer whose step it is, whose threads do it, precision, parts of the
+    layer.
     """
     if op.kind != Kind.COMPUTE:
         return _of_pass(op, model, workload)
@@ -52,7 +53,9 @@ def _of_pass(op: Op, model: ModelSpec, workload: Workload) -> str:
     of = f"/lora{workload.lora_rank}" if adapted else ""
     if part is not None:
         of += f"/1 of {part.of}"
-    return f"{model.name}/{kind}/{_passed_over(op)}/{_whose(op)}/{workload.precision}{of}"
+    stepped = op.phase == Phase.ADAM and op.flops > 0  # by Muon, that multiplies
+    passed = workload.optimizer if stepped else _passed_over(op)
+    return f"{model.name}/{kind}/{passed}/{_whose(op)}/{workload.precision}{of}"
 
 
 def _passed_over(op: Op) -> str:
@@ -78,7 +81,7 @@ def in_words(signature: str) -> str:
     """The kind of op that a signature is of, for those that have to be timed: "a forward that keeps no activations"."""
     _, _, what, where, element, *_ = signature.split("/")
     phase, *more = what.split("+")
-    if phase == Phase.ADAM:
+    if phase in (Phase.ADAM, MUON):
         who = {"device": "on the device", "issuer": "by the issuing thread", "host": "by the host's workers"}
         return f"an optimizer's step {who[where]} in {element}"
     if phase.startswith(Phase.CAST):

@@ -94,19 +94,30 @@ def train(
             parameter.requires_grad_(i in chosen and workload.lora_rank is None)
     own = templates(model, seq_len=workload.seq_len, device=torch.device("cpu"), dtype=torch.float32)
     pairs = [(updated[i][name], layers[i][name]) for i in chosen for name in updated[i]]
-    named = [(name, p) for i in chosen for name, p in updated[i].items()]
-    matrices = [p for name, p in named if is_matrix(name, tuple(p.shape))]
-    others = [p for name, p in named if not is_matrix(name, tuple(p.shape))]
-    optimizer = chosen and torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": hyper.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=hyper.lr,
-        betas=hyper.betas,
-        eps=hyper.eps,
-        fused=True,
-    )
+    named = [(i, name, p) for i in chosen for name, p in updated[i].items()]
+    matrices = [p for _, name, p in named if is_matrix(name, tuple(p.shape))]
+    others = [p for _, name, p in named if not is_matrix(name, tuple(p.shape))]
+    by_muon = [p for i, name, p in named if is_matrix(name, tuple(p.shape)) and model.is_block(i)]
+    by_muon = by_muon if workload.optimizer == "muon" else []
+    by_adamw = [p for p in matrices if not any(p is other for other in by_muon)]
+    optimizers: list[torch.optim.Optimizer] = []
+    if chosen:
+        adamw = torch.optim.AdamW(
+            [
+                {"params": by_adamw, "weight_decay": hyper.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=hyper.lr,
+            betas=hyper.betas,
+            eps=hyper.eps,
+            fused=True,
+        )
+        optimizers.append(adamw)
+    if by_muon:
+        muon = torch.optim.Muon(
+            by_muon, lr=hyper.lr, weight_decay=hyper.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(muon)
 
     def loss_of(inputs: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
         embed, head = layers[model.embed], layers[model.head]
@@ -124,11 +135,11 @@ def train(
         parts = []
         for m in workload.microbatches:
             loss = loss_of(inputs[m], targets[m], counts[m])
-            if optimizer:
+            if optimizers:
                 loss.backward()  # type: ignore[no-untyped-call]
             parts.append(loss.item())
         losses.append(sum(parts))
-        if not optimizer:
+        if not optimizers:
             continue
         if staleness:  # the gradient is for the parameters of now, the next step computes with those
             for p, used in pairs:
@@ -139,8 +150,9 @@ def train(
             norms.append(float(torch.nn.utils.clip_grad_norm_([*matrices, *others], workload.grad_clip)))
 
         gradients.append({i: _flat({n: _grad(p) for n, p in params.items()}) for i, params in updated.items()})
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     final = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in updated.items()}
     return Reference(losses=losses, gradients=gradients, norms=norms, parameters=final)
 

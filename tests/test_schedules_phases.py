@@ -29,7 +29,7 @@ def with_ops(schedule: Schedule, ops: list[Op]) -> Schedule:
     amounts = Amounts(schedule.model, schedule.workload)
     for at, op in enumerate(ops):
         if op.kind == Kind.UPDATE:
-            params, nbytes = amounts.update(op.layer, (access.tensor for access in op.accesses), None)
+            params, _, nbytes = amounts.update(op.layer, op.phase, (access.tensor for access in op.accesses), None)
             ops[at] = replace(op, params=params, nbytes=nbytes)
     return replace(schedule, ops=tuple(ops), waits=minimal_waits(ops))
 

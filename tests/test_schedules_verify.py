@@ -397,7 +397,7 @@ def resident_with_passes(*, zero: bool) -> Schedule:
     for op in whole.ops:
         grads = [a for a in op.writes if parse(a.tensor).cls == GRAD and a not in op.reads and op.kind == Kind.COMPUTE]
         for access in grads:
-            params, nbytes = Amounts(MODEL, PLAIN).update(op.layer, [access.tensor], None)
+            params, _, nbytes = Amounts(MODEL, PLAIN).update(op.layer, op.phase, [access.tensor], None)
             clear = Op(
                 name=f"Z.{access.tensor}", kind=Kind.UPDATE, phase=Phase.ZERO, stream=Stream.COMPUTE, layer=op.layer,
                 writes=(access,), nbytes=nbytes, params=params,

@@ -18,6 +18,7 @@ from megatrain.cli.options import (
     Json,
     Models,
     ModelsToo,
+    Optimizer,
     Precision,
     Recompute,
     Seq,
@@ -62,6 +63,7 @@ def compare(
     accumulation: Accumulation = 1,
     seq: Seq = 1024,
     precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
     clip: Clip = None,
     recompute: Recompute = "none",
     change: Set = None,
@@ -86,7 +88,7 @@ def compare(
 
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer)
     axes = axes_of(vary or [])
     _require_said_once(context, change or [], axes)
     precisions = axes.get("precision", [precision])
@@ -104,7 +106,7 @@ def compare(
     for name in axes.get(varied.MACHINE, [hardware]):
         at_one = next(point.profile for point in points if point.values.get(varied.MACHINE, hardware) == name)
         note_idle(load(name).name, at_one, list(axes))
-    frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload)
+    frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload, refused_too=policy is None)
     setting = varied.setting(workload, profile.name, axes)
     shares = frame[["mfu", "hfu"]].max(axis=1).fillna(0.0)  # rows by point, and of each a row for every policy
     highest = points[int(shares.argmax()) // len(chosen)]
@@ -145,7 +147,12 @@ def _note_unvaried(names: Sequence[str], axes: Mapping[str, list[str]]) -> None:
 
 
 def _at_one_step(
-    specs: Sequence[ModelSpec], names: Sequence[str], profile: HardwareProfile, workload: Workload
+    specs: Sequence[ModelSpec],
+    names: Sequence[str],
+    profile: HardwareProfile,
+    workload: Workload,
+    *,
+    refused_too: bool,
 ) -> pd.DataFrame:
     from analysis import compare as comparison
 
@@ -153,7 +160,7 @@ def _at_one_step(
     with progress_bar() as bar:
         task = bar.add_task("simulating", total=len(specs) * len(names), note="")
         for spec in specs:
-            for row in comparison.rows(spec, names, profile, workload):
+            for row in comparison.rows(spec, names, profile, workload, refused_too=refused_too):
                 found.append(row)
                 bar.update(task, advance=1, note=f"{row.model} {row.policy}")
     return comparison.frame(found)

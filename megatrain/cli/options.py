@@ -17,7 +17,7 @@ import typer
 
 from schedules.errors import InputError
 from schedules.file_kinds import SCHEDULE, kind_of_file
-from schedules.workload import PRECISIONS, RECOMPUTED
+from schedules.workload import ADAMW, PRECISIONS, RECOMPUTED
 
 if TYPE_CHECKING:
     from schedules.model import ModelSpec
@@ -36,6 +36,9 @@ Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per 
 Accumulation = Annotated[int, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step.")]
 Seq = Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")]
 Precision = Annotated[str, typer.Option("--precision", help=", ".join(PRECISIONS))]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", help="adamw; or muon for blocks' matrices, which is computed on the GPU.")
+]
 Clip = Annotated[float | None, typer.Option("--clip", help="Clip gradients to this global norm.")]
 Recompute = Annotated[
     str,
@@ -49,11 +52,18 @@ ModelsToo = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-STEP = ("policy", "batch", "accumulation", "seq", "precision", "clip", "recompute", "knob")  # what makes a schedule
+# what makes a schedule
+STEP = ("policy", "batch", "accumulation", "seq", "precision", "optimizer", "clip", "recompute", "knob")
 
 
 def workload_of(
-    batch: int, accumulation: int, seq: int, precision: str, clip: float | None, recompute: str = "none"
+    batch: int,
+    accumulation: int,
+    seq: int,
+    precision: str,
+    clip: float | None,
+    recompute: str = "none",
+    optimizer: str = ADAMW,
 ) -> Workload:
     from schedules.workload import Workload
 
@@ -65,6 +75,7 @@ def workload_of(
             accumulation=accumulation,
             seq_len=seq,
             precision=precision,
+            optimizer=optimizer,
             grad_clip=clip,
             recompute=recompute,
         )

@@ -14,6 +14,7 @@ from megatrain.cli.options import (
     Clip,
     Hardware,
     Json,
+    Optimizer,
     Precision,
     Seq,
     Set,
@@ -42,6 +43,7 @@ def plan(
         int | None, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step; the best if left out.")
     ] = None,
     precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
     clip: Clip = None,
     change: Set = None,
     noise: Annotated[
@@ -101,6 +103,7 @@ def plan(
                 micro_batch_size=batch,
                 accumulation=accumulation,
                 precision=precision,
+                optimizer=optimizer,
                 grad_clip=clip,
                 progress=progress,
                 first=begun_with,

@@ -13,6 +13,7 @@ from megatrain.cli.options import (
     Accumulation,
     Batch,
     Clip,
+    Optimizer,
     Precision,
     Seq,
     listed,
@@ -31,6 +32,7 @@ def profile(
     accumulation: Accumulation = 2,
     seq: Seq = 256,
     precision: Precision = "fp32",
+    optimizer: Optimizer = "adamw",
     clip: Clip = None,
     recompute: Annotated[
         list[str] | None,
@@ -66,6 +68,7 @@ def profile(
     timed, so that one with no room here can be measured all the same. What needs more memory even so is left out, and
     its policy named. An interrupted measurement resumes when run again.
     """
+    import itertools
     from functools import partial
 
     from megatrain.fitting import told_left_out
@@ -89,8 +92,17 @@ def profile(
 
     def built(shapes: list[tuple[int, int]], of: ModelSpec) -> list[Schedule]:
         modes = dict.fromkeys(listed(recompute or []) or ["none"])
-        workloads = [workload_of(b, accumulation, s, precision, clip, mode) for mode in modes for b, s in shapes]
-        return [known.build(name, of, w, here.budget, **knobs) for w in workloads for name, knobs in chosen]
+        workloads = [
+            workload_of(b, accumulation, s, precision, clip, mode, optimizer) for mode in modes for b, s in shapes
+        ]
+        found = []
+        for (name, knobs), of_step in itertools.product(chosen, workloads):
+            try:
+                found.append(known.build(name, of, of_step, here.budget, **knobs))
+            except known.PolicyError:  # of all policies some may refuse this step
+                if policy:
+                    raise
+        return found
 
     with stages() as begin:
         begin("choosing what to measure")

@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     Hardware,
     Json,
     Knob,
+    Optimizer,
     Policy,
     Precision,
     Recompute,
@@ -45,6 +46,7 @@ def simulate(
     accumulation: Accumulation = 1,
     seq: Seq = 1024,
     precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
@@ -62,7 +64,7 @@ def simulate(
     require_outputs(files=(trace, perfetto))
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer)
     with stages() as begin:
         begin("building")
         schedule = schedule_of(target, policy, knob, workload, budget, context)
@@ -103,6 +105,7 @@ def build(
     accumulation: Accumulation = 1,
     seq: Seq = 1024,
     precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
@@ -123,7 +126,7 @@ def build(
     require_outputs(files=[out])
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer)
     with stages() as begin:
         begin("building")
         schedule = schedule_of(target, policy, knob, workload, budget, context, fixed=(*STEP, "hardware", "change"))

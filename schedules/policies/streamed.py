@@ -91,7 +91,7 @@ def policy(
         hold: how many of the other blocks, evenly spread, have their weights on the device, and with
             order=microbatches their gradient, until it is whole; their state is on the host, where they are updated.
         through: how many of the other blocks are updated on the device while their weights and gradient are there,
-            their state coming from the host and going back. Has no meaning with clipping or order=microbatches.
+            their state coming from the host and going back; all with Muon. Not with clipping or order=microbatches.
         stay: how many parts of other blocks' states live on the device, where these are updated. As `through`.
         nvme: how many parts of the other streamed blocks' states live on NVMe.
         nvme_weights: how many of these blocks have their weights there too; gradients of theirs that must wait also do.

@@ -1,0 +1,244 @@
+"""Muon: its step beside torch's, what it makes of a matrix, and trainings by schedule beside plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from test_megatrain_checkpoint import same, train
+from test_megatrain_parity import FOUR_BLOCKS, HYPER, MEMORY, assert_same_bits, error, run, text
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatrain import adam, checkpoint, initial, muon
+from megatrain.adam import Adam
+from megatrain.train import Debug
+from schedules import optimizer, policies, presets
+from schedules.model import ModelSpec
+from schedules.optimizer import Matrices, matrices, state_bytes, step_flops
+from schedules.schedule import Knob
+from schedules.workload import PRECISIONS, Workload
+
+TINY = presets.load("tiny")
+MUON = Workload(micro_batch_size=2, seq_len=32, precision="fp32", optimizer="muon")
+WITHOUT_8_BITS = ["bf16", "bf16_split", "bf16_fp32", "bf16_16bit", "fp32"]
+# a parameter before, between and after matrices that are wide, square and tall, one of them of three experts
+MIXED = (Matrices(3, 1, 8, 24), Matrices(200, 1, 16, 16), Matrices(456, 3, 12, 6))
+N = 456 + 3 * 12 * 6 + 5
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def begun(precision: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and state before the first step, and the fp32 values that they are made of."""
+    values = torch.randn(N, generator=torch.Generator().manual_seed(seed)) * 0.05
+    weights = torch.empty(N, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
+    kept = [state_of(precision)]
+    muon.initialise(weights, kept[0], MIXED, precision, values)
+    return weights, kept[0], values
+
+
+def state_of(precision: str) -> Tensor:
+    bytes_of, inside = PRECISIONS[precision], sum(of.size for of in MIXED)
+    return torch.empty(bytes_of.state_bytes(N) - inside * bytes_of.moment, dtype=torch.uint8)
+
+
+def gradients(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(N, generator=generator) * 0.1 for _ in range(steps)]
+
+
+def by_torch(values: Tensor, steps: int, hyper: Adam, scale: float = 1.0) -> Tensor:
+    """The same steps in fp32 by torch's optimizers, every expert by itself."""
+    where = [(of.start + k * of.rows * of.columns, of.rows, of.columns) for of in MIXED for k in range(of.count)]
+    inside = torch.zeros(N, dtype=torch.bool)
+    for start, rows, columns in where:
+        inside[start : start + rows * columns] = True
+    own = [values[start : start + r * c].view(r, c).clone().requires_grad_() for start, r, c in where]
+    other = values[~inside].clone().requires_grad_()
+    both = [
+        torch.optim.Muon(own, lr=hyper.lr, weight_decay=hyper.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([other], lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=0.0),
+    ]
+    for grad in gradients(steps):
+        for p, (start, r, c) in zip(own, where, strict=True):
+            p.grad = scale * grad[start : start + r * c].view(r, c)
+        other.grad = scale * grad[~inside]
+        for each in both:
+            each.step()
+    found = torch.empty(N)
+    found[~inside] = other.detach()
+    for p, (start, r, c) in zip(own, where, strict=True):
+        found[start : start + r * c] = p.detach().flatten()
+    return found
+
+
+def stepped(precision: str, steps: int, hyper: Adam, scale: float | None = None) -> Tensor:
+    weights, state, _ = begun(precision)
+    for number, grad in enumerate(gradients(steps)):
+        muon.step(
+            weights, grad, state, hyper, number + 1, matrices=MIXED, precision=precision,
+            grad_scale=None if scale is None else torch.tensor(scale), layer=3,
+        )  # fmt: skip
+    return muon.master_weights(weights, state, MIXED, precision)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_split", "bf16_fp32"])
+def test_steps_are_those_of_torchs_optimizers(precision: str, scale: float | None) -> None:
+    """With an exact master; torch's Muon works in bf16 inside, as ours, so that what is left is fp32's rounding."""
+    found, right = stepped(precision, 4, HYPER, scale), by_torch(begun("fp32")[2], 4, HYPER, scale or 1.0)
+    moved = (right - begun("fp32")[2]).abs().max()
+    assert float((found - right).abs().max() / moved) < 2e-3  # of the way
+    assert float((found - begun("fp32")[2]).abs().max()) > 0.5 * float(moved)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_16bit"])
+def test_without_a_master_steps_are_right_in_the_mean(precision: str) -> None:
+    weights, state, _ = begun(precision)
+    values = weights.float()
+    hyper = Adam(lr=1e-4)  # an update of a tenth of a weight's last bit: nearest would lose nearly all of them
+    (grad,) = gradients(1)
+    means = torch.zeros(N)
+    for layer in range(400):
+        w, s = weights.clone(), state.clone()
+        muon.step(w, grad, s, hyper, 1, matrices=MIXED, precision=precision, layer=layer)
+        means += w.float() / 400
+    exact, kept = values.clone(), state_of("fp32")
+    muon.initialise(exact, kept, MIXED, "fp32", values)
+    muon.step(exact, grad, kept, hyper, 1, matrices=MIXED, precision="fp32")
+    way = float((exact - values).norm())
+    assert float((means - values).norm()) == pytest.approx(way, rel=0.3)
+    assert float((means - exact).norm()) < 0.5 * way
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (1, 64, 160), (1, 160, 64), (3, 48, 32)], ids=str)
+def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    found = muon.orthogonalised(given.clone(), torch.empty_like(given)).float()
+    assert found.shape == shape and found.is_contiguous()
+    for x, y in zip(given.float(), found, strict=True):
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        assert float(torch.linalg.svdvals(y).min()) > 0.5 and float(torch.linalg.svdvals(y).max()) < 1.3
+        turned = u.mT @ y @ v.mT  # diagonal, if it has the same vectors
+        away = turned - torch.diag(turned.diagonal())
+        assert float(away.norm() / turned.norm()) < 0.05 and turned.diagonal().min() > 0.4
+        assert s.max() / s.min() > 3  # it had to be done
+
+
+def test_a_gradient_of_zeros_moves_nothing_but_by_decay() -> None:
+    weights, state, values = begun("fp32")
+    muon.step(
+        weights, torch.zeros(N), state, Adam(lr=0.1, weight_decay=0.5), 1, matrices=MIXED, precision="fp32"
+    )  # fmt: skip
+    inside = torch.zeros(N, dtype=torch.bool)
+    for of in MIXED:
+        inside[of.start : of.stop] = True
+    torch.testing.assert_close(weights[inside], 0.95 * values[inside])
+    assert torch.equal(weights[~inside], values[~inside])
+
+
+@pytest.mark.parametrize("precision", WITHOUT_8_BITS)
+def test_what_begins_has_the_values_given_and_no_momentum(precision: str) -> None:
+    weights, state, values = begun(precision)
+    exact = precision in ("fp32", "bf16_split", "bf16_fp32")
+    master = muon.master_weights(weights, state, MIXED, precision)
+    assert torch.equal(master, values if exact else values.to(torch.bfloat16).float())
+    parts = muon.split_state(state, N, MIXED, precision)
+    assert not parts.momentum.any()
+    k = N - sum(of.size for of in MIXED)
+    assert not adam.split_state(parts.others, k, precision).m.any()
+    with pytest.raises(ValueError, match=f"the state of {N} parameters in {precision} is uint8"):
+        muon.split_state(state[1:], N, MIXED, precision)
+
+
+def test_experts_may_be_orthogonalised_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = stepped("fp32", 2, HYPER)
+    monkeypatch.setattr(optimizer, "GROUP", 2 * 12 * 6)
+    assert [of.together for of in MIXED] == [1, 1, 2]
+    torch.testing.assert_close(stepped("fp32", 2, HYPER), together, rtol=1e-5, atol=1e-6)
+
+
+def test_passes_take_a_matrix_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision in WITHOUT_8_BITS:
+        whole = stepped(precision, 2, HYPER)
+        with monkeypatch.context() as patch:
+            patch.setitem(adam.CHUNK, "cpu", 37)
+            assert torch.equal(stepped(precision, 2, HYPER), whole), precision
+
+
+@pytest.mark.parametrize("model", [TINY, presets.load("tiny-moe")], ids=lambda model: model.name)
+def test_a_step_multiplies_what_is_counted(model: ModelSpec) -> None:
+    n = model.params(0)
+    weights, state = torch.randn(n), torch.zeros(state_bytes(model, MUON, 0, n), dtype=torch.uint8)
+    with FlopCounterMode(display=False) as counter:
+        muon.step(weights, torch.randn(n), state, HYPER, 1, matrices=matrices(model, MUON, 0), precision="fp32")
+    assert counter.get_total_flops() == step_flops(model, MUON, 0)
+
+
+# ---- trainings by schedule
+
+SCHEDULES: dict[str, dict[str, Knob]] = {
+    "streamed": {},
+    "streamed, resident": {"resident": 2, "keep": 0, "slots": 1, "grad_slots": 1},
+    "streamed, stay, inputs": {"stay": 2, "inputs": 4, "slots": 3},
+    "streamed, nvme": {"nvme": 3, "nvme_weights": 2, "resident": 1},
+    "resident": {},
+    "paged_optimizer": {"pressure": 1.0},
+    "llmq": {},
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_training_by_schedule_is_plain_training(name: str, accumulation: int) -> None:
+    """By torch's Muon and AdamW: the first steps to fp32's rounding, later ones as near as bf16 inside leaves them."""
+    workload = replace(MUON, accumulation=accumulation)
+    right = reference.train(
+        FOUR_BLOCKS, workload, text(workload), HYPER, initial=initial.random_parameters(FOUR_BLOCKS, 0), steps=8
+    )
+    built = policies.build(name.partition(",")[0], FOUR_BLOCKS, workload, MEMORY, **SCHEDULES[name])
+    found = run(built, 8)
+    assert found.losses == pytest.approx(right.losses, rel=1e-4)
+    for i in FOUR_BLOCKS.layers:
+        assert error(found.gradients[0][i], right.gradients[0][i]) < 1e-6
+        assert error(found.parameters[i], right.parameters[i]) < 2e-3, i
+    assert found.losses[-1] < found.losses[0]
+
+
+@pytest.mark.parametrize("precision", WITHOUT_8_BITS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_schedules_yield_the_same_bits(name: str, precision: str) -> None:
+    workload = Workload(micro_batch_size=2, seq_len=8, precision=precision, optimizer="muon")
+    plain = policies.build("resident", FOUR_BLOCKS, workload, MEMORY)
+    built = policies.build(name.partition(",")[0], FOUR_BLOCKS, workload, MEMORY, **SCHEDULES[name])
+    debug = Debug(poison=True, delay_s=0.001, seed=3)
+    assert_same_bits(run(built, 3, debug), run(plain, 3))
+
+
+@pytest.mark.parametrize(("before", "after"), [("streamed, nvme", "resident"), ("resident", "streamed, stay, inputs")])
+def test_a_training_goes_on_from_its_checkpoint_with_the_same_bits(before: str, after: str, tmp_path: Path) -> None:
+    workload = Workload(micro_batch_size=2, seq_len=8, precision="bf16_split", optimizer="muon")
+    first, other = (
+        policies.build(name.partition(",")[0], FOUR_BLOCKS, workload, MEMORY, **SCHEDULES[name])
+        for name in (before, after)
+    )
+    losses, right = train(first, 4, tmp_path)
+    train(first, 2, tmp_path, save=True)
+    found, kept = train(other, 2, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", other))
+    assert found == losses[2:] and same(kept, right)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    of_muon = policies.build("resident", FOUR_BLOCKS, MUON, MEMORY)
+    of_adamw = policies.build("resident", FOUR_BLOCKS, replace(MUON, optimizer="adamw"), MEMORY)
+    train(of_muon, 1, tmp_path, save=True)
+    with pytest.raises(checkpoint.CheckpointError, match=r"has the state of muon, .* adamw: give --optimizer muon"):
+        checkpoint.read(tmp_path / "checkpoints", of_adamw)
