@@ -101,7 +101,7 @@ def test_plans_in_the_table_are_those_stored(plans: pd.DataFrame) -> None:
 def test_what_is_said_of_plans(plans: pd.DataFrame) -> None:
     against = (plans.tokens_per_s / plans.best_named_tokens_per_s).dropna()
     assert against.min() >= 1.0
-    says("README.md", f"any of the {len(plans)} points; it is {against.median():.2f} times as fast")
+    says("README.md", f"any of the {len(plans)} points; the plan is {against.median():.2f} times as fast")
     says("README.md", f"On {sum(plans.gap <= 0.03)} points it is within 3 %; the median is {plans.gap.median():.1%}")
     quick, slow = (plans[plans.model == name] for name in ("qwen2.5-7b", "llama-3.1-70b"))
     seconds, usual, long = quick.planning_s, slow[slow.tokens_per_step == 16384].planning_s, slow.planning_s.max()
@@ -123,7 +123,7 @@ def test_how_far_the_search_was_tried() -> None:
     small, more = ((RESULTS / "plans" / f"{page}.md").read_text() for page in ("brute_force", "more_memory"))
     found = re.search(r"(\d+) of [\d,]+ small instances .* all placements in none", small)
     assert found, "some were planned slower: say so"
-    says("README.md", f"Of {found[1]} small instances that have room for anything none was planned slower")
+    says("README.md", f"Of {found[1]} small instances in which any placement fits, none was planned slower")
     found = re.search(r"(\d+) pairs .* slower in (\d+) of them, at most by ([\d.]+%)", more)
     assert found
     says(
@@ -148,15 +148,15 @@ def compared(published: pd.DataFrame) -> pd.DataFrame:
 
 def test_what_is_said_of_published_numbers(published: pd.DataFrame, compared: pd.DataFrame) -> None:
     standing = published.standing.value_counts()
-    says("README.md", f"{len(published)} points of the field as data")
+    says("README.md", f"{len(published)} published points as data")
     says("README.md", f"The runs behind {standing['compared']} of them ({len(compared)} runs, on six kinds of GPU)")
     assert compared.machine.nunique() == 6
-    error = compared.error
+    error, size = compared.error, compared.error.abs()
     says(
         "README.md",
-        f"median error {error.median():+.0%}, median size {error.abs().median():.0%}, worst {error.max():+.0%}",
+        f"median error {error.median():+.0%}, median absolute error {size.median():.0%}, worst {error.max():+.0%}",
     )
-    assert error.max() == error.abs().max()
+    assert error.max() == size.max()
     fit = compared[(compared.fits == "True") & (compared.machine != "mi355x")]
     says("README.md", f"within {fit.error.abs().median():.1%} at the median, where the run fits")
     says("README.md", f"{standing['assumed']} more points need an assumption")
@@ -192,9 +192,10 @@ def test_errors_by_gpu_are_those_stored(compared: pd.DataFrame) -> None:
 
 def test_what_is_said_of_the_nearest_rival() -> None:
     cells = pd.read_csv(RESULTS / "rival" / "rival.csv")
-    says("README.md", f"measured {len(cells)} steps of Llama-3 8B on an H100 twice")
+    says("README.md", f"measured {len(cells)} step configurations of Llama-3 8B on an H100 twice")
     first, second = (cells.predicted_tokens_per_s / cells[of] for of in ("first_tokens_per_s", "tokens_per_s"))
-    says("README.md", f"at {first.min():.2f} to {first.max():.2f} of its first campaign, [median {first.median():.2f}]")
+    least, middle, most = (f"{share:.2f}" for share in (first.min(), first.median(), first.max()))
+    says("README.md", f"at {least} to {most} of the tokens/s of its first campaign, [median {middle}]")
     says("README.md", f"{second.min():.2f} to {second.max():.2f} of its second, median {second.median():.2f}")
     step = cells[(cells.seq_len == 4096) & (cells.tokens_per_step == 65536) & (cells.device_GiB == 12)].iloc[0]
     says("README.md", f"it measured {step.first_tokens_per_s:,.0f} and {step.tokens_per_s:,.0f}")
@@ -203,8 +204,8 @@ def test_what_is_said_of_the_nearest_rival() -> None:
         ours[kernels.split(",")[0], moments] = rate, alone
     plain, slowed = ours["not slower beside copies", "bf16"], ours["slower beside copies", "bf16"]
     says("README.md", f"predicts {theirs[2]} tokens/s after {theirs[5]}")
-    says("README.md", f"predicts {plain[0]}, or {slowed[0]} where copies slow kernels")
-    says("README.md", f"Computing alone it counts {theirs[3]}, and we {plain[1]}")
+    says("README.md", f"predicts {plain[0]}, or {slowed[0]} if copies slow kernels down")
+    says("README.md", f"For computation alone it counts {theirs[3]}, and we {plain[1]}")
 
 
 # ---- runs on CPUs
@@ -331,14 +332,16 @@ def test_rates_among_the_aims_are_those_stored(gpu: dict[str, dict[str, Any]]) -
     measured = [row for row in steps.values() if "step_s" in row]
     near = sum(abs(row["prediction_error"]) <= 0.05 for row in measured)
     says("docs/gpu.md", f"| {near} of {len(measured)}, as each was predicted then")
-    says("README.md", f"{len(measured)} of them by our executor, of which {near} took within 5 % of the predicted time")
+    says(
+        "README.md", f"{len(measured)} of them with our executor, of which {near} took within 5 % of the predicted time"
+    )
     all_of_them = len(measured) + sum("step_s" in row for row in rivals.values())
-    says("README.md", f"H200s have measured [{all_of_them} steps]")
+    says("README.md", f"We measured [{all_of_them} step configurations](#a-gpu-of-our-own) on H200s")
     says("docs/gpu.md", f"An hour on H200s measured {all_of_them} steps")
 
 
 def test_policies_are_as_fast_in_the_order_in_which_they_were_predicted(gpu: dict[str, dict[str, Any]]) -> None:
-    says("README.md", "the five schedules of ours that ran it are as fast, one after the other, as was predicted")
+    says("README.md", "the five schedules that our executor ran rank as predicted")
     expected = json.loads((RESULTS / "gpu-expected" / "h200.json").read_text())
     policies = ("planned", "streamed", "megatrain", "zero3_offload master=weights", "megatrain_released")
     keys = [f"llama-3.2-3b {policy} {SPLITS['8k']} bf16" for policy in policies]
@@ -356,9 +359,9 @@ def test_compiled_rivals_are_those_stored(gpu: dict[str, dict[str, Any]]) -> Non
         tokens: gpu["rivals"][f"llama-3.2-3b plain torch compiled=blocks {SPLITS[tokens]} bf16_16bit"]["tokens_per_s"]
         for tokens in ("2k", "8k")
     }
-    says("README.md", f"of the 3B {compiled['2k']:,.0f} at 2k and {compiled['8k']:,.0f} at 8k")
+    says("README.md", f"on the 3B {compiled['2k']:,.0f} at 2k and {compiled['8k']:,.0f} at 8k")
     small = gpu["rivals"][f"llama-3.2-1b plain torch compiled=blocks {SPLITS['8k']} bf16_16bit"]["tokens_per_s"]
-    says("README.md", f"PyTorch has {small:,.0f} tokens/s of the 1B at 8k")
+    says("README.md", f"PyTorch reaches {small:,.0f} tokens/s on the 1B at 8k")
 
 
 def test_the_optimizer_beside_others_is_as_stored(gpu: dict[str, dict[str, Any]]) -> None:
