@@ -403,7 +403,7 @@ def test_a_faster_link_may_make_a_schedule_slower_as_is_told() -> None:
     says("docs/buying.md", f"takes {fast:.3f} s on an H200")
     says("docs/buying.md", f"and {slow:.3f} s, {1 - slow / fast:.1%} less")
     memory = ("host.memory_bandwidth=400GB/s", f"host.adam_efficiency={0.75 * 235 / 400}")
-    says("docs/buying.md", f"{step_s('100', *memory):.3f} s after {step_s('57', *memory):.3f}")
+    says("docs/buying.md", f"{step_s('100', *memory):.3f} s against {step_s('57', *memory):.3f}")
 
 
 def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
