@@ -322,7 +322,7 @@ def test_rates_among_the_aims_are_those_stored(gpu: dict[str, dict[str, Any]]) -
         (size, n): f"{over(rivals, size, 'deepspeed zero3', n):.1f}" for size in ("3B", "7B") for n in ("2k", "8k")
     }
     says("docs/gpu.md", f"3B: {zero3['3B', '2k']} times at 2k tokens a step, {zero3['3B', '8k']} at 8k")
-    says("docs/gpu.md", f"7B: {zero3['7B', '2k']} and {zero3['7B', '8k']}, beside DeepSpeed")
+    says("docs/gpu.md", f"7B: {zero3['7B', '2k']} and {zero3['7B', '8k']}, against DeepSpeed")
     streamed = [f"{over(rivals, '3B', 'deepspeed zero3', tokens, 'streamed'):.2f}" for tokens in ("2k", "8k")]
     says("docs/gpu.md", f"`streamed`, whose state is all on the host: {' and '.join(streamed)}, 3B.")
     ours = ("planned", "streamed", "megatrain")
@@ -337,7 +337,7 @@ def test_rates_among_the_aims_are_those_stored(gpu: dict[str, dict[str, Any]]) -
     )
     all_of_them = len(measured) + sum("step_s" in row for row in rivals.values())
     says("README.md", f"We measured [{all_of_them} step configurations](#a-gpu-of-our-own) on H200s")
-    says("docs/gpu.md", f"An hour on H200s measured {all_of_them} steps")
+    says("docs/gpu.md", f"In an hour on H200s, {all_of_them} step configurations were measured")
 
 
 def test_policies_are_as_fast_in_the_order_in_which_they_were_predicted(gpu: dict[str, dict[str, Any]]) -> None:
