@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.tables import markdown_line
-from analysis.text_gantt import LEGEND, SMALL, text_gantt
+from analysis.text_gantt import SMALL, legend, text_gantt
 from schedules import policies, presets
 from schedules.files import write_text
 from schedules.op import Tier
@@ -195,7 +195,7 @@ def drawing(found: Page, columns: int | None = None) -> list[str]:
     scaled = [f"{name}={picture.schedule.knobs[name]}" for name in IN_PARAMETERS if name in picture.schedule.knobs]
     head = f"{about(picture)}: step of {seconds(picture.period_ns / 1e9)}"
     head += f"; {', '.join(scaled)}, scaled with the blocks" if scaled else ""
-    return [head, "", *text_gantt(picture.schedule, picture.trace, columns), "", LEGEND, SMALL]
+    return [head, "", *text_gantt(picture.schedule, picture.trace, columns), "", legend(picture.schedule), SMALL]
 
 
 # ---- pages

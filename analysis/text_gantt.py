@@ -21,9 +21,15 @@ LETTERS = {
     "other updates": "U",
     "synchronise": "S",
 }
-LEGEND = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items()) + ", . idle"
+ALWAYS = [name for name in LETTERS if name != "Muon"]  # what a legend names, whether or not a step has it
 SMALL = "small letters: for less than half of the span"
 SPANS = 88
+
+
+def legend(schedule: Schedule) -> str:
+    """What the letters of a schedule's step stand for."""
+    there = {*ALWAYS, *map(op_class, schedule.ops)}
+    return ", ".join(f"{letter} {name}" for name, letter in LETTERS.items() if name in there) + ", . idle"
 
 
 def text_gantt(schedule: Schedule, trace: Trace, columns: int | None = None) -> list[str]:

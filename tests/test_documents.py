@@ -19,10 +19,12 @@ from analysis import validation
 from megatrain.token_file import TokenFile
 from schedules import policies, presets
 from schedules.op import Tier
+from schedules.optimizer import step_flops
 from schedules.schedule import Knob
-from schedules.workload import Workload
+from schedules.workload import OPTIMIZERS, Workload
 from sim import hardware
 from sim.prediction import Prediction, memory_of, predict
+from sim.units import scaled, seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "analysis" / "results"
@@ -148,7 +150,10 @@ def compared(published: pd.DataFrame) -> pd.DataFrame:
 
 def test_what_is_said_of_published_numbers(published: pd.DataFrame, compared: pd.DataFrame) -> None:
     standing = published.standing.value_counts()
-    says("README.md", f"{len(published)} published points as data, {standing['compared'] + standing['assumed']} of them predicted")
+    says(
+        "README.md",
+        f"{len(published)} published points as data, {standing['compared'] + standing['assumed']} of them predicted",
+    )
     says("README.md", f"The runs behind {standing['compared']} of them ({len(compared)} runs, on six kinds of GPU)")
     assert compared.machine.nunique() == 6
     error, size = compared.error, compared.error.abs()
@@ -490,3 +495,19 @@ def test_the_page_on_training_makes_files_to_train_on(tmp_path: Path, monkeypatc
     assert learned is not None
     assert bytes(rows.batch(0)[learned].tolist()[:-1]) == b"A reusable buffer on the GPU."
     assert rows.batch(0)[learned][-1] == ByteTokenizer.eos_token_id
+
+
+def test_what_is_said_of_muon() -> None:
+    """Predicted as its command predicts it."""
+    model, h200 = presets.load("llama-3.1-8b"), hardware.load("h200")
+    about = "Llama-3.1-8B on an H200 (datasheet, predicted), `streamed`, sequences of 2,048 tokens"
+    shown = {option: figures for option, *figures in table("docs/training.md", about, "host memory")}
+    for optimizer in OPTIMIZERS:
+        found = []
+        for batch in (4, 32):
+            step = Workload(micro_batch_size=batch, seq_len=2048, optimizer=optimizer)
+            found.append(predict(policies.build("streamed", model, step, memory_of(h200)), h200))
+        host = scaled(found[0].peak_bytes[Tier.HOST], "GB")
+        assert shown[f"`--optimizer {optimizer}`"] == [host, *(seconds(one.period_ns / 1e9) for one in found)]
+    of_blocks = sum(step_flops(model, step, i) for i in model.layers)
+    says("docs/why.md", f"{of_blocks / 1e12:.0f} TFLOP a step for an 8B")
