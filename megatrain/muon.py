@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.stochastic_rounding import Draws, round_to
-from schedules.optimizer import ITERATIONS, PASS, Matrices
+from schedules.optimizer import COPIES, ITERATIONS, PASS, Matrices
 from schedules.workload import PRECISIONS
 
 MOMENTUM = 0.95
@@ -113,7 +113,7 @@ def step(
     most = max(of.together * of.rows * of.columns for of in matrices)
     turns = torch.empty(2, most, dtype=torch.bfloat16, device=weights.device)
     size = min(PASS if weights.device.type == "cuda" else adam.CHUNK["cpu"], most)
-    scratch = torch.empty(3, size, dtype=torch.float32, device=weights.device)
+    scratch = torch.empty(COPIES, size, dtype=torch.float32, device=weights.device)
     for first, of in _within(matrices):
         rate = hyper.lr * RMS * math.sqrt(max(of.rows, of.columns))
         for at, shape in _groups(of):

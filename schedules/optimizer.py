@@ -18,7 +18,8 @@ from schedules.workload import Workload
 ITERATIONS = 5  # of Newton and Schulz, with Jordan's coefficients
 GROUP = 1 << 26  # elements: no more of a layer's experts are orthogonalised together
 PASS = 1 << 22  # elements that a pass over a matrix works on at a time on a GPU
-COPIES = 7  # of these, in fp32, that a pass has
+COPIES = 2  # of these in fp32, to work with; and while a pass lasts, ROUNDING, as large
+ROUNDING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +99,5 @@ def step_workspace(model: ModelSpec, workload: Workload, i: int) -> int:
     found = matrices(model, workload, i)
     most = max((of.together * of.rows * of.columns for of in found), default=0)
     products = max((of.together * min(of.rows, of.columns) ** 2 for of in found), default=0)
-    return 2 * 2 * most + max(3 * 2 * products, COPIES * FP32 * min(most, PASS))
+    of_pass = FP32 * min(most, PASS)
+    return 2 * 2 * most + COPIES * of_pass + max(3 * 2 * products, ROUNDING * of_pass)

@@ -23,7 +23,8 @@ from gpu_case import Case
 from hand_written import WRITERS, small
 from torch._inductor import metrics
 
-from megatrain import autograd, cuda
+from megatrain import autograd, cuda, muon
+from megatrain.adam import Adam
 from megatrain.backend import OpFailed
 from megatrain.cpu import CpuEvent
 from megatrain.cuda import CudaBackend
@@ -34,6 +35,7 @@ from megatrain.template import Embed, Head, templates
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Phase, Tier
+from schedules.optimizer import matrices, state_bytes
 from schedules.schedule import Schedule
 from schedules.traffic import MLP_CHUNK_TOKENS, workspace_bytes
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
@@ -78,6 +80,14 @@ def test_every_schedule_runs_and_no_op_waits(name: str, tmp_path: Path) -> None:
 def test_so_it_does_in_every_precision(name: str, recompute: str, precision: str, tmp_path: Path) -> None:
     workload = dataclasses.replace(LONG, precision=precision, recompute=recompute)
     assert waits_in_steps(schedule_of(name, workload), tmp_path) == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_16bit", "bf16_split", "fp32"])
+@pytest.mark.parametrize(("name", "clip"), [("streamed", None), ("resident", 0.1), ("paged_optimizer pressure=1", 0.1)])
+def test_so_it_does_with_muon(name: str, clip: float | None, precision: str, tmp_path: Path) -> None:
+    workload = dataclasses.replace(LONG, precision=precision, optimizer="muon", grad_clip=clip)
+    waits = waits_in_steps(schedule_of(name, workload), tmp_path)
+    assert waits == 0 or name.startswith("paged")  # whose host waits for each update
 
 
 @unsanitized
@@ -255,6 +265,22 @@ def test_the_embeddings_backward_takes_no_more_than_is_counted(tokens: int) -> N
     labels, dy = int64(1, tokens), bf16(1, tokens, model.hidden_size)
     taken = peak_bytes(lambda: Embed().backward(labels, dy, sink))
     assert 0.8 < taken / workspace_bytes(model, model.embed, Phase.BACKWARD, workload) < 1
+
+
+@unsanitized
+@pytest.mark.parametrize("precision", ["bf16", "bf16_16bit", "bf16_split"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])  # of one matrix at a time, of many experts
+def test_muons_step_takes_no_more_than_is_counted(name: str, precision: str) -> None:
+    model, workload = presets.load(name), Workload(micro_batch_size=1, seq_len=1, precision=precision, optimizer="muon")
+    n, hyper = model.params(0), Adam(lr=1e-3)
+    state = torch.zeros(state_bytes(model, workload, 0, n), device="cuda", dtype=torch.uint8)
+    weights, grad, of = bf16(n), bf16(n), matrices(model, workload, 0)
+
+    def step() -> None:
+        muon.step(weights, grad, state, hyper, 1, matrices=of, precision=precision)
+
+    step()  # cuBLAS takes its workspaces
+    assert 0.7 < peak_bytes(step) / workspace_bytes(model, 0, Phase.ADAM, workload) < 1.01
 
 
 TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
