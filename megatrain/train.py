@@ -230,17 +230,22 @@ class Trainer(Generic[E]):
             OpFailed: an op failed; the trainer is closed then, as after an interrupt.
             Refused: see `schedules.evaluation`.
         """
+        verified = None if self._evaluation else evaluation(self._verified)
         try:
-            return self._evaluate(data, on_stage, stop)
+            return self._evaluate(verified, data, on_stage, stop)
         except BaseException:
             self.close()
             raise
 
     def _evaluate(
-        self, data: TokenSource, on_stage: Callable[[str], None], stop: Callable[[], bool]
+        self,
+        verified: Verified | None,
+        data: TokenSource,
+        on_stage: Callable[[str], None],
+        stop: Callable[[], bool],
     ) -> tuple[float, int] | None:
         if self._evaluation is None:
-            verified = evaluation(self._verified)
+            assert verified is not None, "the first time"
             store = self._store.within(verified.schedule)
             actions = replace(self._actions, schedule=verified.schedule, store=store, tokens={}, losses={}, squares={})
             self._evaluation = Executor(verified, self._backend, actions.works()), actions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from schedules import tensor as tensors
@@ -17,7 +18,8 @@ from schedules.workload import Workload
 def evaluation(training: Verified) -> Verified:
     """The same step without what only training needs: in the same buffers, a part of the ops.
 
-    It begins with what lies in them between steps, and leaves that there. Raises Refused where it cannot.
+    It begins with what lies in them between steps, and leaves that there: what the step carries over in a buffer that
+    is used for something else meanwhile comes again, as the step has it come. Raises Refused where it cannot.
     """
     schedule = training.schedule
     workload = replace(schedule.workload, task="evaluate", grad_clip=None)
@@ -31,16 +33,23 @@ def evaluation(training: Verified) -> Verified:
         read = tuple(access for access in op.reads if parse(access.tensor).cls not in tensors.GRADIENTS)
         wanted.update(read)
         found.append(_counted(replace(op, reads=read, writes=written), workload, amounts))
-    ops = tuple(reversed(found))
-    used = {access.buffer for op in ops for access in op.accesses}
-    for op in ops:
+    found.reverse()
+    lost = dict[Access, Op]()  # what the step carries over -> an op that writes over it
+    for op in found:
         for access in op.writes:
             kept = training.initial.get(access.buffer)
             if kept is not None and (kept != access.tensor or schedule.staleness):  # it might be of another version
-                raise Refused(
-                    f"{schedule.label} cannot be evaluated between steps: {op.name} writes {access.tensor} into "
-                    f"{access.buffer}, which keeps {kept} from one step to the next"
-                )
+                lost.setdefault(Access(access.buffer, kept), op)
+    for carried, op in lost.items():
+        again = None if schedule.staleness else _brought(carried, training, lost)
+        if again is None:
+            raise Refused(
+                f"{schedule.label} cannot be evaluated between steps: {op.name} writes into {carried.buffer}, which "
+                f"keeps {carried.tensor} from one step to the next, and no other buffer does"
+            )
+        found.append(replace(again, name=f"{again.name}.again", blocking=False))
+    ops = tuple(found)
+    used = {access.buffer for op in ops for access in op.accesses}
     return verify(
         replace(
             schedule,
@@ -51,6 +60,17 @@ def evaluation(training: Verified) -> Verified:
             staleness=0,
         )
     )
+
+
+def _brought(carried: Access, training: Verified, lost: Collection[Access]) -> Op | None:
+    """The step's copy of what is carried over, from where it is kept as well."""
+    for op in training.schedule.ops:
+        if op.phase == Phase.COPY and carried in op.writes:
+            (source,) = op.reads
+            kept = training.initial.get(source.buffer) == carried.tensor and source not in lost
+            if kept and {source.buffer, carried.buffer} <= training.newest:
+                return op
+    return None
 
 
 def _counted(op: Op, workload: Workload, amounts: Amounts) -> Op:

@@ -23,6 +23,7 @@ from schedules.errors import Refused
 from schedules.evaluation import evaluation
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.program import Program
+from schedules.schedule import Schedule
 from schedules.verify import Verified, verify
 from schedules.workload import PRECISIONS, Workload
 
@@ -121,11 +122,11 @@ def test_every_bit_of_a_training_is_as_without(precision: str) -> None:
             assert run.parameters(i).equal(plain.parameters(i))
 
 
-def test_what_a_step_keeps_elsewhere_for_the_next_is_not_overwritten() -> None:
-    """The first block's weights are still in the slot when the next step begins."""
+def one_slot(*, kept_too: bool) -> Schedule:
+    """All blocks by one slot, in which the first block's weights are when a step begins; at home too if `kept_too`."""
     model, work = FOUR_BLOCKS, Workload(micro_batch_size=2, seq_len=16, precision="fp32")
     p = Program(model, work)
-    slot = p.buffer("slot")
+    slot, away = p.buffer("slot"), p.buffer("away", Tier.HOST)
     p.keep_on_device(*(t for i in model.layers for t in (p.grad(i), p.state(i))))
     p.keep_on_device(*(p.weight(i) for i in (model.embed, model.head)))
     p.forward(model.embed)
@@ -133,22 +134,45 @@ def test_what_a_step_keeps_elsewhere_for_the_next_is_not_overwritten() -> None:
         if i:
             p.prefetch(p.weight(i), into=slot)
         p.forward(i, weights=slot)
+        if not i and not kept_too:
+            p.offload(p.weight(i), out_of=slot, into=away)
     p.loss()
     p.update(model.head, stream=Stream.COMPUTE)
     for i in reversed(model.blocks):
         if i != model.blocks[-1]:
-            p.prefetch(p.weight(i), into=slot)
+            p.prefetch(p.weight(i), into=slot, out_of=None if i or kept_too else away)
         p.backward(i, weights=slot)
         p.update(i, weights=slot, stream=Stream.COMPUTE)
-        p.offload(p.weight(i), out_of=slot)
+        if i or kept_too:
+            p.offload(p.weight(i), out_of=slot)
     p.backward(model.embed)
     p.update(model.embed, stream=Stream.COMPUTE)
-    verified = verify(p.build(policy="kept"))
+    return p.build(policy="one slot")
+
+
+def test_what_a_step_carries_over_in_a_slot_is_brought_again() -> None:
+    verified = verify(one_slot(kept_too=True))
     assert verified.initial["slot"] == "w.0"
-    with pytest.raises(
-        Refused, match=r"kept cannot be evaluated between steps: P\.w\.1 writes w\.1 into slot, .* w\.0"
-    ):
+    found = evaluation(verified)
+    assert found.schedule.ops[-1].name == "P.w.0.again" and found.initial.items() <= verified.initial.items()
+    for debug in (False, True):
+        with trainer(verified, "", debug=debug) as run, trainer(verified, "", debug=False) as plain:
+            losses = []
+            for _ in range(3):
+                run.evaluate(held_out(found.schedule.workload))
+                losses += run.run(1)
+            assert losses == plain.run(3)
+
+
+def test_what_is_nowhere_else_is_not_overwritten() -> None:
+    verified = verify(one_slot(kept_too=False))
+    told = r"one slot cannot be evaluated between steps: P\.w\.1 writes into slot, which keeps w\.0 .* no other buffer"
+    with pytest.raises(Refused, match=told):
         evaluation(verified)
+    with trainer(verified, "", debug=False) as run:
+        with pytest.raises(Refused, match="cannot be evaluated"):
+            run.evaluate(held_out(replace(verified.schedule.workload, task="evaluate")))
+        assert run.run(1)  # it is none the worse
 
 
 def test_a_stale_copy_is_not_brought_up_to_date() -> None:
@@ -168,7 +192,7 @@ def test_a_stale_copy_is_not_brought_up_to_date() -> None:
     p.offload(p.grad(0), out_of=sums)
     for i in model.layers:
         p.update(i, **({"stream": Stream.COMPUTE} if i else {}))
-    with pytest.raises(Refused, match=r"O\.w\.0 writes w\.0 into away, which keeps w\.0"):
+    with pytest.raises(Refused, match=r"O\.w\.0 writes into away, which keeps w\.0"):
         evaluation(verify(p.build(policy="two versions")))
 
 
