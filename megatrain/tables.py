@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from megatrain.terminal import print_table
 from schedules.op import Tier
 from schedules.schedule import Schedule
+from schedules.verify import Verified
 from schedules.workload import ADAMW
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes
@@ -23,6 +25,29 @@ def print_summary(schedule: Schedule, verdict: str) -> None:
     ]
     print("; ".join(facts))
     print(verdict)
+
+
+def age_of_weights(verified: Verified) -> str:
+    """A line for a stale schedule: "weights 1 step behind in embed and blocks 0 to 7, up to date in head"."""
+    model, by_age = verified.schedule.model, dict[int, list[int]]()
+    for name, behind in verified.behind.items():
+        by_age.setdefault(behind, []).append(model.layer_index(name))
+    told = []
+    for behind, found in sorted(by_age.items(), reverse=True):
+        where = ["embed"] if model.embed in found else []
+        blocks = sorted(i for i in found if model.is_block(i))
+        where += [f"block{'s' if len(blocks) > 1 else ''} {', '.join(_spans(blocks))}"] if blocks else []
+        where += ["head"] if model.head in found else []
+        age = "up to date" if not behind else f"{behind} step{'s' if behind > 1 else ''} behind"
+        told.append(f"{age} in {' and '.join(where)}")
+    return f"weights {', '.join(told)}"
+
+
+def _spans(numbers: Sequence[int]) -> Iterator[str]:
+    """What follows one another as one: "0 to 7"."""
+    for _, alike in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        span = [number for _, number in alike]
+        yield f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0])
 
 
 def print_fit(schedule: Schedule, profile: HardwareProfile, lacking: DoesNotFit | None) -> None:

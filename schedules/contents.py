@@ -57,7 +57,8 @@ class Contents:
                 if parse(access.tensor).cls == tensors.SAVED:
                     self._may_hold.setdefault(access.tensor, set()).add(access.buffer)
         self._step = 0
-        self._oldest = 0  # by how many steps what was read was at most behind
+        # layer -> by how many steps the weights that it was computed with were at most behind
+        self.behind = dict.fromkeys(self._coverage.layers, 0)
         self._forward_version: dict[tuple[str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
 
@@ -71,22 +72,25 @@ class Contents:
         seen: set[tuple[str, str, str]] = set()
         most = min(self._schedule.staleness, len(self._schedule.buffers)) + 2
         yield from self._coverage.some_norm()
-        while self._step < 3 or (self._step < most and self._oldest == self._step - 1):
+        while self._step < 3 or (self._step < most and self._oldest() == self._step - 1):
             for violation in self._one_step():
                 key = (violation.rule, violation.op, violation.about)
                 if key not in seen:
                     seen.add(key)
                     yield violation
             self._step += 1
-        declared = self._schedule.staleness
-        if self._oldest < declared and not seen and not self._coverage.no_norm:
+        declared, oldest = self._schedule.staleness, self._oldest()
+        if oldest < declared and not seen and not self._coverage.no_norm:
             yield Violation(
                 rule="staleness",
                 op="",
-                message=f"declared is a staleness of {declared}, found one of {self._oldest}: "
+                message=f"declared is a staleness of {declared}, found one of {oldest}: "
                 "no op computes with weights that are further behind",
-                fix=f"declare staleness={self._oldest}",
+                fix=f"declare staleness={oldest}",
             )
+
+    def _oldest(self) -> int:
+        return max(self.behind.values(), default=0)
 
     def newest(self) -> frozenset[str]:
         """Of the buffers that hold something before the first step, those with what is newest when a step ends.
@@ -187,7 +191,9 @@ class Contents:
             return None
         stale = self._schedule.staleness if cls in tensors.PARAMETERS else 0
         oldest = self._step - stale
-        self._oldest = max(self._oldest, self._step - held.version)
+        if cls in tensors.PARAMETERS:
+            layer = parse(held.tensor).layer
+            self.behind[layer] = max(self.behind[layer], self._step - held.version)
         if oldest <= held.version <= self._step:
             return None
         if held.version > self._step:

@@ -70,6 +70,7 @@ class Verified:
     fingerprint: str
     initial: dict[str, str]  # buffer -> the tensor it must hold before the first step
     newest: frozenset[str]  # of these, those with its newest version when a step ends
+    behind: dict[str, int]  # layer that is trained -> by how many steps the weights it is computed with are behind
 
     def allocated_bytes(self) -> dict[Tier, int]:
         """Bytes of buffers per tier."""
@@ -103,6 +104,7 @@ def verify(schedule: Schedule) -> Verified:
         fingerprint=schedule.fingerprint,
         initial=dict(contents.initial),
         newest=contents.newest(),
+        behind=dict(contents.behind),
     )
 
 

@@ -614,3 +614,32 @@ def test_short_micro_batches_are_noted_to_wait_for_launches_on_a_gpu(way: tuple[
         assert bool(found) is (noted and on_gpu and workload.seq_len == 16)
         slow = [note for note in _notes(workload, of, on_gpu=on_gpu) if "--fused compiles" in note]
         assert bool(slow) is (not of.fused and on_gpu and workload.seq_len > 16)
+
+
+def test_a_stale_schedule_says_how_far_behind_which_layers_are(tmp_path: Path) -> None:
+    file = tmp_path / "stale.json"
+    told = "weights 1 step behind in embed and blocks 0 to 2, 4 to 7 and head, up to date in block 3"
+    out, error = called("build", "demo", "-p", "zenflow", "--out", str(file))
+    assert told in " ".join(out.split()) and error is None
+    assert told in " ".join(called("verify", str(file))[0].split())
+    behind = json.loads(called("verify", str(file), "--json")[0])["behind"]
+    assert behind == {"embed": 1, "head": 1, **{str(i): int(i != 3) for i in range(8)}}
+    assert "behind" not in called("build", "demo")[0]
+
+
+def test_muon_is_an_option_of_the_step(tmp_path: Path) -> None:
+    out, error = called("compare", "tiny", "--optimizer", "muon")
+    assert error is None and re.search(r"sequences of 1024 tokens.*, muon", out)
+    assert "The first that is not predicted: fsdp_offload: update(0) is queued on host: muon updates blocks" in out
+    out, error = called("compare", "tiny", "-p", "streamed", "--vary", "optimizer=adamw,muon", "--json")
+    assert [row["optimizer"] for row in json.loads(out)] == ["adamw", "muon"] and error is None
+    error = called("compare", "tiny", "-p", "streamed,megatrain", "--optimizer", "muon")[1]
+    assert isinstance(error, InputError) and str(error).startswith("megatrain: update(3) is queued on cpu: muon")
+    error = called("simulate", "tiny", "--optimizer", "sgd")[1]
+    assert isinstance(error, InputError) and "optimizer 'sgd' is unknown; known are adamw, muon" in str(error)
+    file = tmp_path / "muon.json"
+    out, error = called("plan", "tiny", "--optimizer", "muon", "-t", "2048", "-s", "512", "--out", str(file))
+    assert error is None and ", bf16, muon" in out
+    assert codec.loads(file.read_text()).workload.optimizer == "muon"
+    error = called("simulate", str(file), "--optimizer", "muon")[1]
+    assert isinstance(error, InputError) and "--optimizer" in str(error)

@@ -106,7 +106,9 @@ def result(verified: Verified, backend: CpuBackend) -> tuple[list[float], list[T
 def unproven(schedule: Schedule) -> Verified:
     """What `verify` would return, had it not refused the schedule; only a test may do this."""
     whole = verify(WRITERS[schedule.policy](schedule.model, schedule.workload))
-    return Verified(schedule=schedule, fingerprint=schedule.fingerprint, initial=whole.initial, newest=whole.newest)
+    return Verified(
+        schedule=schedule, fingerprint=schedule.fingerprint, initial=whole.initial, newest=whole.newest, behind={}
+    )
 
 
 def without(schedule: Schedule, wait: Wait) -> Schedule:

@@ -224,7 +224,9 @@ def behind(steps: int, *, declared: int) -> Schedule:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
 def test_a_staleness_is_declared_as_it_is_found(steps: int) -> None:
-    assert verify(behind(steps, declared=steps))
+    assert verify(behind(steps, declared=steps)).behind == dict.fromkeys(map(MODEL.layer_name, MODEL.layers), 0) | {
+        "0": steps
+    }
     found = problems(behind(steps, declared=steps + 2))
     assert [(v.rule, v.fix) for v in found] == [("staleness", f"declare staleness={steps}")]
     assert f"declared is a staleness of {steps + 2}, found one of {steps}" in str(found[0])

@@ -115,7 +115,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build a policy's schedule for a model, verify it and write it to a file, whether or not it fits the machine."""
-    from megatrain.tables import memory_record, print_fit, print_summary
+    from megatrain.tables import age_of_weights, memory_record, print_fit, print_summary
     from schedules import codec
     from schedules.show import grid
     from schedules.verify import verify
@@ -131,18 +131,20 @@ def build(
         begin("building")
         schedule = schedule_of(target, policy, knob, workload, budget, context, fixed=(*STEP, "hardware", "change"))
         begin("proving")
-        verify(schedule)
+        verified = verify(schedule)
     if out is not None:  # before anything is printed, see `plan`
         codec.save(schedule, out)
     lacking = shortage(schedule, profile, budget)
     if as_json:
         fit = {"machine": profile.name, "fits": lacking is None, "reason": str(lacking or "")}
         memory = memory_record(peak_bytes(schedule, profile), profile)
-        print_json({**_record(schedule), "safe": True, **fit, **memory, "file": out})
+        print_json({**_record(schedule), "safe": True, "behind": verified.behind, **fit, **memory, "file": out})
         return
     if show:
         print(grid(schedule))
     print_summary(schedule, f"written to {out}" if out else "not written: give --out FILE")
+    if schedule.staleness:
+        print(age_of_weights(verified))
     print_fit(schedule, profile, lacking)
 
 
@@ -150,7 +152,7 @@ def verify(
     file: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)], as_json: Json = False
 ) -> None:
     """Prove a schedule file safe, or report everything wrong with it."""
-    from megatrain.tables import print_summary
+    from megatrain.tables import age_of_weights, print_summary
     from schedules.verify import ScheduleError
     from schedules.verify import verify as prove
 
@@ -161,17 +163,18 @@ def verify(
             begin("reading")
             schedule = schedule_to_prove(file)
             begin("proving")
-            prove(schedule)
+            verified = prove(schedule)
     except ScheduleError as error:
         if as_json:
             print_json({**_record(schedule), "safe": False, "problems": [str(found) for found in error.violations]})
         raise
     if as_json:
-        print_json({**_record(schedule), "safe": True, "problems": []})
+        print_json({**_record(schedule), "safe": True, "problems": [], "behind": verified.behind})
     else:
+        age = f"{age_of_weights(verified)}\n" if schedule.staleness else ""
         print_summary(
             schedule,
-            "safe: no race, no stale read, no deadlock; every gradient applied once\n"
+            f"safe: no race, no stale read, no deadlock; every gradient applied once\n{age}"
             f"run this and no other with --expect {schedule.fingerprint[:12]}",
         )
 
