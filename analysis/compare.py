@@ -59,6 +59,7 @@ class Row:
     precision: str  # as built: a policy may insist on its own
     optimizer: str
     recompute: str
+    grad_clip: float  # the largest norm; NaN where gradients are not clipped
     trains: str  # "weights", "adapters" or "nothing"
     fits: bool | None = True
     shortage: str = ""
@@ -275,5 +276,6 @@ def _of_step(model: ModelSpec, workload: Workload, profile: HardwareProfile) -> 
         "precision": workload.precision,
         "optimizer": workload.optimizer,
         "recompute": workload.recompute,
+        "grad_clip": math.nan if workload.grad_clip is None else workload.grad_clip,
         "trains": workload.trains,
     }

@@ -78,10 +78,11 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             model,
             machine,
             seq_len=workload.seq_len,
-            micro_batch_size=workload.micro_batch_size,
-            accumulation=workload.accumulation,
+            tokens_per_step=workload.tokens_per_step,
+            micro_batch_size=None if len(found.asked) > 1 else workload.micro_batch_size,
             precision=workload.precision,
             grad_clip=workload.grad_clip,
+            optimizer=workload.optimizer,
             memory=memory,
             first=[found.schedule],
             effort=SOME,
@@ -91,7 +92,8 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             raise KeyboardInterrupt
         planned_gains[name] = max(prediction.period_ns / again.prediction.period_ns - 1.0, 0.0)
     note("the least memory")
-    least = whatif.smallest_memory(model, profile, workload, known=prediction.peak_bytes)
+    smallest = found.asked[-1]  # micro-batches, which take least
+    least = whatif.smallest_memory(model, profile, smallest, known=prediction.peak_bytes)
     note("the bandwidth it takes")
     needed = whatif.required_bandwidth(prediction)
     note("the longest sequence and largest batch")

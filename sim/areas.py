@@ -50,7 +50,9 @@ class LayerAreas:
         self._stands_for = {model.layer_kind(i): place for place, i in enumerate(first)}
         kinds = tuple(model.layer_types[i] for i in first) if model.layer_types else ()
         small = replace(model, num_hidden_layers=len(first), layer_types=kinds)
-        step = replace(workload, accumulation=min(workload.accumulation, 2))
+        # what is not resident takes no clipping with Muon, which costs an update next to nothing
+        clip = None if workload.multiplies_to_update else workload.grad_clip
+        step = replace(workload, accumulation=min(workload.accumulation, 2), grad_clip=clip)
         blocks = len(first)
         probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
         probes += [{"resident": len(small.layers)}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]

@@ -334,6 +334,8 @@ def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, 
         duration = op.nbytes / (host.memory_bandwidth.value * host.adam_efficiency.value) * 1e9
     if op.on_device:
         return _whole(duration, op, profile), _of_device(op, duration, profile)
+    if known is None:  # a rate of parameters is no leave to move more than memory can
+        duration = max(duration, op.nbytes / host.memory_bandwidth.value * 1e9)
     if known is None and host.fresh_pages is not None:
         duration = max(duration, op.fresh / host.fresh_pages.value * 1e9)
     usage = {DRAM: _share(op.nbytes, duration, host.memory_bandwidth.value)}

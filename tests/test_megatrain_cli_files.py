@@ -643,3 +643,13 @@ def test_muon_is_an_option_of_the_step(tmp_path: Path) -> None:
     assert codec.loads(file.read_text()).workload.optimizer == "muon"
     error = called("simulate", str(file), "--optimizer", "muon")[1]
     assert isinstance(error, InputError) and "--optimizer" in str(error)
+
+
+def test_compare_tells_what_gradients_are_clipped_to() -> None:
+    out, _ = called("compare", "tiny", "-p", "streamed", "--clip", "0.5")
+    assert "sequences of 1024 tokens, bf16, clipped to 0.5" in out
+    found = [
+        json.loads(called("compare", "tiny", "-p", "streamed", *how, "--json")[0])[0]["grad_clip"]
+        for how in ((), ("--clip", "0.5"))
+    ]
+    assert found == [None, 0.5] and "clipped" not in called("compare", "tiny", "-p", "streamed")[0]

@@ -118,20 +118,29 @@ def test_what_if_is_in_words_and_narrow_enough_for_a_terminal(capsys: pytest.Cap
     assert max(map(len, named.splitlines())) < 80
 
 
-def test_what_more_memory_would_bring_is_planned_anew_for_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = hardware.load("h200")
-    step = {"seq_len": 64, "micro_batch_size": 2, "accumulation": 2, "precision": "fp32", "grad_clip": 1.0}
+@pytest.mark.parametrize(
+    "how",
+    [{"micro_batch_size": 2, "accumulation": 2, "grad_clip": 1.0}, {"tokens_per_step": 256, "optimizer": "muon"}],
+    ids=["as split", "however split"],
+)
+def test_what_more_memory_would_bring_is_planned_anew_for_the_same_step(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any micro-batches where any were asked for: these are what a lack of memory decides."""
+    machine, step = hardware.load("h200"), {"seq_len": 64, "precision": "fp32", **how}
     found = plan(presets.load("tiny"), machine, effort=1, **step)
     asked: list[dict[str, Any]] = []
     known: list[Any] = []
+    least_of: list[Workload] = []
 
     def again(*model: Any, **more: Any) -> Any:
         asked.append(more)
         period_ns = found.prediction.period_ns * (0.8 if len(asked) == 1 else 1.25)
         return replace(found, prediction=replace(found.prediction, period_ns=period_ns))
 
-    def smallest(*model: Any, **more: Any) -> whatif.Smallest:
+    def smallest(model: Any, machine: Any, workload: Workload, **more: Any) -> whatif.Smallest:
         known.append(more["known"])
+        least_of.append(workload)
         return whatif.Smallest(device_bytes=1, host_bytes=2)
 
     monkeypatch.setattr(plan_tables, "plan", again)
@@ -145,7 +154,11 @@ def test_what_more_memory_would_bring_is_planned_anew_for_the_same_step(monkeypa
         replace(have, device_bytes=have.device_bytes + 16 * 2**30),
         replace(have, host_bytes=have.host_bytes + 64 * 10**9),
     ]
+    fixed = how.get("micro_batch_size")
+    step = {"tokens_per_step": 256, "micro_batch_size": fixed, "seq_len": 64, "precision": "fp32"}
+    step |= {"grad_clip": how.get("grad_clip"), "optimizer": how.get("optimizer", "adamw")}
     assert all(step.items() <= more.items() for more in asked)
+    assert [of.micro_batch_size for of in least_of] == [fixed or 1]
     assert answers.planned_gains == {
         "device memory, +16 GiB": pytest.approx(0.25),
         "host memory, +64 GB": 0.0,  # a plan that loses is not taken

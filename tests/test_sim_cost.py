@@ -221,6 +221,13 @@ def test_the_measured_optimizer_rate_is_for_the_optimizer_alone() -> None:
     assert demand(op, round_profile("host.adam_params_per_s=10Gparams/s")).duration_ns == 10**7
 
 
+def test_the_optimizer_moves_no_more_than_memory_can() -> None:
+    op = update(Stream.CPU, nbytes=22 * 10**9, params=10**9)
+    slow, fast = (demand(op, round_profile(f"host.adam_params_per_s={rate}Gparams/s")) for rate in (1, 1000))
+    assert slow.duration_ns == 10**9 and slow.usage[DRAM] == pytest.approx(0.11)
+    assert fast.duration_ns == 110_000_000 and fast.usage[DRAM] == 1.0  # 22 GB at 200 GB/s
+
+
 def test_memory_just_allocated_is_written_at_one_threads_pace() -> None:
     """250 MB of 1 GB of traffic into fresh pages at 2.5 GB/s: 100 ms, in which the DRAM is hardly used."""
     op = replace(update(Stream.CPU, Phase.ACCUMULATE, nbytes=10**9), fresh=25 * 10**7)

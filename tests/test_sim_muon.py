@@ -142,3 +142,10 @@ def test_a_plan_is_no_slower_than_any_of_many_placements(device_gb: float, link:
     assert found.prediction.period_ns <= best * 1.002
     of_these = bound_of_these_micro_batches(found.schedule, profile)
     assert found.lower_bound_ns <= of_these <= found.prediction.period_ns
+
+
+def test_with_clipping_a_plan_is_resident() -> None:
+    found = plan(
+        MODEL, hardware.load("h200"), seq_len=16, tokens_per_step=64, optimizer="muon", grad_clip=1.0, effort=20
+    )
+    assert not any(op.stream == Stream.CPU for op in found.schedule.ops) and found.gap >= 0
