@@ -1,7 +1,8 @@
 """Policies by name or by path: each file of this folder holds one `policy`, and so may any file of yours.
 
 A policy is `policy(model, workload, memory, *, knobs...) -> Program`. Its module's docstring is its help, its
-keyword-only parameters are its knobs: what the command line offers and the planner searches.
+keyword-only parameters are its knobs: what the command line offers and `--vary` varies. The planner searches those of
+`streamed` alone. A file says what it trains, `TRAINS = "adapters"` or "nothing", where that is not all weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from schedules import kept_activations
+from schedules.asked import another_step
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.most_ops import require_few_ops
@@ -52,7 +54,7 @@ def comparable() -> list[str]:
 
 def trains(name_or_path: str | Path) -> str:
     """What a policy trains: "weights", "adapters" or "nothing", as its file's TRAINS says. Raises PolicyError."""
-    return str(getattr(_module(name_or_path), "TRAINS", "weights"))
+    return _trains(_module(name_or_path))
 
 
 def require_alike(trained: Mapping[str, str]) -> None:
@@ -148,7 +150,8 @@ def build(
     """The schedule that a policy makes of a step; its knobs are those given and the defaults of the others.
 
     Raises:
-        PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails.
+        PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails, computes another
+            step than this one, or trains something else than its file says.
         ModelError: the model's blocks do not have the step's mode of recompute.
     """
     return _built(name_or_path, model, workload, memory, values, waits=True)
@@ -170,7 +173,8 @@ def _built(
     *,
     waits: bool,
 ) -> Schedule:
-    function, where = load(name_or_path), short(name_or_path)
+    module, where = _module(name_or_path), short(name_or_path)
+    function = _policy(module)
     known = _knobs(function, where)
     for name, value in values.items():
         _must_know(name, known, where)
@@ -185,7 +189,13 @@ def _built(
         program = function(model, workload, memory, **chosen)
         if not isinstance(program, Program):
             raise TypeError(f"policy() returned {type(program).__name__}, not a Program")
-        return program.build(policy=where, knobs=chosen, waits=waits)
+        schedule = program.build(policy=where, knobs=chosen, waits=waits)
+    if differs := another_step(schedule, model, workload):
+        raise PolicyError(f"{where} computes another step: {differs}")
+    if (trained := schedule.workload.trains) != (told := _trains(module)):  # it would be compared with others
+        what = f"{where} trains {trained} and counts as a policy that trains {told}"
+        raise PolicyError(f'{what}: add TRAINS = "{trained}" to its file')
+    return schedule
 
 
 def changed(schedule: Schedule) -> list[str]:
@@ -216,6 +226,10 @@ def _module(name_or_path: str | Path) -> ModuleType:
     with _Blame(path):
         spec.loader.exec_module(module)
     return module
+
+
+def _trains(module: ModuleType) -> str:
+    return str(getattr(module, "TRAINS", "weights"))
 
 
 def _policy(module: ModuleType) -> Policy:
