@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 from schedules import tensor as tensors
 from schedules.amounts import amounts_of
@@ -17,6 +19,16 @@ from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it
 MOST_SLOTS = 10_000  # of a ring: no step has use for more, and each is an object
+
+
+def index(number: SupportsIndex, call: str) -> int:
+    """A layer or micro-batch as `call` was given it, maybe one of numpy's. Raises ProgramError: no True, 1.0 or "1"."""
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return operator.index(number)
+    except TypeError:
+        raise ProgramError(f"{call}() takes layers and micro-batches by their numbers, not {number!r}") from None
 
 
 class Buffers:
@@ -40,35 +52,38 @@ class Buffers:
 
     def weight(self, i: int) -> str:
         """The weights of layer i."""
-        return named(tensors.WEIGHT, self.model.layer_name(i))
+        return self._named("weight", tensors.WEIGHT, i)
 
     def quantised(self, i: int) -> str:
         """The weights of block i in few bits, as the workload keeps them where they are frozen."""
-        return named(tensors.QUANTISED, self.model.layer_name(i))
+        return self._named("quantised", tensors.QUANTISED, i)
 
     def adapter(self, i: int) -> str:
         """The adapters of block i, which are trained in place of its weights where the workload says so."""
-        return named(tensors.ADAPTER, self.model.layer_name(i))
+        return self._named("adapter", tensors.ADAPTER, i)
 
     def grad(self, i: int, *, wide: bool = False, part: Part | None = None) -> str:
         """The gradient of what is trained of layer i, or a part of it, in fp32 if `wide`."""
-        return named(tensors.GRAD32 if wide else tensors.GRAD, self.model.layer_name(i), part)
+        return self._named("grad", tensors.GRAD32 if wide else tensors.GRAD, i, part)
 
     def state(self, i: int, part: Part | None = None) -> str:
         """The optimizer state of layer i, or a part of it."""
-        return named(tensors.STATE, self.model.layer_name(i), part)
+        return self._named("state", tensors.STATE, i, part)
 
     def output(self, i: int, m: int) -> str:
         """The output of layer i for micro-batch m."""
-        return named(tensors.OUTPUT, self.model.layer_name(i), m)
+        return self._named("output", tensors.OUTPUT, i, index(m, "output"))
 
     def saved(self, i: int, m: int) -> str:
         """What layer i keeps inside for its backward of micro-batch m."""
-        return named(tensors.SAVED, self.model.layer_name(i), m)
+        return self._named("saved", tensors.SAVED, i, index(m, "saved"))
 
     def output_grad(self, i: int, m: int) -> str:
         """The gradient of layer i's output for micro-batch m."""
-        return named(tensors.OUTPUT_GRAD, self.model.layer_name(i), m)
+        return self._named("output_grad", tensors.OUTPUT_GRAD, i, index(m, "output_grad"))
+
+    def _named(self, call: str, cls: str, i: int, of: int | Part | None = None) -> str:
+        return named(cls, self.model.layer_name(index(i, call)), of)
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""

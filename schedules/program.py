@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.activations import ActivationBuffers, never_freed
-from schedules.buffers import Buffers, Held
+from schedules.buffers import Buffers, Held, index
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
@@ -130,6 +130,7 @@ class Program(Buffers):
         `weights` is the device buffer holding them (their home if left out). `keep` is what stays for the
         backward: "all" the input and the activations inside, "input" only the input, "nothing" neither.
         """
+        i, m = index(i, "forward"), index(m, "forward")
         if i == self.model.head:
             raise ProgramError("the head has no forward of its own: loss() is its forward and backward")
         if i == self.model.embed:
@@ -148,6 +149,7 @@ class Program(Buffers):
         blocking: bool = False,
     ) -> None:
         """Run block i again for its activations (`keep="all"`), for its output, or for both."""
+        i, m = index(i, "recompute"), index(m, "recompute")
         if keep == "all" and self.saved(i, m) in self._activations:
             at = f"({self.model.layer_name(i)}, {m})"
             raise ProgramError(
@@ -190,6 +192,7 @@ class Program(Buffers):
         With tied embeddings the table is read too, and its gradient added to. Frozen weights have no gradient, and
         where the task is to evaluate there is no backward.
         """
+        m = index(m, "loss")
         head, source = self.model.head, self.output(self.model.head - 1, m)
         updated = trained.layers(self.model, self.workload)
         reads = [(self._activations.where(source), source)]
@@ -213,6 +216,7 @@ class Program(Buffers):
         The gradient is added to a buffer that already holds this layer's gradient, and stored otherwise.
         What the layer kept is freed.
         """
+        i, m = index(i, "backward"), index(m, "backward")
         if i == self.model.head:
             raise ProgramError("the head has no backward of its own: loss() is its forward and backward")
         incoming = self.output_grad(i, m)
@@ -302,6 +306,7 @@ class Program(Buffers):
         `wide`: the sum is the one in fp32. `fresh`: a store goes into memory allocated for it, whose pages the system
         has yet to give. `part`: only that part is there.
         """
+        i = index(i, "accumulate")
         reads, grad = [(out_of, self.grad(i, part=part))], self.grad(i, wide=wide, part=part)
         writes: list[Held] = []
         self._add_to(grad, into, reads, writes)
@@ -317,6 +322,7 @@ class Program(Buffers):
         """Make the weights of block i of its quantised ones, at home unless `out_of` names another buffer, on the
         device; returns `into`.
         """
+        i = index(i, "dequantise")
         packed = self.quantised(i)
         self.cast((out_of or self.home(packed), packed), (into, self.weight(i)), stream=Stream.COMPUTE)
         return into
@@ -330,10 +336,12 @@ class Program(Buffers):
 
     def scale(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Multiply a gradient by the clipping coefficient; a full pass over memory even where it is one."""
+        i = index(i, "scale")
         self._update(f"S.{grad[1]}", Phase.SCALE, i, stream, [grad, *self._clip()], [grad])
 
     def zero(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Clear a gradient buffer: a pass over memory that some systems make."""
+        i = index(i, "zero")
         self._update(f"Z.{grad[1]}", Phase.ZERO, i, stream, [], [grad])
         self.discard(grad[0])
 
@@ -355,6 +363,7 @@ class Program(Buffers):
         Copies of the weights elsewhere are out of date afterwards. A state that is in parts is updated part by part,
         in any order, and with each as much of the weights, by the whole gradient or the same part of it.
         """
+        i = index(i, "update")
         grad = grad or self.at_home(self.grad(i))
         if grad not in self._accesses:
             missing = "backward" if self._tiers.get(grad[0]) == Tier.DEVICE else f'offload("{grad[1]}", out_of=...)'

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from schedules import most_ops
-from schedules.errors import InputError
+from schedules import codec, most_ops
+from schedules.errors import InputError, ProgramError
 from schedules.op import Access, Stream, Tier
 from schedules.presets import load
 from schedules.program import Program
@@ -123,6 +124,32 @@ def test_adapters_where_none_are_trained_are_told_of_a_file_too() -> None:
     lora = Program(MODEL, replace(STEP, lora_rank=2))
     with pytest.raises(InputError, match=r"layer embed has no adapters a\.embed: only blocks have"):
         lora.keep_on_device(lora.adapter(EMBED))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """They were stored as they are, and no file could be written of them."""
+
+    def step(one: Callable[[int], int]) -> str:
+        p = resident()
+        p.loss(one(0))
+        for i in reversed(MODEL.layers[:-1]):
+            p.backward(one(i), one(0))
+        for i in MODEL.layers:
+            p.update(one(i), stream=Stream.COMPUTE)
+        return codec.dumps(p.build(policy="resident"))
+
+    assert step(np.int64) == step(int)
+
+
+@pytest.mark.parametrize("number", ["0", 0.0, True, None])
+@pytest.mark.parametrize(
+    "call", ["forward", "recompute", "backward", "accumulate", "dequantise", "scale", "zero", "update", "weight"]
+)
+def test_what_is_no_number_of_a_layer_is_told_with_its_call(call: str, number: object) -> None:
+    more = {"accumulate": {"out_of": ""}, "dequantise": {"into": ""}, "scale": {"grad": ()}, "zero": {"grad": ()}}
+    with pytest.raises(ProgramError) as raised:
+        getattr(resident(), call)(number, **more.get(call, {}))
+    assert str(raised.value) == f"{call}() takes layers and micro-batches by their numbers, not {number!r}"
 
 
 def after_loss() -> Program:
