@@ -31,6 +31,13 @@ def index(number: SupportsIndex, call: str) -> int:
         raise ProgramError(f"{call}() takes layers and micro-batches by their numbers, not {number!r}") from None
 
 
+def held(pair: object, call: str) -> Held:
+    """What `call` was given for a (buffer, tensor) pair. Raises ProgramError where it is none."""
+    if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) for name in pair):
+        return pair
+    raise ProgramError(f"{call} takes a (buffer, tensor) pair, as at_home() gives, not {pair!r}")
+
+
 class Buffers:
     """The buffers that a program names, each as large as the largest tensor that is ever put into it.
 
@@ -167,6 +174,9 @@ class Buffers:
     def _access(self, op: str, buffer: str, tensor: str) -> Access:
         """That an op touches a tensor in a buffer, which is made large enough for it."""
         if (buffer, tensor) not in self._accesses:
+            if not isinstance(buffer, str):
+                due = f"a buffer for {tensor}, as .next() or load() of a ring gives"
+                raise ProgramError(f"{op} takes {due}, not {buffer!r}")
             if buffer not in self._tiers:
                 raise ProgramError(f"{op}: there is no buffer {buffer}; declare it with buffer() or slots()")
             self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from schedules import tensor as tensors
 from schedules import trained
 from schedules.activations import ActivationBuffers, never_freed
-from schedules.buffers import Buffers, Held, index
+from schedules.buffers import Buffers, Held, held, index
 from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
@@ -315,6 +315,7 @@ class Program(Buffers):
 
     def cast(self, source: Held, target: Held, *, stream: Stream) -> None:
         """Copy one (buffer, tensor) to another of a different element type."""
+        source, target = held(source, "cast(...)"), held(target, "cast(...)")
         layer = self.model.layer_index(parse(target[1]).layer)
         self._update(f"C.{target[1]}", Phase.CAST, layer, stream, [source], [target])
 
@@ -329,19 +330,19 @@ class Program(Buffers):
 
     def norm(self, grads: Iterable[Held], *, stream: Stream = Stream.CPU, name: str = "N") -> None:
         """Add the squares of these (buffer, gradient) pairs to the global norm."""
-        reads = list(grads)
+        reads = [held(grad, "norm([...])") for grad in grads]
         writes: list[Held] = []
         self._add_to(tensors.NORM, self.buffer("norm", Tier.HOST), reads, writes)
         self._update(name, Phase.NORM, None, stream, reads, writes)
 
     def scale(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Multiply a gradient by the clipping coefficient; a full pass over memory even where it is one."""
-        i = index(i, "scale")
+        i, grad = index(i, "scale"), held(grad, "scale(grad=...)")
         self._update(f"S.{grad[1]}", Phase.SCALE, i, stream, [grad, *self._clip()], [grad])
 
     def zero(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Clear a gradient buffer: a pass over memory that some systems make."""
-        i = index(i, "zero")
+        i, grad = index(i, "zero"), held(grad, "zero(grad=...)")
         self._update(f"Z.{grad[1]}", Phase.ZERO, i, stream, [], [grad])
         self.discard(grad[0])
 
@@ -364,7 +365,7 @@ class Program(Buffers):
         in any order, and with each as much of the weights, by the whole gradient or the same part of it.
         """
         i = index(i, "update")
-        grad = grad or self.at_home(self.grad(i))
+        grad = held(grad or self.at_home(self.grad(i)), "update(grad=...)")
         if grad not in self._accesses:
             missing = "backward" if self._tiers.get(grad[0]) == Tier.DEVICE else f'offload("{grad[1]}", out_of=...)'
             raise ProgramError(
@@ -423,7 +424,8 @@ class Program(Buffers):
 
     def synchronize(self, *until: Held, kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""
-        self._emit(name, kind, Phase.SYNC, Stream.HOST, reads=until)
+        reads = [held(one, "synchronize(...)") for one in until]
+        self._emit(name, kind, Phase.SYNC, Stream.HOST, reads=reads)
 
     # ---- fitting
 

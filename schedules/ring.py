@@ -18,6 +18,9 @@ class Ring:
         self._buffers = buffers
         self._names = list(names)  # least recently used first
 
+    def __repr__(self) -> str:
+        return f"a ring of {len(self._names)} slots such as {self.current}"
+
     @property
     def current(self) -> str:
         """The slot used last."""

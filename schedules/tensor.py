@@ -85,6 +85,8 @@ def parse(name: str) -> Tensor:
     Raises:
         TensorError: the name has an unknown class, or the wrong number of parts.
     """
+    if not isinstance(name, str):
+        raise TensorError(f"a tensor is due, by its name as weight() makes it, not {name!r}")
     cls, *rest = name.split(".")
     if cls == NORM and not rest:
         return Tensor(NORM)

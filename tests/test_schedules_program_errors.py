@@ -13,6 +13,7 @@ from schedules.errors import InputError, ProgramError
 from schedules.op import Access, Stream, Tier
 from schedules.presets import load
 from schedules.program import Program
+from schedules.ring import Ring
 from schedules.verify import ScheduleError, verify
 from schedules.workload import Workload
 
@@ -95,6 +96,50 @@ def test_what_makes_no_sense_is_refused_at_once(wrong: Callable[[Program], objec
     p.slots("slot", 2)
     with pytest.raises(InputError, match=told):
         wrong(p)
+
+
+PAIR = "{} takes a (buffer, tensor) pair, as at_home() gives, not {}"
+BUFFER = "{} takes a buffer for {}, as .next() or load() of a ring gives, not {}"
+RING = "a ring of 2 slots such as more1"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda p, ring: p.update(1, grad="slot0"), PAIR.format("update(grad=...)", "'slot0'")),
+        (lambda p, ring: p.update(1, grad=ring), PAIR.format("update(grad=...)", RING)),
+        (lambda p, ring: p.update(1, grad=(ring, "g.1")), PAIR.format("update(grad=...)", f"({RING}, 'g.1')")),
+        (lambda p, ring: p.scale(1, grad="slot0"), PAIR.format("scale(grad=...)", "'slot0'")),
+        (lambda p, ring: p.zero(1, grad="slot0"), PAIR.format("zero(grad=...)", "'slot0'")),
+        (lambda p, ring: p.norm([p.grad(1)]), PAIR.format("norm([...])", "'g.1'")),
+        (lambda p, ring: p.norm(p.at_home(p.grad(1))), PAIR.format("norm([...])", "'device.g.1'")),
+        (lambda p, ring: p.synchronize("host.w.1"), PAIR.format("synchronize(...)", "'host.w.1'")),
+        (lambda p, ring: p.cast("host.w.1", ("slot0", "w.1"), stream="cpu"), PAIR.format("cast(...)", "'host.w.1'")),
+        (lambda p, ring: p.cast(p.at_home("w.1"), "slot0", stream="cpu"), PAIR.format("cast(...)", "'slot0'")),
+        (lambda p, ring: p.loss(weights=ring), BUFFER.format("L.head.0", "w.head", RING)),
+        (lambda p, ring: p.loss(grad=("slot0", "g.head")), BUFFER.format("L.head.0", "g.head", "('slot0', 'g.head')")),
+        (lambda p, ring: p.prefetch(p.weight(1), into=ring), BUFFER.format("P.w.1", "w.1", RING)),
+        (lambda p, ring: p.offload(p.weight(1), out_of=ring), BUFFER.format("O.w.1", "w.1", RING)),
+        (
+            lambda p, ring: p.load(p.at_home(p.weight(1)), ring),
+            "a tensor is due, by its name as weight() makes it, not ('device.w.1', 'w.1')",
+        ),
+    ],
+)
+def test_buffers_pairs_rings_and_tensors_are_told_apart(wrong: Callable[[Program, Ring], object], told: str) -> None:
+    p = resident()
+    p.slots("slot", 2)
+    with pytest.raises(InputError) as raised:
+        wrong(p, p.slots("more", 2))
+    assert str(raised.value) == told
+
+
+def test_a_state_is_named_by_its_buffer_alone() -> None:
+    p = finished()
+    p.offload(p.grad(1), out_of=p.home(p.grad(1)))
+    with pytest.raises(InputError) as raised:
+        p.update(1, state=p.at_home(p.state(1)))
+    assert str(raised.value) == BUFFER.format("U.1", "o.1", "('device.o.1', 'o.1')")
 
 
 def test_a_ring_does_not_share_its_slots_with_activations() -> None:
