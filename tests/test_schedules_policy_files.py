@@ -77,3 +77,8 @@ def test_a_file_says_what_its_policy_trains_if_not_weights(tmp_path: Path, ours:
     assert built(tmp_path, "model, workload", ours=ours, before=says).workload.trains == trained
     with pytest.raises(PolicyError, match=f"mine trains weights and counts as a policy that trains {trained}: add TRA"):
         built(tmp_path, "model, workload", before=says)
+
+
+def test_what_a_policy_prints_is_no_part_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    built(tmp_path, "model, print('built') or workload", before="print('read')")
+    assert capsys.readouterr() == ("", "read\nbuilt\n")

@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -184,7 +184,7 @@ def _built(
         raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
     chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
     model.require_recompute(workload.recompute)
-    with _Blame(name_or_path, values):
+    with _Blame(name_or_path, values), redirect_stdout(sys.stderr):  # stdout is for results, such as --json
         require_few_ops(model, workload)
         program = function(model, workload, memory, **chosen)
         if not isinstance(program, Program):
@@ -223,7 +223,7 @@ def _module(name_or_path: str | Path) -> ModuleType:
         raise PolicyError(f"{path} is not a Python file; a policy's name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses of the file look up their annotations
-    with _Blame(path):
+    with _Blame(path), redirect_stdout(sys.stderr):
         spec.loader.exec_module(module)
     return module
 
