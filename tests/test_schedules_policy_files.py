@@ -82,3 +82,54 @@ def test_a_file_says_what_its_policy_trains_if_not_weights(tmp_path: Path, ours:
 def test_what_a_policy_prints_is_no_part_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     built(tmp_path, "model, print('built') or workload", before="print('read')")
     assert capsys.readouterr() == ("", "read\nbuilt\n")
+
+
+@pytest.mark.parametrize("first", ["model, workload, memory, /,", "asked, /, workload, memory,", "a, b, c,"])
+def test_knobs_and_parameters_may_have_any_names(tmp_path: Path, first: str) -> None:
+    text = f"""
+from schedules.policies import load
+
+
+def policy({first} *, name_or_path: int = 1, values: int = 1):
+    return load("streamed")({first.replace("/,", "")} slots=name_or_path + values)
+"""
+    schedule = policies.build(written(tmp_path, text), TINY, STEP, ROOM, name_or_path=2)
+    assert schedule.knobs == {"name_or_path": 2, "values": 1}
+    assert schedule.ops == policies.build("streamed", TINY, STEP, ROOM, slots=3).ops
+
+
+@pytest.mark.parametrize(
+    ("knob", "told"),
+    [
+        ("slots: int = '2'", "mine: the default of knob slots must be a whole number, not '2'"),
+        ("slots: int = None", "mine: the default of knob slots must be a whole number, not None"),
+        ("slots: int = -1", "mine: the default of knob slots must be at least 0, not -1"),
+        ("order: Literal['a', 'b'] = 'c'", "mine: the default of knob order must be 'a' or 'b', not 'c'"),
+    ],
+)
+def test_a_default_is_of_its_knobs_kind(tmp_path: Path, knob: str, told: str) -> None:
+    path = written(tmp_path, f"from typing import Literal\n\ndef policy(model, workload, memory, *, {knob}): ...\n")
+    with pytest.raises(PolicyError) as raised:
+        policies.explain(path)
+    assert str(raised.value) == told
+
+
+@pytest.mark.parametrize("indents", [(8, 12), (8, 10), (8, 8), (6, 8), (12, 14), (8, 9)])
+def test_what_a_knob_means_may_be_indented_at_will(tmp_path: Path, indents: tuple[int, int]) -> None:
+    first, more = (" " * indent for indent in indents)
+    text = f"""
+def policy(model, workload, memory, *, slots: int = 2, keep: int = 0):
+    \"""Build the step.
+
+    Args:
+{first}slots: device buffers
+{more}for streamed
+{more}weights: two at least.
+{first}keep: blocks that
+{more}keep all.
+
+    Not so indented.
+    \"""
+"""
+    told = {"slots": "device buffers for streamed weights: two at least.", "keep": "blocks that keep all."}
+    assert {knob: meaning for knob, (_, meaning) in policies.knob_help(written(tmp_path, text)).items()} == told

@@ -33,7 +33,6 @@ from schedules.workload import MemoryBudget, Workload
 Policy = Callable[..., Program]
 
 _FOLDER = Path(__file__).parent
-_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of a docstring's Args section
 _ENDS = re.compile(r"^.+?\.py(?=\s)")  # a file, where knobs follow it
 _KNOB_TYPES = (bool, int, float, str, NoneType)
 
@@ -145,9 +144,9 @@ def with_knobs(text: str, more: Sequence[str] = ()) -> tuple[str, dict[str, Knob
 
 
 def build(
-    name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, **values: Knob
+    name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, /, **values: Knob
 ) -> Schedule:
-    """The schedule that a policy makes of a step; its knobs are those given and the defaults of the others.
+    """The schedule that a policy makes of a step; its knobs, of any name, are those given and defaults of the others.
 
     Raises:
         PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails, computes another
@@ -158,7 +157,7 @@ def build(
 
 
 def build_without_waits(
-    name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, **values: Knob
+    name_or_path: str | Path, model: ModelSpec, workload: Workload, memory: MemoryBudget, /, **values: Knob
 ) -> Schedule:
     """As `build`, in half the time: to count bytes and ops, not to run."""
     return _built(name_or_path, model, workload, memory, values, waits=False)
@@ -178,7 +177,7 @@ def _built(
     known = _knobs(function, where)
     for name, value in values.items():
         _must_know(name, known, where)
-        _check(name, value, known[name])
+        _check(f"knob {name}", value, known[name])
     missing = [name for name, knob in known.items() if knob.default is knob.empty and name not in values]
     if missing:
         raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
@@ -236,7 +235,8 @@ def _policy(module: ModuleType) -> Policy:
     function = getattr(module, "policy", None)
     if not inspect.isfunction(function):
         raise PolicyError(f"{module.__file__} defines no function policy(model, workload, memory, *, knobs...)")
-    positional = [p for p in inspect.signature(function).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) != 3:
         raise PolicyError(
             f"{module.__file__}: policy() takes {len(positional)} positional parameters; it must take "
@@ -306,6 +306,8 @@ def _knobs(function: Policy, where: str) -> dict[str, inspect.Parameter]:
                 f"{where}: knob {name} is annotated {_type_name(parameter.annotation)}; "
                 "a knob is of bool, int, float, str, None, or a Literal of strings"
             )
+        if parameter.default is not parameter.empty:
+            _check(f"{where}: the default of knob {name}", parameter.default, parameter)
         found[name] = parameter
     return found
 
@@ -313,7 +315,10 @@ def _knobs(function: Policy, where: str) -> dict[str, inspect.Parameter]:
 def _meanings(function: Policy, name_or_path: str | Path) -> dict[str, str]:
     """What arguments mean. Of knobs that many of ours have it is said once for all, unless the file says otherwise."""
     shared = kept_activations.KNOBS if str(name_or_path) in names() else {}
-    told = shared | dict(_ARGUMENT.findall(inspect.getdoc(function) or ""))
+    known = "|".join(inspect.signature(function).parameters)
+    # in the Args section, however far indented: from a name to the next, or to where nothing is indented
+    argument = re.compile(rf"^ +({known}): (.+(?:\n(?! +(?:{known}): ) +\S.*)*)", re.MULTILINE)
+    told = shared | dict(argument.findall(inspect.getdoc(function) or ""))
     return {name: " ".join(text.split()) for name, text in told.items()}
 
 
@@ -333,18 +338,18 @@ def _expected(knob: inspect.Parameter) -> str:
     return " or ".join(words.get(o) or repr(o) for o in _options(knob.annotation))
 
 
-def _check(name: str, value: Knob, knob: inspect.Parameter) -> None:
+def _check(what: str, value: Knob, knob: inspect.Parameter) -> None:
     options = _options(knob.annotation)
     if isinstance(value, str):
         good = str in options or value in options
     else:  # a whole number will do for a number; a bool is never a number
         good = type(value) in options or (type(value) is int and float in options)
     if not good:
-        raise PolicyError(f"knob {name} must be {_expected(knob)}, not {value!r}")
+        raise PolicyError(f"{what} must be {_expected(knob)}, not {value!r}")
     if type(value) is int and value < 0:
-        raise PolicyError(f"knob {name} must be at least 0, not {value}")
+        raise PolicyError(f"{what} must be at least 0, not {value}")
     if type(value) is float and not math.isfinite(value):
-        raise PolicyError(f"knob {name} must be finite, not {value}")
+        raise PolicyError(f"{what} must be finite, not {value}")
 
 
 def _parse(name: str, text: str, knob: inspect.Parameter) -> Knob:
@@ -360,7 +365,7 @@ def _parse(name: str, text: str, knob: inspect.Parameter) -> Knob:
             if number in options and isinstance(value, str):
                 with suppress(ValueError):
                     value = number(text)
-    _check(name, value, knob)
+    _check(f"knob {name}", value, knob)
     return value
 
 
