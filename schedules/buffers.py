@@ -19,6 +19,7 @@ from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it
 MOST_SLOTS = 10_000  # of a ring: no step has use for more, and each is an object
+MOST_BUFFERS = 400_000  # of a step: twice as many as it may have ops, few of which need one of their own
 
 
 def index(number: SupportsIndex, call: str) -> int:
@@ -103,6 +104,8 @@ class Buffers:
         tier = one_of(Tier, tier, f"buffer {name}")
         if self._tiers.setdefault(name, tier) != tier:
             raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")
+        if len(self._tiers) > MOST_BUFFERS:
+            raise ProgramError(f"the policy makes more than {MOST_BUFFERS:,} buffers: see that its loops end")
         return name
 
     def reserve(self, name: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
@@ -116,10 +119,8 @@ class Buffers:
 
     def slots(self, name: str, count: int, tier: Tier = Tier.DEVICE) -> Ring:
         """A ring of `count` buffers of one tier."""
-        if wrong := fault(count):
+        if wrong := fault(count, least=1):
             raise ProgramError(f"{name}: the length of a ring {wrong}")
-        if count < 1:
-            raise ProgramError(f"{name}: a ring needs at least one slot, not {count}")
         if count > MOST_SLOTS:
             raise ProgramError(f"{name}: a ring has up to {MOST_SLOTS:,} slots, not {count:,}")
         names = [f"{name}{i}" for i in range(count)]

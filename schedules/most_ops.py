@@ -7,6 +7,8 @@ from schedules.model import ModelSpec
 from schedules.workload import Workload
 
 MOST_OPS = 200_000  # of a step, which take some five minutes to build, prove and simulate, and a gigabyte
+_TOO_MANY = f"more than {MOST_OPS:,} ops, too many to simulate"
+_FEWER = "give fewer micro-batches, each of more sequences"
 
 
 def require_few_ops(model: ModelSpec, workload: Workload) -> None:
@@ -14,13 +16,12 @@ def require_few_ops(model: ModelSpec, workload: Workload) -> None:
     training, a backward of every block and micro-batch.
     """
     passes = 2 if workload.task == "train" else 1
-    require_few(passes * len(model.blocks) * workload.accumulation, workload)
+    if passes * len(model.blocks) * workload.accumulation > MOST_OPS:
+        count = f"{workload.accumulation:,} micro-batch{'es' if workload.accumulation > 1 else ''}"
+        raise ProgramError(f"a step of {count} has {_TOO_MANY}: {_FEWER}")
 
 
-def require_few(ops: int, workload: Workload) -> None:
-    """Raises ProgramError where a step has more ops than MOST_OPS."""
+def require_few(ops: int) -> None:
+    """Raises ProgramError where a policy has written more than MOST_OPS ops: so does a loop that never ends."""
     if ops > MOST_OPS:
-        raise ProgramError(
-            f"a step of {workload.accumulation:,} micro-batches has more than {MOST_OPS:,} ops, too many to simulate: "
-            "give fewer micro-batches, each of more sequences"
-        )
+        raise ProgramError(f"the policy writes {_TOO_MANY}: see that its loops end; if they do, {_FEWER}")

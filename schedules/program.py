@@ -485,7 +485,7 @@ class Program(Buffers):
         fresh: int = 0,
         blocking: bool = False,
     ) -> None:
-        require_few(len(self._ops) + 1, self.workload)
+        require_few(len(self._ops) + 1)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
         read = tuple(self._access(name, *pair) for pair in reads)

@@ -194,7 +194,7 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
     if op.kind == Kind.COMPUTE:
         for access in dict.fromkeys(op.accesses):
             if schedule.buffer[access.buffer].tier != Tier.DEVICE:
-                fix = _to_the_device(access.tensor)
+                fix = _to_the_device(op, access.tensor)
                 yield _wrong(op, f"{op.name} computes with {access.buffer}, not on the device", fix)
     if op.phase in (Phase.COPY, Phase.CAST):
         if len(op.reads) != 1 or len(op.writes) != 1:
@@ -270,11 +270,12 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
     return {"nbytes": set(nbytes_of), "flops": set(flops), "params": (schedule.model.params(op.layer),)}
 
 
-def _to_the_device(tensor: str) -> str:
-    cls = parse(tensor).cls
+def _to_the_device(op: Op, tensor: str) -> str:
+    cls, kept = parse(tensor).cls, "keep it there with keep_on_device()"
     if cls in tensors.MICROBATCH_CLASSES:
         return "restore() it first"
-    kept = "keep it there with keep_on_device()"
+    if op.phase == Phase.LOSS and parse(tensor).layer == "embed":  # tied embeddings
+        return f"name a buffer of the device, loss(embed_weights=..., embed_grad=...), or {kept}"
     if cls in tensors.GRADIENTS:
         return f"name a buffer of the device to add it up in, as slots() makes them, or {kept}"
     return f"prefetch() it first, or {kept}"

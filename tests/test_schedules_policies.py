@@ -657,7 +657,7 @@ BLOCKS = TINY.num_hidden_layers
         ({"slots": True}, "knob slots must be a whole number, not True"),
         ({"slots": 2.0}, "knob slots must be a whole number, not 2.0"),
         ({"slot": 2}, "streamed has no knob 'slot'; nearest: slots, grad_slots, nvme_slots"),
-        ({"slots": 0}, "streamed: slots=0: weight: a ring needs at least one slot, not 0"),
+        ({"slots": 0}, "streamed: slots=0: weight: the length of a ring must be a whole number of at least 1, not 0"),
         ({"every": 0}, "streamed: every: blocks that share an input, at least 1, not 0"),
         *(
             ({name: BLOCKS + 1}, f"streamed: {name}={BLOCKS + 1}: there are {BLOCKS} blocks")

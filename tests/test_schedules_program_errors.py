@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from schedules import codec, most_ops
+from schedules import buffers, codec, most_ops
 from schedules.errors import InputError, ProgramError
 from schedules.op import Access, Stream, Tier
 from schedules.presets import load
@@ -54,8 +54,8 @@ def test_a_step_in_the_right_order_is_safe() -> None:
         (lambda p: p.slots("more", 2, "gpu"), "buffer more0: a tier is device, host or nvme, not 'gpu'"),
         (lambda p: p.evict(p.output(1, 0), tier="disk"), "a tier is device, host or nvme, not 'disk'"),
         (lambda p: p.synchronize(kind="wait"), "H: a kind is prefetch, compute, offload or update, not 'wait'"),
-        (lambda p: p.slots("more", 0), "more: a ring needs at least one slot, not 0"),
-        (lambda p: p.slots("more", 2.0), "more: the length of a ring must be a whole number of at least 0, not 2.0"),
+        (lambda p: p.slots("more", 0), "more: the length of a ring must be a whole number of at least 1, not 0"),
+        (lambda p: p.slots("more", 2.0), "more: the length of a ring must be a whole number of at least 1, not 2.0"),
         (lambda p: p.slots("more", 2).use("zz"), r"use\('zz'\): the ring has more0, more1"),
         (lambda p: p.forward(97), "tiny has no layer 97"),
         (lambda p: p.recompute(-2, output=True), "tiny has no layer -2"),
@@ -290,13 +290,46 @@ def test_where_to_queue_an_update_is_told_right_in_every_direction() -> None:
     assert "touches device.g.1, device.w.1, on device and state, on nvme" in misplaced(Tier.NVME, Stream.CPU)
 
 
+def test_a_tied_head_is_told_to_name_the_table_and_its_gradient() -> None:
+    p = Program(replace(MODEL, tie_word_embeddings=True), STEP)
+    p.keep_on_device(*(t for i in MODEL.layers[1:] for t in (p.weight(i), p.grad(i), p.state(i))))
+    p.forward(EMBED, weights=p.load(p.weight(EMBED), p.buffer("table")))
+    for i in MODEL.blocks:
+        p.forward(i)
+    p.loss()
+    for i in reversed(MODEL.blocks):
+        p.backward(i)
+    p.backward(EMBED)
+    for i in MODEL.layers:
+        p.update(i, stream=Stream.CPU if i == EMBED else Stream.COMPUTE)
+    with pytest.raises(ScheduleError) as raised:
+        verify(p.build(policy="tied"))
+    told = [str(v) for v in raised.value.violations if v.op == "L.head.0"]
+    cure = "name a buffer of the device, loss(embed_weights=..., embed_grad=...), or keep it there"
+    assert [cure in text for text in told] == [True, True]
+
+
 def test_a_step_of_absurdly_many_ops_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     many = replace(STEP, accumulation=100_000)
     with pytest.raises(InputError, match="a step of 100,000 micro-batches has more than 200,000 ops, too many to sim"):
         most_ops.require_few_ops(MODEL, many)
+    monkeypatch.setattr(most_ops, "MOST_OPS", 5)
+    with pytest.raises(
+        InputError, match="a step of 1 micro-batch has more than 200,000 ops, too many to simulate: giv"
+    ):
+        most_ops.require_few_ops(MODEL, replace(many, accumulation=1))
+
+
+def test_a_loop_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(most_ops, "MOST_OPS", 10)
-    with pytest.raises(InputError, match="give fewer micro-batches, each of more sequences"):
+    monkeypatch.setattr(buffers, "MOST_BUFFERS", 100)
+    told = "the policy writes more than 200,000 ops, too many to simulate: see that its loops end; if they do, give few"
+    with pytest.raises(InputError, match=told):
         finished()
+    p = Program(MODEL, STEP)
+    with pytest.raises(InputError, match="the policy makes more than 100 buffers: see that its loops end"):
+        for number in range(1000):
+            p.slots(f"ring{number}", 2)
 
 
 def test_a_number_that_is_none_names_nothing_for_those_that_come_after() -> None:
