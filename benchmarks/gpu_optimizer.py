@@ -12,22 +12,24 @@ import torch
 from gpu_machine import Row
 from torch import Tensor
 
-from megatrain import adam, readings
+from megatrain import adam, muon, readings
 from megatrain.cuda import CudaBackend
 from megatrain.native import adam as native
 from megatrain.rates import rates
+from schedules import optimizer, presets
 from schedules.op import Stream
-from schedules.workload import PRECISIONS
+from schedules.workload import PRECISIONS, Workload
 
 PARAMS = 100_000_000  # of the slabs
+MUON = ("llama-3.1-8b", "qwen3-30b-a3b")  # of blocks of these: seven matrices, and 128 experts'
 
 
 def updates(threads: list[int]) -> list[Row]:
-    """Gparam/s of Adam on the GPU, of the CPU's by threads and precision, and of DeepSpeed's beside ours.
+    """Gparam/s of Adam and Muon on the GPU, of the CPU's Adam by threads and precision, and of DeepSpeed's beside ours.
 
     On the CPU all slabs lie in pinned memory, as in training.
     """
-    return [*_on_gpu(), *_on_cpu(threads), *_beside_deepspeed(max(threads))]
+    return [*_on_gpu(), *_muon_on_gpu(), *_on_cpu(threads), *_beside_deepspeed(max(threads))]
 
 
 def beside_copies() -> list[Row]:
@@ -122,6 +124,23 @@ def _on_gpu() -> list[Row]:
         theirs = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
         case = f"on the GPU, torch's fused, {str(dtype).removeprefix('torch.')}"
         rows.append({"case": case} | _update_rate(theirs.step, 7 * dtype.itemsize))
+    return rows
+
+
+def _muon_on_gpu() -> list[Row]:
+    """Gparam/s of Muon's step on a block, in bf16, and TFLOP/s of its products."""
+    rows: list[Row] = []
+    for name in MUON:
+        model, workload = presets.load(name), Workload(micro_batch_size=1, seq_len=1, optimizer="muon")
+        n, of = model.params(0), optimizer.matrices(model, workload, 0)
+        weights, grad = (torch.randn(n, device=gpu_machine.DEVICE).to(torch.bfloat16) for _ in range(2))
+        state = torch.zeros(optimizer.state_bytes(model, workload, 0, n), dtype=torch.uint8, device=gpu_machine.DEVICE)
+        step = functools.partial(
+            muon.step, weights, grad, state, adam_benchmark.HYPER, 10, matrices=of, precision=workload.precision
+        )
+        (rate,) = gpu_machine.rates([(torch.cuda.Stream(), step, n / 1e9)], gpu_machine.WINDOW_S["product"])
+        flops = optimizer.step_flops(model, workload, 0) / n
+        rows.append({"case": f"Muon on the GPU, {name}", "Gparam_s": rate, "TFLOP_s": rate["median"] * flops / 1e3})
     return rows
 
 

@@ -144,6 +144,7 @@ def install(gpu: Any) -> None:
     gpu_block.DENSE, gpu_block.SEQUENCES, gpu_block.LENGTH = (presets.load("tiny"),), 1, 64
     gpu_block.MIXTURES = tuple(map(small, gpu_block.MIXTURES))
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
+    gpu_optimizer.MUON = ("tiny", "tiny-moe")
     readings.ARENA, readings.SIZES, rates.SECONDS, rates.SLICE_S = 1 << 20, (1 << 16,), 0.01, 0.001
     this_machine.DEVICE_RESERVE, this_machine.FRAGMENTS, gpu_case.HOST_RESERVE = 0, 0.0, 0
     way.compiled = lambda: PLAIN  # what is replaced above would confuse the compiler

@@ -26,6 +26,7 @@ from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.flops import model_flops_per_step
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.optimizer import step_flops
 from schedules.schedule import Schedule
 from schedules.trace import ISSUE, Trace
 from schedules.workload import MemoryBudget, Workload
@@ -569,6 +570,13 @@ def test_an_updates_bytes_are_those_of_its_precision(module: Module, monkeypatch
     assert found["on the GPU, bf16"] == pytest.approx(0.5 * 22)
     assert found["on the GPU, torch's fused, bfloat16"] == pytest.approx(0.5 * 14)  # of 2 B: 4 read, 3 written
     assert found["on the GPU, torch's fused, float32"] == pytest.approx(0.5 * 28)
+    monkeypatch.setattr(optimizer, "MUON", ("tiny",))
+    tiny = presets.load("tiny")
+    (row,) = optimizer._muon_on_gpu()
+    n = tiny.params(0)
+    assert row["Gparam_s"]["median"] == pytest.approx(n / 2e-6 / 1e9)
+    flops = step_flops(tiny, Workload(micro_batch_size=1, seq_len=1, optimizer="muon"), 0)
+    assert row["TFLOP_s"] == pytest.approx(flops / 2e-6 / 1e12)
 
 
 # ---- rivals
