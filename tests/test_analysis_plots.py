@@ -21,9 +21,10 @@ from matplotlib.text import Annotation, Text
 from analysis import figure, palette, plans, plots, policy_pages, trace_diff
 from analysis.compare import compare
 from analysis.gantt import _joined, _lane, gantt, gantt_data, steady_step, strips
+from analysis.text_gantt import legend
 from schedules import policies, presets
 from schedules.errors import InputError
-from schedules.op import Tier
+from schedules.op import Phase, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.workload import MemoryBudget, Workload
@@ -401,3 +402,13 @@ def test_a_folder_that_cannot_be_written_is_told(comparison: pd.DataFrame, tmp_p
 def test_plots_leave_pyplot_alone() -> None:
     code = "import sys, analysis.plots, analysis.gantt; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_muon_is_no_adam_in_pictures() -> None:
+    workload = Workload(micro_batch_size=1, seq_len=16, optimizer="muon")
+    built = policies.build(
+        "resident", presets.load("tiny"), workload, MemoryBudget(device_bytes=10**9, host_bytes=10**9)
+    )
+    drawn = {op.layer: palette.op_class(op) for op in built.ops if op.phase == Phase.ADAM}
+    assert drawn == {-1: "Adam", **dict.fromkeys(range(4), "Muon"), 4: "Adam"}
+    assert ", A Adam, M Muon, U" in legend(built)

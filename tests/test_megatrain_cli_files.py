@@ -633,6 +633,10 @@ def test_muon_is_an_option_of_the_step(tmp_path: Path) -> None:
     assert "The first that is not predicted: fsdp_offload: update(0) is queued on host: muon updates blocks" in out
     out, error = called("compare", "tiny", "-p", "streamed", "--vary", "optimizer=adamw,muon", "--json")
     assert [row["optimizer"] for row in json.loads(out)] == ["adamw", "muon"] and error is None
+    beside = ("-p", "resident,zero3_offload", "--vary", "optimizer=adamw,muon", "--json")
+    found = json.loads(called("compare", "tiny", *beside)[0])
+    ratios = {(row["policy"], row["optimizer"]): row["ratio_to_zero3_offload"] for row in found}
+    assert ratios["resident", "adamw"] and ratios["resident", "muon"] is None  # whose step is another
     error = called("compare", "tiny", "-p", "streamed,megatrain", "--optimizer", "muon")[1]
     assert isinstance(error, InputError) and str(error).startswith("megatrain: update(3) is queued on cpu: muon")
     error = called("simulate", "tiny", "--optimizer", "sgd")[1]

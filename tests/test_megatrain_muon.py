@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain import adam, checkpoint, initial, muon
 from megatrain.adam import Adam
+from megatrain.stochastic_rounding import Draws, round_to
 from megatrain.train import Debug
 from schedules import optimizer, policies, presets
 from schedules.model import ModelSpec
@@ -54,7 +56,10 @@ def gradients(steps: int) -> list[Tensor]:
     return [torch.randn(N, generator=generator) * 0.1 for _ in range(steps)]
 
 
-def by_torch(values: Tensor, steps: int, hyper: Adam, scale: float = 1.0) -> Tensor:
+CLIPPED = (0.2, 1.0, 0.01, 0.5)  # by another factor in each step: one for all would change no update
+
+
+def by_torch(values: Tensor, steps: int, hyper: Adam, *, clipped: bool) -> Tensor:
     """The same steps in fp32 by torch's optimizers, every expert by itself."""
     where = [(of.start + k * of.rows * of.columns, of.rows, of.columns) for of in MIXED for k in range(of.count)]
     inside = torch.zeros(N, dtype=torch.bool)
@@ -66,7 +71,8 @@ def by_torch(values: Tensor, steps: int, hyper: Adam, scale: float = 1.0) -> Ten
         torch.optim.Muon(own, lr=hyper.lr, weight_decay=hyper.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([other], lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=0.0),
     ]
-    for grad in gradients(steps):
+    for number, grad in enumerate(gradients(steps)):
+        scale = CLIPPED[number] if clipped else 1.0
         for p, (start, r, c) in zip(own, where, strict=True):
             p.grad = scale * grad[start : start + r * c].view(r, c)
         other.grad = scale * grad[~inside]
@@ -79,21 +85,22 @@ def by_torch(values: Tensor, steps: int, hyper: Adam, scale: float = 1.0) -> Ten
     return found
 
 
-def stepped(precision: str, steps: int, hyper: Adam, scale: float | None = None) -> Tensor:
+def stepped(precision: str, steps: int, hyper: Adam, *, clipped: bool = False) -> Tensor:
     weights, state, _ = begun(precision)
     for number, grad in enumerate(gradients(steps)):
         muon.step(
             weights, grad, state, hyper, number + 1, matrices=MIXED, precision=precision,
-            grad_scale=None if scale is None else torch.tensor(scale), layer=3,
+            grad_scale=torch.tensor(CLIPPED[number]) if clipped else None, layer=3,
         )  # fmt: skip
     return muon.master_weights(weights, state, MIXED, precision)
 
 
-@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16_split", "bf16_fp32"])
-def test_steps_are_those_of_torchs_optimizers(precision: str, scale: float | None) -> None:
+def test_steps_are_those_of_torchs_optimizers(precision: str, clipped: bool) -> None:
     """With an exact master; torch's Muon works in bf16 inside, as ours, so that what is left is fp32's rounding."""
-    found, right = stepped(precision, 4, HYPER, scale), by_torch(begun("fp32")[2], 4, HYPER, scale or 1.0)
+    found = stepped(precision, 4, HYPER, clipped=clipped)
+    right = by_torch(begun("fp32")[2], 4, HYPER, clipped=clipped)
     moved = (right - begun("fp32")[2]).abs().max()
     assert float((found - right).abs().max() / moved) < 2e-3  # of the way
     assert float((found - begun("fp32")[2]).abs().max()) > 0.5 * float(moved)
@@ -116,6 +123,36 @@ def test_without_a_master_steps_are_right_in_the_mean(precision: str) -> None:
     way = float((exact - values).norm())
     assert float((means - values).norm()) == pytest.approx(way, rel=0.3)
     assert float((means - exact).norm()) < 0.5 * way
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_16bit"])
+def test_what_has_no_master_is_rounded_as_layer_step_and_place_say(precision: str) -> None:
+    """Of the last matrices, by hand: the momentum by the upper bits drawn, weights by the lower."""
+    weights, state, _ = begun(precision)
+    before, (grad,), of, at = weights.clone(), gradients(1), MIXED[-1], MIXED[0].size + MIXED[1].size
+    muon.step(weights, grad, state, HYPER, 5, matrices=MIXED, precision=precision, layer=3)
+    here, bits = slice(of.start, of.stop), Draws.of(3, 5).after(of.start).bits(of.size, torch.device("cpu"))
+    momentum = 0.05 * grad[here]
+    wanted = torch.lerp(grad[here], momentum, 0.95).to(torch.bfloat16).view(of.count, of.rows, of.columns)
+    update = muon.orthogonalised(wanted.clone(), torch.empty_like(wanted)).flatten()
+    exact = before[here].float() * (1.0 - HYPER.lr * HYPER.weight_decay)
+    exact = exact.add(update, alpha=-HYPER.lr * 0.2 * math.sqrt(12))
+    right = torch.empty(of.size, dtype=torch.bfloat16)
+    round_to(right, exact, bits[0])
+    assert torch.equal(weights[here], right)
+    kept = muon.split_state(state, N, MIXED, precision).momentum[at : at + of.size]
+    if precision == "bf16":
+        torch.testing.assert_close(kept, momentum)
+    else:
+        round_to(right, momentum, bits[1])
+        assert float((kept.float() - right.float()).abs().max()) <= 2**-8 * float(momentum.abs().max())
+        assert float((kept == right).float().mean()) > 0.99  # but for the last bit of a product in fp32
+
+
+def test_a_matrix_of_tiny_numbers_is_orthogonalised_too() -> None:
+    given = torch.randn(1, 16, 24, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    large, small = (muon.orthogonalised(x.clone(), torch.empty_like(x)) for x in (given, given * 2**-18))
+    assert torch.equal(large, small)
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 64), (1, 64, 160), (1, 160, 64), (3, 48, 32)], ids=str)
@@ -196,11 +233,13 @@ SCHEDULES: dict[str, dict[str, Knob]] = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, None), (2, 0.3)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_training_by_schedule_is_plain_training(name: str, accumulation: int) -> None:
+def test_training_by_schedule_is_plain_training(name: str, accumulation: int, clip: float | None) -> None:
     """By torch's Muon and AdamW: the first steps to fp32's rounding, later ones as near as bf16 inside leaves them."""
-    workload = replace(MUON, accumulation=accumulation)
+    if clip is not None and name.startswith("streamed"):
+        pytest.skip("what is not resident takes no clipping")
+    workload = replace(MUON, accumulation=accumulation, grad_clip=clip)
     right = reference.train(
         FOUR_BLOCKS, workload, text(workload), HYPER, initial=initial.random_parameters(FOUR_BLOCKS, 0), steps=8
     )
@@ -234,6 +273,28 @@ def test_a_training_goes_on_from_its_checkpoint_with_the_same_bits(before: str, 
     train(first, 2, tmp_path, save=True)
     found, kept = train(other, 2, tmp_path, resume=checkpoint.read(tmp_path / "checkpoints", other))
     assert found == losses[2:] and same(kept, right)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_16bit"])
+def test_a_trainings_updates_are_drawn_by_their_layer(precision: str) -> None:
+    """The gradients that were applied, applied again beside the run."""
+    workload = Workload(micro_batch_size=2, seq_len=8, precision=precision, optimizer="muon")
+    found = run(policies.build("streamed", FOUR_BLOCKS, workload, MEMORY), 2)
+    for i in FOUR_BLOCKS.blocks:
+        n, of = FOUR_BLOCKS.params(i), matrices(FOUR_BLOCKS, workload, i)
+        weights = initial.random_parameters(FOUR_BLOCKS, 0)(i).to(torch.bfloat16)
+        state = torch.zeros(state_bytes(FOUR_BLOCKS, workload, i, n), dtype=torch.uint8)
+        for step, of_step in enumerate(found.gradients):
+            muon.step(weights, of_step[i], state, HYPER, step + 1, matrices=of, precision=precision, layer=i)
+        assert torch.equal(weights.float(), found.parameters[i]), i
+
+
+def test_a_checkpoint_takes_the_room_of_its_state(tmp_path: Path) -> None:
+    for optimizer_name, per_matrix in (("muon", 8), ("adamw", 12)):
+        of = policies.build("resident", TINY, replace(MUON, optimizer=optimizer_name), MEMORY)
+        inside = sum(one.size for i in TINY.blocks for one in matrices(TINY, MUON, i))
+        kept = inside * per_matrix + (TINY.total_params - inside) * 12
+        assert checkpoint.require_folder(tmp_path / optimizer_name, of, None, 1) == kept
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:

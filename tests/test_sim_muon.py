@@ -17,13 +17,15 @@ from schedules.op import Phase, Stream
 from schedules.optimizer import step_flops, step_workspace
 from schedules.program import Program
 from schedules.schedule import Knob
+from schedules.sizes import tensor_bytes
 from schedules.traffic import phases_of, workspace_bytes
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
 from sim.cost import GPU, MissingCost, Terms, demands
-from sim.placement_bound import placement_bound
+from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import bound_of_these_micro_batches, plan
 from sim.prediction import estimated_workspace, memory_of, predict
+from sim.room import state_of_block
 from sim.signature import in_words, signature
 
 MUON = Workload(micro_batch_size=2, seq_len=16, optimizer="muon")
@@ -81,6 +83,38 @@ def test_a_measured_profile_needs_the_time_of_muons_own_step() -> None:
         f"{MODEL.name}/head/adam/device/bf16": "an optimizer's step on the device in bf16",
     }
     assert predict(built, timed(MODEL, [MUON], names=["resident"])).period_ns > 0
+
+
+def test_the_bound_has_the_cpu_update_no_block() -> None:
+    """Though the link is so slow that it would be better there."""
+    model = shallow(4)
+    slow = hardware.override(machine("h200", device_gb=8, host_gb=100), ["links.h2d.bandwidth=1GB/s"])
+    found = {name: placement_bound(model, step(1, optimizer=name), slow) for name in ("adamw", "muon")}
+    ends = 1 - sum(model.params(i) for i in model.blocks) / model.total_params
+    assert found["adamw"].placed["state on CPU"] > 0.3
+    assert found["muon"].placed["state on CPU"] < 2 * ends  # whose state is twice a matrix's
+
+
+def test_the_bound_knows_what_a_step_allocates() -> None:
+    """With room for all that a schedule holds at once but for that, nothing can be placed."""
+    model, workload = shallow(2), replace(MUON, micro_batch_size=1)
+    of_step = step_workspace(model, workload, 0)
+    least = 4 * model.params(model.embed) + of_step  # weights and gradient of the head, as large as the embedding
+    placement_bound(model, workload, machine("h200", device_gb=(least + 3e9) / 1e9, host_gb=100))
+    with pytest.raises(NoPlacement):
+        placement_bound(model, workload, machine("h200", device_gb=least / 1e9 - 0.01, host_gb=100))
+    without = machine("h200", device_gb=(least - of_step) / 1e9 + 1.1, host_gb=100)
+    placement_bound(model, replace(workload, optimizer="adamw"), without)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_split"])
+def test_the_search_knows_how_large_a_blocks_state_is(precision: str) -> None:
+    model, workload = shallow(2), replace(MUON, precision=precision)
+    assert (
+        state_of_block(model, workload)
+        == tensor_bytes("o.0", model, workload)
+        < 0.7 * state_of_block(model, replace(workload, optimizer="adamw"))
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))
