@@ -657,3 +657,20 @@ def test_compare_tells_what_gradients_are_clipped_to() -> None:
         for how in ((), ("--clip", "0.5"))
     ]
     assert found == [None, 0.5] and "clipped" not in called("compare", "tiny", "-p", "streamed")[0]
+
+
+def test_a_profile_times_the_policies_that_take_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_of: list[Schedule] = []
+
+    def measure(schedules: list[Schedule], **how: object) -> None:
+        timed_of.extend(schedules)
+        raise Refused("enough")
+
+    monkeypatch.setattr("megatrain.profile.measure", measure)
+    error = called("profile", "tiny", "--optimizer", "muon", "--shape", "1x16", "--backend", "cpu")[1]
+    assert str(error) == "enough" and {schedule.policy for schedule in timed_of} >= {"resident", "streamed"}
+    assert {schedule.workload.optimizer for schedule in timed_of} == {"muon"}
+    error = called("profile", "tiny", "--optimizer", "muon", "-p", "megatrain", "--shape", "1x16", "--backend", "cpu")[
+        1
+    ]
+    assert "muon updates blocks on the device" in str(error)

@@ -21,11 +21,13 @@ from schedules.sizes import tensor_bytes
 from schedules.traffic import phases_of, workspace_bytes
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
+from sim.candidate import Candidate
 from sim.cost import GPU, MissingCost, Terms, demands
+from sim.knob_space import knob_space
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import bound_of_these_micro_batches, plan
 from sim.prediction import estimated_workspace, memory_of, predict
-from sim.room import state_of_block
+from sim.room import orders, state_of_block, ways_to_part
 from sim.signature import in_words, signature
 
 MUON = Workload(micro_batch_size=2, seq_len=16, optimizer="muon")
@@ -115,6 +117,16 @@ def test_the_search_knows_how_large_a_blocks_state_is(precision: str) -> None:
         == tensor_bytes("o.0", model, workload)
         < 0.7 * state_of_block(model, replace(workload, optimizer="adamw"))
     )
+
+
+def test_the_search_leaves_alone_what_muon_has_no_use_for() -> None:
+    several = replace(MUON, accumulation=2)
+    begun = Candidate(policy="streamed", workload=several)
+    of_adamw, of_muon = (
+        knob_space(MODEL, replace(several, optimizer=name), begun=begun).keys() for name in ("adamw", "muon")
+    )
+    assert of_adamw - of_muon == {"defer", "through", "order", "singly", "hold"} and of_muon <= of_adamw
+    assert orders(several) == ("layers",) and ways_to_part(shallow(2), several) == (1,)
 
 
 @pytest.mark.parametrize("seed", range(24))
