@@ -8,7 +8,8 @@ The state slab of a block is flat bytes, for m parameters in matrices and k othe
   momentum [m], fp32, or bf16 in bf16_16bit
   AdamW's slab of the others, see `megatrain.adam`
   bf16_split  int16 [m], bf16_fp32  fp32 [m]: what is kept of the matrices' master
-These are the bytes of `schedules.optimizer.state_bytes`. Weights and momenta in bf16 are rounded as AdamW's are.
+These are the bytes of `schedules.optimizer.state_bytes`. Weights and momenta in bf16 are rounded as AdamW's are; what
+is drawn for the others is by their place among themselves.
 """
 
 from __future__ import annotations
@@ -68,9 +69,14 @@ def initialise(weights: Tensor, state: Tensor, matrices: Sequence[Matrices], pre
     adam.initialise(own, parts.others, precision, _gathered(source, others))
     _scatter(own, weights, others)
     for at, of in _within(matrices):
-        master = source[of.start : of.stop].clone()
-        low, kept = (None if part is None else part[at : at + of.size] for part in (parts.low, parts.master))
-        adam.store_master(master, weights[of.start : of.stop], low, kept)
+        if precision not in adam.MASTERS:
+            weights[of.start : of.stop].copy_(source[of.start : of.stop])
+            continue
+        for start in range(0, of.size, size := adam.CHUNK[weights.device.type]):  # all at once would take gigabytes
+            piece = slice(start, min(start + size, of.size))
+            here, there = _moved(piece, at), _moved(piece, of.start)
+            low, kept = (None if part is None else part[here] for part in (parts.low, parts.master))
+            adam.store_master(source[there].clone(), weights[there], low, kept)
 
 
 def master_weights(weights: Tensor, state: Tensor, matrices: Sequence[Matrices], precision: str) -> Tensor:

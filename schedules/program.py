@@ -18,7 +18,7 @@ from schedules.errors import ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec
 from schedules.most_ops import require_few
-from schedules.op import DEVICE_STREAMS, Kind, Op, Phase, Stream, Tier
+from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.optimizer import matrices
 from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
@@ -365,6 +365,9 @@ class Program(Buffers):
         in any order, and with each as much of the weights, by the whole gradient or the same part of it.
         """
         i = index(i, "update")
+        if stream != Stream.COMPUTE and matrices(self.model, self.workload, i):
+            by = f"{self.workload.optimizer} updates blocks on the device's compute stream, by products of matrices"
+            raise ProgramError(f"update({self.model.layer_name(i)}) is queued on {stream}: {by}")
         grad = held(grad or self.at_home(self.grad(i)), "update(grad=...)")
         if grad not in self._accesses:
             missing = "backward" if self._tiers.get(grad[0]) == Tier.DEVICE else f'offload("{grad[1]}", out_of=...)'
@@ -372,9 +375,6 @@ class Program(Buffers):
                 f"update({self.model.layer_name(i)}) reads {describe(grad[1])} from {grad[0]}, where nothing has put "
                 f"it: {missing} is missing"
             )
-        if stream not in DEVICE_STREAMS and matrices(self.model, self.workload, i):
-            by = f"{self.workload.optimizer} updates blocks on the device, by products of matrices"
-            raise ProgramError(f"update({self.model.layer_name(i)}) is queued on {stream}: {by}")
         updated = self.adapter(i) if self._has_adapters(i) else self.weight(i)
         own = [
             (state or self.home(self.state(i, part)), self.state(i, part)),

@@ -131,6 +131,7 @@ class Schedule:
             "accumulation": self.workload.accumulation,
             "seq_len": self.workload.seq_len,
             "precision": self.workload.precision,
+            "optimizer": self.workload.optimizer,
             "grad_clip": self.workload.grad_clip,
             "recompute": self.workload.recompute,
             "knobs": dict(self.knobs),

@@ -187,7 +187,7 @@ def _op_form(schedule: Schedule, op: Op) -> Iterator[Violation]:
         yield _wrong(op, f"{op.name} computes layer {op.layer}, micro-batch {op.microbatch}", "name both")
         return
     blocks = schedule.model.blocks if schedule.workload.multiplies_to_update else ()
-    if op.phase == Phase.ADAM and not op.on_device and op.layer in blocks:
+    if op.phase == Phase.ADAM and op.stream != Stream.COMPUTE and op.layer in blocks:  # it takes workspace as they do
         what = f"{op.name} multiplies matrices, as {schedule.workload.optimizer} does, on {op.stream}"
         yield _wrong(op, what, "queue it on compute, with what it touches on the device")
     yield from (_wrong(op, message, fix) for message, fix in misused(schedule, op))

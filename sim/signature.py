@@ -83,7 +83,8 @@ def in_words(signature: str) -> str:
     phase, *more = what.split("+")
     if phase in (Phase.ADAM, MUON):
         who = {"device": "on the device", "issuer": "by the issuing thread", "host": "by the host's workers"}
-        return f"an optimizer's step {who[where]} in {element}"
+        whose = "an optimizer's" if phase == Phase.ADAM else "Muon's"
+        return f"{whose} step {who[where]} in {element}"
     if phase.startswith(Phase.CAST):
         return "one that makes a block's quantised weights whole"
     if phase == Phase.FORWARD:

@@ -196,6 +196,13 @@ def test_what_begins_has_the_values_given_and_no_momentum(precision: str) -> Non
         muon.split_state(state[1:], N, MIXED, precision)
 
 
+@pytest.mark.parametrize("precision", WITHOUT_8_BITS)
+def test_a_state_begins_piece_by_piece(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = begun(precision)
+    monkeypatch.setitem(adam.CHUNK, "cpu", 37)
+    assert all(torch.equal(one, other) for one, other in zip(begun(precision), right, strict=True))
+
+
 def test_experts_may_be_orthogonalised_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     together = stepped("fp32", 2, HYPER)
     monkeypatch.setattr(optimizer, "GROUP", 2 * 12 * 6)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from schedules import policies, presets
-from schedules.errors import InputError
+from schedules.errors import InputError, ProgramError
 from schedules.hazards import minimal_waits
 from schedules.model import ModelSpec, is_matrix
 from schedules.op import Phase, Stream
 from schedules.optimizer import Matrices, matrices, state_bytes, step_bytes, step_flops, step_workspace
+from schedules.program import Program
 from schedules.sizes import tensor_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
@@ -81,6 +82,24 @@ def test_a_block_is_updated_on_the_device_alone() -> None:
             policies.build(policy, TINY, MUON, MEMORY)
     for policy in ("resident", "streamed", "paged_optimizer", "llmq"):
         verify(policies.build(policy, TINY, MUON, MEMORY))
+
+
+def test_beside_the_compute_stream_is_no_place_for_an_update_that_takes_workspace() -> None:
+    """Two ops that allocate would run at once, and the larger of the two is what is counted."""
+    p = Program(TINY, MUON)
+    with pytest.raises(
+        ProgramError, match=r"update\(0\) is queued on h2d: muon updates blocks on the device's compute"
+    ):
+        p.update(0, stream=Stream.H2D)
+    right = policies.build("resident", TINY, MUON, MEMORY)
+    ops = tuple(replace(op, stream=Stream.D2H) if op.name == "U.0" else op for op in right.ops)
+    with pytest.raises(ScheduleError, match=r"U\.0 multiplies matrices, as muon does, on d2h"):
+        verify(replace(right, ops=ops, waits=minimal_waits(ops)))
+
+
+def test_adapters_are_not_for_muon() -> None:
+    with pytest.raises(InputError, match="lora_streamed: adapters are not trained by muon"):
+        policies.build("lora_streamed", TINY, MUON, MEMORY)
 
 
 def test_a_file_whose_blocks_the_cpu_updates_is_refused() -> None:

@@ -80,7 +80,7 @@ def test_a_measured_profile_needs_the_time_of_muons_own_step() -> None:
         signature(op, MODEL, MUON): in_words(signature(op, MODEL, MUON)) for op in built.ops if op.phase == Phase.ADAM
     }
     assert told == {
-        f"{MODEL.name}/block/muon/device/bf16": "an optimizer's step on the device in bf16",
+        f"{MODEL.name}/block/muon/device/bf16": "Muon's step on the device in bf16",
         f"{MODEL.name}/embed/adam/device/bf16": "an optimizer's step on the device in bf16",
         f"{MODEL.name}/head/adam/device/bf16": "an optimizer's step on the device in bf16",
     }

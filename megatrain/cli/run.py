@@ -98,7 +98,7 @@ def run(
         int | None, typer.Option(help="Cosine decay of the learning rate, which ends after so many steps at --min-lr.")
     ] = None,
     min_lr: Annotated[float, typer.Option(help="Where the decay ends.")] = 0.0,
-    weight_decay: Annotated[float, typer.Option(help="AdamW weight decay, for matrices only.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay, for matrices only.")] = 0.0,
     beta1: Annotated[float, typer.Option(help="AdamW's decay of the first moment.")] = 0.9,
     beta2: Annotated[float, typer.Option(help="AdamW's decay of the second moment.")] = 0.95,
     eps: Annotated[float, typer.Option(help="What AdamW adds to the root of the second moment.")] = 1e-8,

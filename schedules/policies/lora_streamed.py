@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from schedules.errors import ProgramError
 from schedules.frozen import Frozen
 from schedules.kept_activations import Activations, at_least_1, at_most, kept_as, most_that_fit
 from schedules.model import ModelSpec
@@ -58,6 +59,8 @@ def policy(
         nvme: how many of the other blocks, evenly spread, live on NVMe.
         quantised: how the blocks' matrices are kept, in NF4 or as they are computed with.
     """
+    if workload.multiplies_to_update:
+        raise ProgramError(f"adapters are not trained by {workload.optimizer}: leave out the optimizer")
     at_least_1("of the adapters", rank=rank)
     at_most(len(model.layers), "layers", resident=resident)
     at_most(len(model.blocks), "blocks", nvme=nvme)
