@@ -13,6 +13,7 @@ from sim.findings import Findings
 from sim.knob_space import knob_space
 from sim.room import FEWEST_ON_THE_DRIVE, ONE_BLOCK, orders, ways_to_part
 
+SLOTS = (2, 4)  # for weights where states stay: more of them keep some weights from forward to backward
 PLACEMENT = ("resident", "offload", "defer", "through")  # the knobs that say where things are, and when
 
 
@@ -27,7 +28,8 @@ def try_all(found: Findings, workload: Workload, *, begun: Candidate, one_block:
 
     Once something fits, micro-batches one after another with all numbers of resident layers, but only at the ends of
     each other knob; and with the weights of all blocks held, which then need no buffers to come by. So too with fewer
-    buffers where that leaves room for more. `one_block` as for `Room.begin`.
+    buffers where that leaves room for more, and with as many blocks' states on the device as have room beside resident
+    layers. `one_block` as for `Room.begin`.
     """
     every, effort = placements(found.model, workload, begun=begun), found.effort
     start, blocks = Candidate(policy=OURS, workload=workload), found.model.num_hidden_layers
@@ -39,6 +41,12 @@ def try_all(found: Findings, workload: Workload, *, begun: Candidate, one_block:
     for thrifty in _thriftier(found, start, begin):
         for order in orders(workload):
             found.evaluate(*_each(thrifty, order, blocks, _ends(every, found.at or start)))
+    for there, slots, resident in itertools.product(dict.fromkeys((start, begin)), SLOTS, every["resident"]):
+        some = there.with_knobs({"resident": resident, "slots": slots})
+        stays = {found.room.stays(some)} - {0} if workload.grad_clip is None else ()
+        for more in ({"stay": stay} for stay in stays), ({"hold": hold} for hold in found.room.holds(some)):
+            ends = {**_ends(every, found.at or start), "resident": [resident]}
+            found.evaluate(*(each for knobs in more for each in _each(some.with_knobs(knobs), "layers", blocks, ends)))
     found.effort = effort
 
 

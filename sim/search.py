@@ -419,10 +419,11 @@ class Search:
         loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
         return loads * weights / self.found.profile.links.h2d.bandwidth.value * 1e9 < self.found.cost_ns
 
-    def hold(self, workload: Workload) -> None:
-        """Try one split with as many blocks' weights on the device as it has room for."""
-        for order in orders(workload):
-            start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": self.least})
+    def hold(self, workload: Workload, *residents: int) -> None:
+        """Try one split with as many blocks' weights on the device as it has room for, beside so many resident layers,
+        the fewest if left out."""
+        for resident, order in itertools.product(residents or (self.least,), orders(workload)):
+            start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": resident})
             self.found.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.found.room.holds(start)))
 
     def refine(self, *, hold: bool, stride: int | None = None) -> None:
@@ -438,9 +439,11 @@ class Search:
         least_ns = min(found.period_ns for found, _ in bounded)
         if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.begun and self.effort:
             effort = self.found.effort
+            # of few blocks two more that are resident are many, which a search of one knob at a time does not pass
+            more = 3 if self.found.model.num_hidden_layers <= SHALLOW else 1
             for limit, workload in bounded:
                 if limit.period_ns < self.found.cost_ns:
-                    self.hold(workload)
+                    self.hold(workload, *range(self.least, self.least + more))
             self.found.effort = effort  # there are few
         if self.found.cost_ns > least_ns * (1.0 + NEARLY_LEAST):
             self.found.effort = MORE * self.effort
