@@ -30,11 +30,12 @@ from sim.search import EFFORT, NothingFits, Search, by_bound
 class Plan:
     """The best schedule found, and how much better any could be.
 
-    `asked` is the ways to split the step that were asked for, the largest micro-batches first. `chosen` is the
-    candidate that the prediction is of, one of all `tried`. `lower_bound_ns` holds for every exact schedule of any
-    split of the step that was asked for, but for those that are `left_out`, since a measured profile has no times for
-    them, and those with ops too long to predict. `measure_with` is the command that would make a profile with all that
-    this search lacked; None if that is nothing. `finished` is False where the search was interrupted.
+    `asked` is the ways to split the step that were asked for and can be written, the largest micro-batches first.
+    `chosen` is the candidate that the prediction is of, one of all `tried`. `lower_bound_ns` holds for every exact
+    schedule of any split of the step that was asked for, but for those that are `left_out`, since a measured profile
+    has no times for them, and those with ops too long to predict. `measure_with` is the command that would make a
+    profile with all that this search lacked; None if that is nothing. `finished` is False where the search was
+    interrupted.
     """
 
     prediction: Prediction
@@ -129,7 +130,7 @@ def plan(
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
-    asked = tuple(splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer))
+    asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer)
     steps = _that_can_be_written(model, _all_ways(model, asked))
     finished = True
     limit: PlacementBound | None = None
@@ -161,7 +162,7 @@ def plan(
     verify(search.found.best.schedule)
     return Plan(
         prediction=search.found.best,
-        asked=asked,
+        asked=tuple(step for step in steps if step.recompute == "none"),
         chosen=search.found.chosen,
         bound=limit,
         tried=tuple(search.found.tried.values()),
