@@ -90,6 +90,8 @@ def profile(
     shapes = [shape_of(text) for text in listed(shape or [])] or shapes_up_to(batch, seq)
     chosen = [known.with_knobs(text) for text in listed(policy or []) or known.comparable()]
 
+    refused = dict[str, None]()
+
     def built(shapes: list[tuple[int, int]], of: ModelSpec) -> list[Schedule]:
         modes = dict.fromkeys(listed(recompute or []) or ["none"])
         workloads = [
@@ -102,6 +104,7 @@ def profile(
             except known.PolicyError:  # of all policies some may refuse this step
                 if policy:
                     raise
+                refused[name] = None
         return found
 
     with stages() as begin:
@@ -109,6 +112,8 @@ def profile(
         timed, left = representatives(spec, partial(built, shapes), here)
         others = shapes_between(shapes) if len(shapes) > 1 else []
         between, too = representatives(spec, partial(built, others), here, "computed")
+    if refused:
+        print(f"note: not timed, since they refuse such a step: {', '.join(refused)}", file=sys.stderr)
     for line in told_left_out([*timed, *between], [*left, *too]):
         print(f"note: {line}", file=sys.stderr)
     if not timed:
