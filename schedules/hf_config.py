@@ -29,6 +29,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
     "GptOssForCausalLM": {
+        "attention_bias": True,
         "max_position_embeddings": 131072,
         "sliding_window": 128,
         "head_dim": 64,
@@ -43,7 +44,31 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
         "rms_norm_eps": 1e-5,
     },
+    "SeedOssForCausalLM": {
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+        "max_position_embeddings": 524288,
+        "head_dim": 128,
+    },
 }
+# Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
+FIXED: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"attention_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True},
+    "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
+}
+# Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
+# that of q, k and v is for o too.
+BIASES: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": ("attention_bias", "mlp_bias"),
+    "Qwen3ForCausalLM": ("attention_bias",),
+    "Qwen3MoeForCausalLM": ("attention_bias",),
+    "GptOssForCausalLM": ("attention_bias",),
+    "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
+}
+WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM")
 
 ENCODERS = (
     "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
@@ -52,7 +77,8 @@ ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian"
 
 # What transformers does in training where a config sets it, and we do not.
 NOT_DONE = {
-    "attention_dropout": "attention here drops nothing",
+    "attention_dropout": "attention here drops nothing; 0 trains without",
+    "residual_dropout": "what is added to the residual is never dropped here; 0 trains without",
     "output_router_logits": "the loss here has no term that balances experts",
     "router_jitter_noise": "routers here are given what the block before returned",
 }
@@ -109,7 +135,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "hidden_act": settings.get("hidden_act", "silu"),
-        **_biases_and_norms(architecture, settings),
+        **FIXED.get(architecture, {}),
+        **_biases(architecture, settings),
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, require_few_blocks(need("num_hidden_layers"), name), name),
     }
@@ -123,6 +150,7 @@ MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "SeedOssForCausalLM": "seed_oss",
 }
 SAME = (  # fields that mean the same in both
     *REQUIRED,
@@ -151,10 +179,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not spec["rope_scaling"] and "rope_scaling" in ARCHITECTURES[architecture]:
         config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
-    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
-        config["attention_bias"] = spec["attention_bias"]
-    if architecture == "LlamaForCausalLM":
-        config["mlp_bias"] = spec["mlp_bias"]
+    config |= {key: spec[key] for key in BIASES.get(architecture, ())}
+    config |= {key: 0.0 for key in NOT_DONE if key in ARCHITECTURES[architecture]}  # silent, it would ask for them
     if architecture == "GptOssForCausalLM":
         config["layer_types"] = spec["layer_types"]
     if architecture.startswith("Qwen"):
@@ -259,19 +285,11 @@ def positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST
 
 
-def _biases_and_norms(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    asked = settings.get("attention_bias", architecture == "GptOssForCausalLM")
-    if architecture == "Qwen2ForCausalLM":
-        return {"attention_bias": True}
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return {}
-    return {
-        "attention_bias": asked,
-        "attention_out_bias": asked,
-        "mlp_bias": settings.get("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
-        "qk_norm": architecture.startswith("Qwen3"),
-        "attention_sinks": architecture == "GptOssForCausalLM",
-    }
+def _biases(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    stated = {key: settings.get(key, False) for key in BIASES.get(architecture, ())}
+    if "attention_bias" in stated:
+        stated.setdefault("attention_out_bias", stated["attention_bias"])
+    return stated
 
 
 def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
@@ -279,13 +297,10 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
         for name, known in GPT_OSS_ACTIVATION.items() if architecture == "GptOssForCausalLM" else ():
             if settings.get(name, known) != known:
                 raise ModelError(f"{name} must be {known}, as gpt-oss' released models have it, not {settings[name]!r}")
-        biased = architecture == "GptOssForCausalLM"
         return {
             "num_experts": need("num_local_experts"),
             "num_experts_per_tok": need("num_experts_per_tok"),
             "moe_intermediate_size": need("intermediate_size"),
-            "router_bias": biased,
-            "expert_bias": biased,
         }
     if architecture == "Qwen3MoeForCausalLM":
         if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
@@ -303,7 +318,7 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
 
 def _windows(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> dict[str, Any]:
     window = settings.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or window is None:
+    if architecture in WINDOWLESS or window is None:
         return {}
     # Qwen states a window and switches it on apart
     if architecture.startswith("Qwen") and not settings.get("use_sliding_window", False):

@@ -1,7 +1,8 @@
 """Models by name: the files in `models/`, and any Hugging Face `config.json`.
 
-The files are excerpts of the `config.json` published with each model (for Qwen, the base model's), named as
-people write the model's name. `tiny`, `demo` and `demo-tied` are our own, with bytes for a vocabulary.
+The files are excerpts of the `config.json` published with each model (for Qwen, the base model's; for Seed-OSS,
+without its dropouts, which nothing here does), named as people write the model's name. `tiny`, `demo` and `demo-tied`
+are our own, with bytes for a vocabulary.
 """
 
 from __future__ import annotations

@@ -13,55 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from families import MODELS, TINY
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatrain import export, hf, initial
+from megatrain import autograd, export, hf, initial
 from megatrain.checkpoint import CheckpointError, Diverged
 from megatrain.checksum import checksum
 from megatrain.export import NotExported
 from megatrain.hf import WeightsError
-from megatrain.layer_parts import rms_norm
-from megatrain.template import templates, views
+from megatrain.template import sinks, templates, views
 from schedules import presets, trained
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
 
-TINY = replace(presets.load("tiny"), num_hidden_layers=2)
-LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
-          ("original_max_position_embeddings", 64), ("rope_type", "llama3"))  # fmt: skip
-YARN = (("beta_fast", 32.0), ("beta_slow", 1.0), ("factor", 8.0), ("original_max_position_embeddings", 64),
-        ("rope_type", "yarn"), ("truncate", False))  # fmt: skip
-MOE = replace(presets.load("tiny-moe"), num_hidden_layers=2)
-MODELS = {
-    "llama": TINY,
-    "llama, tied": replace(TINY, tie_word_embeddings=True),
-    "llama 3.1": replace(TINY, rope_scaling=LLAMA3, max_position_embeddings=512),
-    "llama with biases": replace(TINY, attention_bias=True, attention_out_bias=True, mlp_bias=True),
-    "mistral": replace(TINY, architecture="MistralForCausalLM"),
-    "qwen2": replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True, rope_theta=1e6),
-    "qwen3": replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True),
-    "qwen3-moe": replace(MOE, norm_topk_prob=False),
-    "mixtral": replace(MOE, architecture="MixtralForCausalLM", qk_norm=False, intermediate_size=32),
-    "mistral with a window": replace(TINY, architecture="MistralForCausalLM", sliding_window=5),
-    "gpt-oss": replace(
-        MOE,
-        architecture="GptOssForCausalLM",
-        qk_norm=False,
-        attention_sinks=True,
-        intermediate_size=32,
-        attention_bias=True,
-        attention_out_bias=True,
-        router_bias=True,
-        expert_bias=True,
-        rope_scaling=YARN,
-        sliding_window=5,
-        layer_types=("sliding_attention", "full_attention"),
-        max_position_embeddings=512,
-    ),
-}
 WORKLOAD = Workload(micro_batch_size=1, seq_len=16)
 
 
@@ -96,24 +64,66 @@ def test_what_is_written_is_read_again(name: str, dtype: torch.dtype, tmp_path: 
     assert index["weight_map"] == written
 
 
+def loss_and_gradients(
+    model: ModelSpec, source: Callable[[int], Tensor], tokens: Tensor, targets: Tensor, recompute: str
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """The mean loss, and the gradient of every layer, flat, as a schedule's ops make them in fp32."""
+    batch, seq = tokens.shape
+    workload = Workload(micro_batch_size=batch, seq_len=seq, precision="fp32", recompute=recompute)
+    layers = templates(
+        model,
+        seq_len=seq,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        pointwise_again=recompute != "none",
+        mlp_chunk=12 if recompute == "mlp" else None,
+    )
+    shapes = {i: model.parameter_shapes(i) for i in model.layers}
+    params = {i: views(source(i), shapes[i]) for i in model.layers}
+    grads = {i: torch.full((model.params(i),), torch.nan) for i in model.layers}
+    into = {i: sinks(grads[i], shapes[i], accumulate=False) for i in model.layers}
+    inputs, kept = {}, {}
+    x = layers.embed.forward(params[model.embed]["embed_tokens.weight"], tokens)
+    for i in model.blocks:
+        inputs[i] = x
+        x, kept[i] = autograd.forward(layers.blocks[model.layer_kind(i)], params[i], x)
+        assert kept[i].nbytes == model.saved_bytes(i, workload)
+    owner, table = (model.embed, "embed_tokens.weight") if model.tie_word_embeddings else (model.head, "lm_head.weight")
+    d = torch.empty_like(x)
+    loss = layers.head.loss_and_grads(
+        params[model.head]["norm.weight"],
+        params[owner][table],
+        x,
+        targets,
+        torch.full(targets.shape, 1 / targets.numel()),
+        d_hidden=d,
+        norm_sink=into[model.head]["norm.weight"],
+        table_sink=into[owner][table],
+    )
+    for i in reversed(model.blocks):
+        d = autograd.backward(kept[i], params[i], inputs[i], d, into[i])
+    sink = into[model.embed]["embed_tokens.weight"]
+    layers.embed.backward(tokens, d, sink.adding() if model.tie_word_embeddings else sink)
+    return loss, grads
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_the_same_with_what_is_written(name: str, tmp_path: Path) -> None:
+def test_transformers_has_the_same_loss_and_gradients_with_what_is_written(name: str, tmp_path: Path) -> None:
+    """However much is computed again, and with what is counted kept, to the byte."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     model, source = MODELS[name], parameters(MODELS[name])
     export.write(tmp_path, model, WORKLOAD, source)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    tokens = torch.randint(0, model.vocab_size, (2, 16))
-    with torch.no_grad():
-        right = theirs(input_ids=tokens).logits
-        layers = templates(model, seq_len=16, device=torch.device("cpu"), dtype=torch.float32)
-        of = {i: views(source(i), model.parameter_shapes(i)) for i in model.layers}
-        x = layers.embed.forward(of[model.embed]["embed_tokens.weight"], tokens)
-        for i in model.blocks:
-            x = layers.blocks[model.layer_kind(i)].forward(of[i], x)
-        head = of[model.head]
-        table = of[model.embed]["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
-        found = rms_norm(x, head["norm.weight"], model.rms_norm_eps) @ table.t()
-    assert torch.allclose(found, right, rtol=1e-4, atol=1e-4)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
+    tokens, targets = torch.randint(0, model.vocab_size, (2, 2, 16))
+    right = F.cross_entropy(theirs(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+    right.backward()
+    for recompute in model.recompute_modes:
+        loss, grads = loss_and_gradients(model, source, tokens, targets, recompute)
+        torch.testing.assert_close(loss, right.detach(), rtol=1e-5, atol=0)
+        for i in model.layers:
+            for parameter, grad in views(grads[i], model.parameter_shapes(i)).items():
+                expected = theirs.get_parameter(hf.global_name(model, i, parameter)).grad
+                assert (grad - expected).abs().max() < 1e-5 * expected.abs().max() + 1e-8, (i, parameter)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])

@@ -22,7 +22,7 @@ from schedules.flops import (
     op_flops,
     recomputed_flops,
 )
-from schedules.hf_config import ARCHITECTURES, REQUIRED, write_config
+from schedules.hf_config import ARCHITECTURES, NOT_DONE, REQUIRED, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
 from schedules.traffic import FEW_TERMS, LOSS_CHUNK_TOKENS, op_bytes, pointwise_bytes, product_bytes, workspace_bytes
@@ -59,6 +59,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "seed-oss-36b": 36_151_104_512,
 }
 OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
 
@@ -433,6 +434,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout of 0.1 is not supported"),
+        ({"architectures": ["SeedOssForCausalLM"]}, "attention_dropout of 0.1 is not supported: .*; 0 trains without"),
+        ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
         ({"vocab_size": 10**3000}, "vocab_size must be a number of 64 bits, not one of 3001 digits"),
@@ -598,6 +601,7 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     transformers = pytest.importorskip("transformers", minversion="5.0")
     theirs = getattr(transformers, architecture).config_class()
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
+    silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
     ours = ModelSpec.from_hf_config(silent | {"architectures": [architecture]}, "silent")
     for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "sliding_window"):
         assert getattr(ours, field) == getattr(theirs, field, None), field
@@ -615,7 +619,7 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}])
 def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict[str, Any]) -> None:
     config = CONFIG | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    more = {"architectures": [architecture], "rope_scaling": scaling}
+    more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
     model = ModelSpec.from_hf_config(config | more, "small")
     assert dict(model.rope_scaling) == scaling
     assert ModelSpec.from_hf_config(write_config(model.to_dict()), "small") == model
@@ -634,6 +638,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3ForCausalLM": [{"attention_bias": True}],
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
+        "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
     }
     for changes in variants.get(model.architecture, []):
         other = ModelSpec.from_hf_config(written | changes, name)
@@ -652,6 +657,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "mixtral-8x7b",
         "qwen3-30b-a3b",
         "gpt-oss-20b",
+        "seed-oss-36b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:

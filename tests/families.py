@@ -1,0 +1,45 @@
+"""One small model, or a few, of every family that can be trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedules import presets
+
+TINY = replace(presets.load("tiny"), num_hidden_layers=2)
+LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
+          ("original_max_position_embeddings", 64), ("rope_type", "llama3"))  # fmt: skip
+YARN = (("beta_fast", 32.0), ("beta_slow", 1.0), ("factor", 8.0), ("original_max_position_embeddings", 64),
+        ("rope_type", "yarn"), ("truncate", False))  # fmt: skip
+MOE = replace(presets.load("tiny-moe"), num_hidden_layers=2)
+MODELS = {
+    "llama": TINY,
+    "llama, tied": replace(TINY, tie_word_embeddings=True),
+    "llama 3.1": replace(TINY, rope_scaling=LLAMA3, max_position_embeddings=512),
+    "llama with biases": replace(TINY, attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    "mistral": replace(TINY, architecture="MistralForCausalLM"),
+    "qwen2": replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True, rope_theta=1e6),
+    "qwen3": replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True),
+    "qwen3-moe": replace(MOE, norm_topk_prob=False),
+    "mixtral": replace(MOE, architecture="MixtralForCausalLM", qk_norm=False, intermediate_size=32),
+    "mistral with a window": replace(TINY, architecture="MistralForCausalLM", sliding_window=5),
+    "gpt-oss": replace(
+        MOE,
+        architecture="GptOssForCausalLM",
+        qk_norm=False,
+        attention_sinks=True,
+        intermediate_size=32,
+        attention_bias=True,
+        attention_out_bias=True,
+        router_bias=True,
+        expert_bias=True,
+        rope_scaling=YARN,
+        sliding_window=5,
+        layer_types=("sliding_attention", "full_attention"),
+        max_position_embeddings=512,
+    ),
+    "seed-oss": replace(TINY, architecture="SeedOssForCausalLM", attention_bias=True, head_dim=32),
+    "seed-oss with all biases": replace(
+        TINY, architecture="SeedOssForCausalLM", attention_bias=True, attention_out_bias=True, mlp_bias=True
+    ),
+}
