@@ -143,7 +143,9 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 # What a model computes with and no tensor's shape tells; and of that, what continued training may change on purpose.
-NO_SHAPE_TELLS = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob")
+NO_SHAPE_TELLS = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
+)  # fmt: skip
 MAY_BE_CHANGED = ("rms_norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types")
 
 
@@ -155,7 +157,7 @@ def _require_same(config: dict[str, Any], folder: Path, model: ModelSpec) -> Non
         raise WeightsError(
             f"the weights in {folder} are of another model than {model.name}, by its config.json: {error}"
         ) from None
-    ours, theirs = model.to_dict(), other.to_dict()
+    ours, theirs = model.all_values(), other.all_values()
 
     def differing(*keys: str) -> str:
         return "; ".join(f"{key} is {theirs[key]}, not {ours[key]}" for key in keys if theirs[key] != ours[key])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from megatrain.fitting import LeftOut, that_fit
 from megatrain.this_machine import Here
@@ -44,7 +43,7 @@ def shortened(model: ModelSpec, blocks: int) -> ModelSpec:
     count = max(blocks, *(kinds.index(kind) + 1 for kind in kinds))
     if count >= len(kinds):
         return model
-    return replace(model, num_hidden_layers=count, layer_types=model.layer_types[:count])
+    return model.of_blocks(range(count))
 
 
 def covering(schedules: Sequence[Schedule], which: Which = "all") -> list[Schedule]:

@@ -96,15 +96,14 @@ class Embed:
 class Block:
     """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP or a mixture.
 
-    cos and sin are the rotary tables [max seq, 1, head_dim / 2] on the device, in the compute type. With
-    `pointwise_again` the outputs of norms and gate are not kept, and backward computes them again; with `mlp_chunk`
-    the MLP keeps its input only, and is computed again in backward, that many tokens at a time.
+    `rotary` are the tables of cos and sin, [max seq, 1, head_dim / 2] on the device, in the compute type, None without
+    rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes them
+    again; with `mlp_chunk` the MLP keeps its input only, and is computed again in backward, that many tokens at a time.
     """
 
     head_dim: int
     eps: float
-    cos: Tensor
-    sin: Tensor
+    rotary: tuple[Tensor, Tensor] | None
     attention: Attention = CAUSAL
     mixture: Mixture | None = None
     pointwise: Pointwise = PLAIN
@@ -113,7 +112,8 @@ class Block:
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
-        return (self.cos, self.sin) if self.attention.mask is None else (self.cos, self.sin, self.attention.mask)
+        mask = () if self.attention.mask is None else (self.attention.mask,)
+        return (*(self.rotary or ()), *mask)
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
@@ -153,15 +153,16 @@ class Block:
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        if seq > len(self.cos):
-            raise TemplateError(f"a sequence of {seq} tokens is longer than the {len(self.cos)} prepared for")
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in linears(params, names, x))
         if "self_attn.q_norm.weight" in params:
             q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
             k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
-        cos, sin = self.cos[:seq], self.sin[:seq]
-        q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
+        if self.rotary is not None:
+            if seq > (prepared := len(self.rotary[0])):
+                raise TemplateError(f"a sequence of {seq} tokens is longer than the {prepared} prepared for")
+            cos, sin = (table[:seq] for table in self.rotary)
+            q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
         del q, k, v  # of which a forward that saves nothing has no more use
         return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
@@ -281,21 +282,27 @@ def templates(
     Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
     Raises ModelError for an unknown rope_scaling, and TemplateError for windows or sinks in fp32 on a GPU.
     """
-    cos, sin = rotary_tables(model, seq_len, device, dtype)
+    tables = rotary_tables(model, seq_len, device, dtype)
     block = Block(
         head_dim=model.head_dim,
         eps=model.rms_norm_eps,
-        cos=cos,
-        sin=sin,
+        rotary=tables,
         mixture=_mixture(model, pointwise) if model.num_experts else None,
         pointwise=pointwise,
         pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
     )
-    attentions = {model.layer_kind(i): _attention(model, i, seq_len, device, dtype) for i in model.blocks}
+    of_kind = {model.layer_kind(i): i for i in model.blocks}
     return Templates(
         embed=Embed(),
-        blocks={kind: replace(block, attention=attention) for kind, attention in sorted(attentions.items())},
+        blocks={
+            kind: replace(
+                block,
+                attention=_attention(model, i, seq_len, device, dtype),
+                rotary=tables if model.has_rope(i) else None,
+            )
+            for kind, i in sorted(of_kind.items())
+        },
         head=Head(eps=model.rms_norm_eps, pointwise=pointwise),
     )
 

@@ -51,6 +51,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 524288,
         "head_dim": 128,
     },
+    "SmolLM3ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
 }
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
 FIXED: dict[str, dict[str, Any]] = {
@@ -67,8 +73,11 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Qwen3MoeForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
+    "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
 }
 WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM")
+# These state a window, and switch it on apart.
+SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 
 ENCODERS = (
     "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
@@ -123,6 +132,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             of = "" if asked is True else f" of {asked!r}"
             raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
     theta, scaling = _rope(settings, name)
+    blocks = require_few_blocks(need("num_hidden_layers"), name)
+    rotated = _rotated(architecture, settings, blocks, name)
     return {
         "name": name,
         "architecture": architecture,
@@ -138,7 +149,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **FIXED.get(architecture, {}),
         **_biases(architecture, settings),
         **_experts(architecture, settings, need),
-        **_windows(architecture, settings, require_few_blocks(need("num_hidden_layers"), name), name),
+        **_windows(architecture, settings, rotated or (1,) * blocks, name),
+        "no_rope_layers": rotated,
     }
 
 
@@ -151,6 +163,7 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 SAME = (  # fields that mean the same in both
     *REQUIRED,
@@ -176,6 +189,7 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": MODEL_TYPES[architecture],
         **{key: spec[key] for key in SAME},
         "rope_scaling": spec["rope_scaling"] or None,
+        "pad_token_id": None,  # a class's own may lie outside of the vocabulary
     }
     if not spec["rope_scaling"] and "rope_scaling" in ARCHITECTURES[architecture]:
         config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
@@ -183,7 +197,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     config |= {key: 0.0 for key in NOT_DONE if key in ARCHITECTURES[architecture]}  # silent, it would ask for them
     if architecture == "GptOssForCausalLM":
         config["layer_types"] = spec["layer_types"]
-    if architecture.startswith("Qwen"):
+    if architecture == "SmolLM3ForCausalLM":
+        config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
+    if architecture in SWITCHED:
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
             config["layer_types"] = spec["layer_types"]
@@ -316,20 +332,53 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
     return {}
 
 
-def _windows(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> dict[str, Any]:
+def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:
+    """A 1 for each block with rotary embedding, a 0 for each without; empty where all have it."""
+    if architecture != "SmolLM3ForCausalLM":
+        return ()
+    if "no_rope_layers" in settings:
+        found = tuple(_listed("no_rope_layers", settings["no_rope_layers"], name)[:blocks])  # no more is read
+        if len(found) < blocks:
+            raise ModelError(f"{name}: no_rope_layers names {len(found)} blocks, num_hidden_layers is {blocks}")
+    else:
+        interval = _count("no_rope_layer_interval", settings["no_rope_layer_interval"], name)
+        found = tuple(int((i + 1) % interval != 0) for i in range(blocks))
+    return () if all(has == 1 for has in found) else found
+
+
+def _listed(key: str, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ModelError(f"{name}: {key} must be a list, not {value!r}")
+    return value
+
+
+def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int, ...], name: str) -> dict[str, Any]:
     window = settings.get("sliding_window")
     if architecture in WINDOWLESS or window is None:
         return {}
-    # Qwen states a window and switches it on apart
-    if architecture.startswith("Qwen") and not settings.get("use_sliding_window", False):
+    types = settings.get("layer_types")
+    if types is not None:
+        types = _listed("layer_types", types, name)
+    if architecture in SWITCHED and not settings.get("use_sliding_window", False):
+        if architecture == "SmolLM3ForCausalLM" and "sliding_attention" in (types or ()):
+            raise ModelError(
+                f"{name}: layer_types with 'sliding_attention' needs use_sliding_window: without it transformers' "
+                "kernels do not agree on what it means"
+            )
         return {}
     if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"):
         return {"sliding_window": window}
-    types = settings.get("layer_types")
-    if types is not None and not isinstance(types, (list, tuple)):
-        raise ModelError(f"{name}: layer_types must be a list, not {types!r}")
     if types is None:
-        first = _count("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
-        sliding = [i % 2 == 0 if architecture == "GptOssForCausalLM" else i >= first for i in range(blocks)]
-        types = ["sliding_attention" if s else "full_attention" for s in sliding]
+        sliding = _sliding(architecture, settings, rotated, name)
+        types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     return {"sliding_window": window, "layer_types": tuple(types)}
+
+
+def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int, ...], name: str) -> list[bool]:
+    """Which blocks have a window, where a config does not list them."""
+    if architecture == "GptOssForCausalLM":
+        return [i % 2 == 0 for i in range(len(rotated))]
+    if architecture == "SmolLM3ForCausalLM":
+        return [not has for has in rotated]
+    first = _count("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
+    return [i >= first for i in range(len(rotated))]

@@ -10,8 +10,8 @@ Layers are numbered as in a schedule: -1 is the embedding, 0 .. L-1 are the deco
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,8 @@ __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
+_LATER = ("no_rope_layers",)  # fields that files written before them lack
+_PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class ModelSpec:
     Fields have the names and meanings of Hugging Face's `config.json`, except those that other libraries
     leave to code: `attention_bias` is for q, k, v and `attention_out_bias` for o; `qk_norm` is an RMSNorm
     over each query and key head; `attention_sinks` is one learned logit per head. `layer_types` names each
-    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. `rope_scaling` is
+    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. `no_rope_layers` has a 0
+    for each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is
     the config's dictionary as sorted pairs; it changes no cost. Raises ModelError when a value has no
     meaning.
     """
@@ -67,6 +70,7 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, Any], ...] = ()
     hidden_act: str = "silu"
+    no_rope_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -115,11 +119,13 @@ class ModelSpec:
     def _check_attention(self) -> None:
         if unknown := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
             raise ModelError(f"{self.name}: layer_types holds {unknown[0]!r}, not {FULL!r} or {SLIDING!r}")
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ModelError(
-                f"{self.name}: layer_types names {len(self.layer_types)} blocks, "
-                f"num_hidden_layers is {self.num_hidden_layers}"
-            )
+        if any(has not in (0, 1) for has in self.no_rope_layers):
+            raise ModelError(f"{self.name}: no_rope_layers must have a 0 or a 1 for each block")
+        for key in _PER_BLOCK:
+            if (names := len(getattr(self, key))) not in (0, self.num_hidden_layers):
+                raise ModelError(
+                    f"{self.name}: {key} names {names} blocks, num_hidden_layers is {self.num_hidden_layers}"
+                )
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise ModelError(f"{self.name}: layer_types asks for sliding attention without a sliding_window")
 
@@ -131,11 +137,21 @@ class ModelSpec:
         return cls(**read_config(config, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` restores an equal spec."""
-        data = asdict(self)
-        data["layer_types"] = list(self.layer_types)
-        data["rope_scaling"] = dict(self.rope_scaling)
-        return data
+        """Plain JSON values; `from_dict` restores an equal spec.
+
+        Fields added to the language later are there only where they are not at their defaults.
+        """
+        usual = {field.name: field.default for field in fields(self) if field.name in _LATER}
+        return {
+            key: value
+            for key, value in self.all_values().items()
+            if key not in usual or getattr(self, key) != usual[key]
+        }
+
+    def all_values(self) -> dict[str, Any]:
+        """Plain JSON values of all fields."""
+        lists = {key: list(getattr(self, key)) for key in _PER_BLOCK}
+        return asdict(self) | lists | {"rope_scaling": dict(self.rope_scaling)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
@@ -145,12 +161,13 @@ class ModelSpec:
         if unknown:
             raise ModelError(f"a model has no field {unknown[0]!r}; its fields are {', '.join(known)}")
         values = dict(data)
-        types, scaling = data.get("layer_types", ()), data.get("rope_scaling", {})
-        if not isinstance(types, (list, tuple)):
-            raise ModelError(f"layer_types must be a list, not {types!r}")
+        for key in _PER_BLOCK:
+            if not isinstance(listed := data.get(key, ()), (list, tuple)):
+                raise ModelError(f"{key} must be a list, not {listed!r}")
+            values[key] = tuple(listed)
+        scaling = data.get("rope_scaling", {})
         if not isinstance(scaling, Mapping):
             raise ModelError(f"rope_scaling must be a dictionary, not {scaling!r}")
-        values["layer_types"] = tuple(types)
         values["rope_scaling"] = tuple(sorted(scaling.items()))
         try:
             return cls(**values)
@@ -202,11 +219,23 @@ class ModelSpec:
         sliding = self.layer_types[i] == SLIDING if self.layer_types else self.sliding_window is not None
         return self.sliding_window if sliding else None
 
+    def has_rope(self, i: int) -> bool:
+        """Whether block i has rotary embedding."""
+        return not self.no_rope_layers or bool(self.no_rope_layers[i])
+
     def layer_kind(self, i: int) -> str:
         """Layers of one kind have the same parameters and the same computation, hence the same cost."""
-        if self.is_block(i):
-            return "block" if self.window(i) is None else "block.sliding"
-        return self.layer_name(i)
+        if not self.is_block(i):
+            return self.layer_name(i)
+        kind = "block" if self.window(i) is None else "block.sliding"
+        return kind if self.has_rope(i) else f"{kind}.no_rope"
+
+    def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
+        """The same model with these of its blocks alone."""
+        per_block: dict[str, Any] = {
+            key: tuple(found[i] for i in chosen) for key in _PER_BLOCK if (found := getattr(self, key))
+        }
+        return replace(self, num_hidden_layers=len(chosen), **per_block)
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def pointwise_bytes(
     4h          8h             two norms, read and written; gradient, input and what the input's gradient is added to
                                read, the sum written
     6h                         two residual sums, whose gradients are those of the norms' inputs
-    2(q + kv)   2(q + kv)      rotary, and back
+    2(q + kv)   2(q + kv)      rotary, and back; nothing in blocks without
     2(q + kv)   3(q + kv)      qk_norm
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
                                read, both gradients written
@@ -121,13 +121,14 @@ def pointwise_bytes(
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
     copied = summed = h + model.num_experts_per_tok * h if model.num_experts else 0
     normed = q + kv if model.qk_norm else 0
-    nbytes = (10 * h + 2 * (q + kv) + 2 * normed + 3 * f + copied + summed) * b.activation
+    turned = q + kv if model.has_rope(i) else 0
+    nbytes = (10 * h + 2 * turned + 2 * normed + 3 * f + copied + summed) * b.activation
     if not fused:
-        nbytes += _unfused_block_bytes(model, b.activation)
+        nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
         if fused:
             of_router = 3 * h if model.num_experts else 0
-            elements = 8 * h + 2 * (q + kv) + 3 * normed + 5 * f + copied + of_router + 2 * summed
+            elements = 8 * h + 2 * turned + 3 * normed + 5 * f + copied + of_router + 2 * summed
             nbytes = elements * b.activation
         else:
             nbytes *= 2
@@ -145,8 +146,8 @@ def _of_experts(model: ModelSpec, workload: Workload, i: int) -> int:
     return sum(math.prod(shape) for name, shape in trained if ".experts." in name and len(shape) == 3)
 
 
-def _unfused_block_bytes(model: ModelSpec, a: int) -> int:
-    """Bytes per token that a block's forward moves beyond fused kernels when PyTorch runs it op by op, as
+def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
+    """Bytes per token that block i's forward moves beyond fused kernels when PyTorch runs it op by op, as
     Hugging Face's layers are written (transformers, modeling_qwen2.py; modeling_llama.py is alike). `a` is the
     bytes of an activation.
 
@@ -157,7 +158,7 @@ def _unfused_block_bytes(model: ModelSpec, a: int) -> int:
     """
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     norm = 24 + 2 * a if a < FP32 else 20
-    elements = 8 * (q + kv) + 2 * f
+    elements = (8 * (q + kv) if model.has_rope(i) else 0) + 2 * f
     norms = 2 * h + (q + kv if model.qk_norm else 0)
     return norms * norm + elements * a
 
@@ -185,9 +186,9 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     Forward, which may run without saving: the larger of what lives at once in attention (normalised
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
-    Experts add their copies of the hidden state. Embedding: none forward, and what sorting the tokens takes
-    is ignored; backward, where gradients have 16 bits, the fp32 terms of some columns, sorted, and sums.
-    The optimizer's step: see `schedules.optimizer`.
+    Without rotary embedding q and k are there once. Experts add their copies of the hidden state.
+    Embedding: none forward, and what sorting the tokens takes is ignored; backward, where gradients have 16 bits, the
+    fp32 terms of some columns, sorted, and sums. The optimizer's step: see `schedules.optimizer`.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all; or a norm that is
@@ -218,10 +219,11 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         largest = min(largest, EXPERTS_CHUNK) if model.num_experts else largest
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest * workload.bytes.grad + tokens * per_token
+    turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
-        per_token = (q + kv + (2 if output else 1) * h) * a
+        per_token = (turned + (2 if output else 1) * h) * a
     else:
-        per_token = max(h + 3 * q + 3 * kv, 2 * h + 3 * f + copies) * a
+        per_token = max(h + 2 * q + 2 * kv + turned, 2 * h + 3 * f + copies) * a
     return tokens * per_token
 
 
@@ -236,6 +238,7 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         mlp = tokens * 2 * h * a + chunk * (5 * f + h) * a + sums
         attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest + max(mlp, attention)
+    turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
-        return tokens * (q + kv + 2 * h) * a + chunk * 3 * f * a if output else tokens * (q + kv + h) * a
-    return max(tokens * max(h + 3 * q + 3 * kv, 5 * h), tokens * 3 * h + chunk * 3 * f) * a
+        return tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
+    return max(tokens * max(h + 2 * q + 2 * kv + turned, 5 * h), tokens * 3 * h + chunk * 3 * f) * a

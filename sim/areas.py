@@ -48,8 +48,7 @@ class LayerAreas:
         # one block of each kind stands for all, and two micro-batches for any more
         first = sorted({model.layer_kind(i): i for i in reversed(model.blocks)}.values())
         self._stands_for = {model.layer_kind(i): place for place, i in enumerate(first)}
-        kinds = tuple(model.layer_types[i] for i in first) if model.layer_types else ()
-        small = replace(model, num_hidden_layers=len(first), layer_types=kinds)
+        small = model.of_blocks(first)
         # what is not resident takes no clipping with Muon, which costs an update next to nothing
         clip = None if workload.multiplies_to_update else workload.grad_clip
         step = replace(workload, accumulation=min(workload.accumulation, 2), grad_clip=clip)

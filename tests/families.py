@@ -12,6 +12,7 @@ LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
 YARN = (("beta_fast", 32.0), ("beta_slow", 1.0), ("factor", 8.0), ("original_max_position_embeddings", 64),
         ("rope_type", "yarn"), ("truncate", False))  # fmt: skip
 MOE = replace(presets.load("tiny-moe"), num_hidden_layers=2)
+SMOLLM3 = replace(TINY, architecture="SmolLM3ForCausalLM", no_rope_layers=(1, 0))
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -41,5 +42,13 @@ MODELS = {
     "seed-oss": replace(TINY, architecture="SeedOssForCausalLM", attention_bias=True, head_dim=32),
     "seed-oss with all biases": replace(
         TINY, architecture="SeedOssForCausalLM", attention_bias=True, attention_out_bias=True, mlp_bias=True
+    ),
+    "smollm3": replace(SMOLLM3, tie_word_embeddings=True),
+    "smollm3 with biases, and rotary everywhere": replace(
+        SMOLLM3, no_rope_layers=(), attention_bias=True, attention_out_bias=True, mlp_bias=True
+    ),
+    "smollm3 with a window": replace(SMOLLM3, sliding_window=5, layer_types=("full_attention", "sliding_attention")),
+    "smollm3 with a window and rotary": replace(
+        SMOLLM3, sliding_window=5, layer_types=("sliding_attention", "full_attention")
     ),
 }

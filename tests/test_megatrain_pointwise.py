@@ -135,7 +135,9 @@ EXPERTS = dataclasses.replace(
 
 @pytest.mark.parametrize("recompute", ["none", "pointwise"])
 @pytest.mark.parametrize(
-    "model", [MODEL, dataclasses.replace(MODEL, qk_norm=False), EXPERTS], ids=["qk_norm", "plain", "experts"]
+    "model",
+    [MODEL, dataclasses.replace(MODEL, qk_norm=False), dataclasses.replace(MODEL, no_rope_layers=(0,)), EXPERTS],
+    ids=["qk_norm", "plain", "no rope", "experts"],
 )
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
     workload = dataclasses.replace(WORKLOAD, recompute=recompute)

@@ -53,6 +53,7 @@ def test_a_model_is_shortened_to_its_first_blocks_of_every_kind() -> None:
     assert [mixed.layer_kind(i) for i in mixed.blocks[:3]] == ["block.sliding", "block", "block.sliding"]
     assert [shortened(mixed, n).num_hidden_layers for n in (1, 2, 3, 99)] == [2, 2, 3, 36]
     assert shortened(mixed, 1).layer_types == mixed.layer_types[:2]
+    assert shortened(load("smollm3-3b"), 1).no_rope_layers == (1, 1, 1, 0)
 
 
 def test_few_blocks_have_all_ops_of_a_model_that_the_host_has_no_room_for() -> None:

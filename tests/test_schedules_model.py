@@ -25,7 +25,15 @@ from schedules.flops import (
 from schedules.hf_config import ARCHITECTURES, NOT_DONE, REQUIRED, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
-from schedules.traffic import FEW_TERMS, LOSS_CHUNK_TOKENS, op_bytes, pointwise_bytes, product_bytes, workspace_bytes
+from schedules.traffic import (
+    FEW_TERMS,
+    LOSS_CHUNK_TOKENS,
+    op_bytes,
+    phases_of,
+    pointwise_bytes,
+    product_bytes,
+    workspace_bytes,
+)
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
 
 # Published totals: the parameter counts shown on the models' Hugging Face pages (safetensors metadata).
@@ -60,6 +68,7 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "seed-oss-36b": 36_151_104_512,
+    "smollm3-3b": 3_075_098_624,
 }
 OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
 
@@ -102,15 +111,32 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
     assert ModelSpec.from_dict(json.loads(json.dumps(model.to_dict()))) == model
 
 
-def test_layers_of_one_kind_cost_the_same() -> None:
-    model = presets.load("gpt-oss-20b")
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("gpt-oss-20b", ["block", "block.sliding"]), ("smollm3-3b", ["block", "block.no_rope"])],
+)
+def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
+    model = presets.load(name)
     workload = Workload(micro_batch_size=1, seq_len=512)
     cost: dict[str, set[tuple[Any, ...]]] = {}
     for i in model.layers:
         shapes = tuple(model.parameter_shapes(i).items())
-        cost.setdefault(model.layer_kind(i), set()).add((shapes, forward_flops(model, i, workload)))
-    assert set(cost) == {"embed", "block", "block.sliding", "head"}
+        amounts = [
+            (op_flops(model, i, phase, workload), op_bytes(model, i, phase, workload, fused=fused))
+            for phase in phases_of(model, i)
+            for fused in (False, True)
+        ]
+        cost.setdefault(model.layer_kind(i), set()).add((shapes, *amounts))
+    assert set(cost) == {"embed", *kinds, "head"}
     assert all(len(variants) == 1 for variants in cost.values())
+    assert len({variants.pop() for variants in cost.values()}) == len(kinds) + 2
+
+
+def test_a_model_of_some_blocks_has_their_kinds() -> None:
+    gpt, smol = presets.load("gpt-oss-20b"), presets.load("smollm3-3b")
+    assert gpt.of_blocks([1, 4]).layer_types == ("full_attention", "sliding_attention")
+    assert smol.of_blocks([3, 4]).no_rope_layers == (0, 1)
+    assert presets.load("qwen3-8b").of_blocks(range(2)).num_hidden_layers == 2
 
 
 def test_layer_numbers_and_names() -> None:
@@ -385,6 +411,7 @@ def test_a_config_without_its_class_is_known_by_its_type() -> None:
 
 NAN = float("nan")
 SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 16}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
@@ -435,6 +462,14 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout of 0.1 is not supported"),
         ({"architectures": ["SeedOssForCausalLM"]}, "attention_dropout of 0.1 is not supported: .*; 0 trains without"),
+        ({**SMOLLM3, "no_rope_layers": 3}, "no_rope_layers must be a list, not 3"),
+        ({**SMOLLM3, "no_rope_layers": [1]}, "no_rope_layers names 1 blocks, num_hidden_layers is 2"),
+        ({**SMOLLM3, "no_rope_layers": [1, 2]}, "no_rope_layers must have a 0 or a 1 for each block"),
+        ({**SMOLLM3, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number of at least 1"),
+        (
+            {**SMOLLM3, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types with 'sliding_attention' needs use_sliding_window",
+        ),
         ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
@@ -471,6 +506,10 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     assert spec(**qwen).window(1) is None
     switched_on = spec(**qwen, use_sliding_window=True)
     assert [switched_on.layer_kind(i) for i in switched_on.blocks] == ["block", "block.sliding"]
+    slid = spec(**SMOLLM3, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=16)
+    assert [slid.layer_kind(i) for i in slid.blocks] == ["block", "block.sliding.no_rope"]
+    assert spec(**SMOLLM3, no_rope_layers=[0, 1, 0]).no_rope_layers == (0, 1)
+    assert spec(no_rope_layers=[0, 1]).no_rope_layers == ()  # which a Llama has no use for
     old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
     assert old == new
@@ -608,6 +647,9 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
     assert rope == theirs.rope_parameters
+    assert [ours.has_rope(i) for i in ours.blocks] == [
+        bool(has) for has in getattr(theirs, "no_rope_layers", [1] * ours.num_hidden_layers)
+    ]
     assert [ours.window(i) is not None for i in ours.blocks] == [
         kind == "sliding_attention"
         for kind in getattr(theirs, "layer_types", None)
@@ -639,6 +681,12 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
         "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
+        "SmolLM3ForCausalLM": [
+            {"attention_bias": True},
+            {"mlp_bias": True},
+            {"no_rope_layers": [1] * model.num_hidden_layers},
+            {"use_sliding_window": True, "sliding_window": 64, "layer_types": turned},
+        ],
     }
     for changes in variants.get(model.architecture, []):
         other = ModelSpec.from_hf_config(written | changes, name)
@@ -658,6 +706,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "qwen3-30b-a3b",
         "gpt-oss-20b",
         "seed-oss-36b",
+        "smollm3-3b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
@@ -665,8 +714,9 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     folder = Path(presets.__file__).parent / "models"
     config = json.loads((folder / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:2]
+    for listed in ("layer_types", "no_rope_layers"):
+        if listed in config:
+            config[listed] = config[listed][:2]
     model = ModelSpec.from_hf_config(config, name)
     theirs_class = getattr(transformers, model.architecture)
     with torch.device("meta"):

@@ -69,6 +69,7 @@ def models(
 
 def _shape(spec: ModelSpec) -> list[list[str]]:
     sliding = [window for i in spec.blocks if (window := spec.window(i)) is not None]
+    plain = [i for i in spec.blocks if not spec.has_rope(i)]
     mlp = f"{spec.intermediate_size:,} wide"
     if spec.num_experts:
         each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
@@ -81,6 +82,7 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         ["MLP", mlp],
         ["attention", heads],
         *([["sliding window", f"{sliding[0]:,} tokens, in {len(sliding)} blocks"]] if sliding else []),
+        *([["no rotary embedding", f"in {len(plain)} blocks"]] if plain else []),
         ["vocabulary", f"{spec.vocab_size:,}"],
         ["embedding", f"{spec.params(spec.embed):,} parameters"],
         ["head", "the embedding's" if spec.tie_word_embeddings else f"{spec.params(spec.head):,} parameters"],
