@@ -46,7 +46,7 @@ def folded(source: Callable[[int], Tensor], folder: Path, model: ModelSpec) -> C
 
     def of_layer(i: int) -> Tensor:
         flat = source(i)
-        params = views(flat, model.parameter_shapes(i))
+        params = views(flat, model.stored_shapes(i))
         with safetensors.safe_open(file, framework="pt") as opened:
             for name, (down, up) in _pairs(model, i, rank, found).items():
                 a, b = opened.get_tensor(down).float(), opened.get_tensor(up).float()

@@ -1,7 +1,8 @@
 """Weights in the files of Hugging Face, where training may start.
 
 Names are those that models are published under: those of `ModelSpec.parameter_shapes` with a layer's place before
-them, but for experts, which lie in files one by one. Files are read a layer at a time; `megatrain.export` writes them.
+them, but for experts, which lie in files one by one, and for projections that are fused there. Files are read a layer
+at a time; `megatrain.export` writes them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def file_shapes(model: ModelSpec, i: int) -> dict[str, tuple[int, ...]]:
     """Name in files -> shape of each tensor that layer i is stored as, in the order in which they lie in its slab."""
     found: dict[str, tuple[int, ...]] = {}
     place, matrices = EXPERTS.get(model.architecture, ("mlp", {}))
-    for name, shape in model.parameter_shapes(i).items():
+    for name, shape in model.stored_shapes(i).items():
         stored = name.replace("mlp.", f"{place}.", 1) if name.startswith("mlp.") else name
         if not (matrices and ".experts." in name):
             found[global_name(model, i, stored)] = shape
@@ -145,6 +146,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 # What a model computes with and no tensor's shape tells; and of that, what continued training may change on purpose.
 NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
+    "partial_rotary_factor",
 )  # fmt: skip
 MAY_BE_CHANGED = ("rms_norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types")
 

@@ -158,8 +158,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
-    """Rotary embedding of x [batch, seq, heads, head_dim]; dimension j is paired with j + head_dim / 2.
+    """Rotary embedding of x [batch, seq, heads, head_dim]; dimension j is paired with j + rotary_dim / 2.
 
-    cos and sin are [seq, 1, head_dim / 2]. Only they are needed for backward.
+    cos and sin are [seq, 1, rotary_dim / 2]; what of a head comes after is left as it is. Only they are needed for
+    backward.
     """
     return _Rotate.apply(x, cos, sin, pointwise)  # type: ignore[no-any-return, no-untyped-call]

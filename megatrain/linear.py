@@ -23,21 +23,30 @@ def linear(params: Mapping[str, Tensor], name: str, x: Tensor, *, output: bool =
     return y
 
 
-def linears(params: Mapping[str, Tensor], names: Sequence[str], x: Tensor, *, output: bool = True) -> list[Tensor]:
-    """As `linear`, several of one input, whose gradients are summed by the products that make them."""
+def linears(
+    params: Mapping[str, Tensor], names: Sequence[str], x: Tensor, *, fused: str = "", output: bool = True
+) -> list[Tensor]:
+    """As `linear`, several of one input, whose gradients are summed by the products that make them.
+
+    Adapters stand beside each, or beside all as one projection, which is called `fused`.
+    """
     products = _products(
         x, [params[f"{name}.weight"] for name in names], [params.get(f"{n}.bias") for n in names], output
     )
-    return [_with_adapters(params, name, x, y, output) for name, y in zip(names, products, strict=True)]
+    beside: Sequence[Tensor | None] = [_adapters(params, name, x, output) for name in names]
+    if (of_all := _adapters(params, fused, x, output)) is not None:
+        beside = torch.split(of_all, [y.shape[-1] for y in products], dim=-1)
+    return [y if more is None else added(y, more, output) for y, more in zip(products, beside, strict=True)]
 
 
-def _with_adapters(params: Mapping[str, Tensor], name: str, x: Tensor, y: Tensor, output: bool) -> Tensor:
+def _adapters(params: Mapping[str, Tensor], name: str, x: Tensor, output: bool) -> Tensor | None:
+    """What they add to a projection's output; None where it has none."""
     if (down := params.get(f"{name}.lora_A.weight")) is None:
-        return y
+        return None
     (inner,) = _products(x, [down], [None], True)
     # scaled here, where it is narrow: by a power of two, all products have the same bits as if they were scaled later
     (outer,) = _products(LORA_SCALE * inner, [params[f"{name}.lora_B.weight"]], [None], output)
-    return added(y, outer, output)
+    return outer
 
 
 def added(a: Tensor, b: Tensor, output: bool) -> Tensor:

@@ -102,9 +102,11 @@ def weights_backward(outputs: Tensor, places: Tensor, dy: Tensor) -> Tensor:
 
 
 def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, seq, heads, head_dim] turned by [seq, 1, head_dim / 2]; with -sin, turned back."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """x [batch, seq, heads, head_dim], its first dimensions turned by [seq, 1, some / 2]; with -sin, turned back."""
+    half = cos.shape[-1]
+    left = x.shape[-1] - 2 * half
+    a, b, *rest = torch.split(x, [half, half, left] if left else half, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, *rest), dim=-1)
 
 
 def cross_entropy(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

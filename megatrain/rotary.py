@@ -13,27 +13,28 @@ from schedules.model import ModelError, ModelSpec
 
 
 def rotary_tables(model: ModelSpec, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, [seq_len, 1, head_dim / 2] each, computed in fp32.
+    """cos and sin of every position's angles, [seq_len, 1, rotary_dim / 2] each, computed in fp32.
 
     Raises ModelError for a rope_scaling that is not known.
     """
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(model))[:, None, :]
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(model, seq_len))[:, None, :]
     scale = _scale(model)
     return (angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype)
 
 
-def rotary_frequencies(model: ModelSpec) -> Tensor:
-    """Radians per position of each pair of a head's dimensions, fp32 [head_dim / 2].
+def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
+    """Radians per position of each pair of a head's dimensions, fp32 [rotary_dim / 2], in sequences of that length.
 
     Plain (Su et al., arXiv:2104.09864), "linear" (all slowed by `factor`), or "llama3": wavelengths longer
     than original / low_freq_factor positions are slowed by `factor`, those shorter than
     original / high_freq_factor are kept, and between the two the change is gradual (Llama 3.1's
     rope_scaling in config.json); or "yarn" (Peng et al., arXiv:2309.00071), as gpt-oss has it: pairs that turn
     less than beta_slow times in the original length are slowed, those that turn more than beta_fast times kept,
-    and between the two, by the pair's number, the change is gradual.
+    and between the two, by the pair's number, the change is gradual; or "longrope" (Ding et al., arXiv:2402.13753):
+    each pair is slowed by a factor of its own, one for sequences up to the original length and one for longer ones.
     Raises ModelError for another kind.
     """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
+    exponents = torch.arange(0, model.rotary_dim, 2, dtype=torch.float32) / model.rotary_dim
     plain = 1.0 / model.rope_theta**exponents
     scaling = dict(model.rope_scaling)
     kind = scaling.get("rope_type", "default")
@@ -48,6 +49,9 @@ def rotary_frequencies(model: ModelSpec) -> Tensor:
         turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return plain * (keep + (1 - keep) / float(scaling["factor"]))
+    if kind == "longrope":
+        long = seq_len > scaling["original_max_position_embeddings"]
+        return plain / torch.tensor(scaling["long_factor" if long else "short_factor"], dtype=torch.float32)
     raise ModelError(f"{model.name}: rope_scaling of type {kind!r} has no template")
 
 
@@ -56,20 +60,29 @@ def _yarn(plain: Tensor, scaling: Mapping[str, Any], model: ModelSpec) -> Tensor
 
     def pair(turns: float) -> float:
         """The number of the pair of dimensions, as a fraction, that turns so often in the original length."""
-        return model.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+        return model.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
     first, last = pair(float(scaling.get("beta_fast") or 32)), pair(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, model.head_dim - 1)
+    first, last = max(first, 0), min(last, model.rotary_dim - 1)
     numbers = torch.arange(len(plain), dtype=torch.float32)
     slowed = ((numbers - first) / max(last - first, 1e-3)).clamp(0, 1)
     return plain * (1 - slowed) + plain / float(scaling["factor"]) * slowed
 
 
 def _scale(model: ModelSpec) -> float:
-    """What the tables are multiplied by: 1, but for "yarn", which makes attention sharper the further it reaches."""
+    """What the tables are multiplied by: 1, but for "yarn" and "longrope", which make attention sharper the further it
+    reaches.
+    """
     scaling = dict(model.rope_scaling)
-    if scaling.get("rope_type") != "yarn":
+    if (kind := scaling.get("rope_type")) not in ("yarn", "longrope"):
         return 1.0
-    return float(scaling.get("attention_factor") or 0.1 * math.log(max(float(scaling["factor"]), 1.0)) + 1.0)
+    if stated := scaling.get("attention_factor"):
+        return float(stated)
+    original = float(scaling["original_max_position_embeddings"])
+    # of "longrope" transformers takes what stands beside the lists (modeling_rope_utils.py)
+    factor = max(float(scaling.get("factor") or model.max_position_embeddings / original), 1.0)
+    if kind == "yarn":
+        return 0.1 * math.log(factor) + 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original))

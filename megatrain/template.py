@@ -96,9 +96,10 @@ class Embed:
 class Block:
     """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP or a mixture.
 
-    `rotary` are the tables of cos and sin, [max seq, 1, head_dim / 2] on the device, in the compute type, None without
-    rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes them
-    again; with `mlp_chunk` the MLP keeps its input only, and is computed again in backward, that many tokens at a time.
+    `rotary` are the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type, or None
+    without rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes
+    them again; with `mlp_chunk` the MLP keeps its input only, and is computed again in backward, that many tokens at a
+    time.
     """
 
     head_dim: int
@@ -144,7 +145,7 @@ class Block:
         return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk, output=output)
 
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
-        gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x)
+        gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x, fused="mlp.gate_up_proj")
         product = swiglu(gate, up, self.pointwise)
         derived = self._derived(product, self.pointwise.swiglu_forward, gate, up)
         del gate, up  # of which a forward that saves nothing has no more use
@@ -154,7 +155,8 @@ class Block:
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in linears(params, names, x))
+        projected = linears(params, names, x, fused="self_attn.qkv_proj")
+        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in projected)
         if "self_attn.q_norm.weight" in params:
             q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
             k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
@@ -279,7 +281,7 @@ def templates(
 ) -> Templates:
     """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block.
 
-    Allocates the rotary tables: 2 x seq_len x head_dim / 2 elements on `device`, shared by all blocks.
+    Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, shared by all blocks.
     Raises ModelError for an unknown rope_scaling, and TemplateError for windows or sinks in fp32 on a GPU.
     """
     tables = rotary_tables(model, seq_len, device, dtype)

@@ -64,8 +64,7 @@ def recomputed_flops(model: ModelSpec, i: int, workload: Workload) -> int:
         return 0
     model.require_recompute("mlp")
     again = 2 * model.hidden_size * model.mlp_width
-    if workload.lora_rank is not None:
-        again += workload.lora_rank * (2 * (model.hidden_size + model.mlp_width) + model.mlp_width)
+    again += _adapter_params(model, i, workload, "mlp.") - _adapter_params(model, i, workload, BEFORE_OUTPUT)
     return 2 * workload.tokens_per_microbatch * again
 
 
@@ -77,16 +76,12 @@ def unread_flops(model: ModelSpec, workload: Workload) -> int:
     """
     if model.num_experts:
         return 0
-    per_token = model.hidden_size * model.mlp_width
-    rank = workload.lora_rank or 0
+    matrix, block = model.hidden_size * model.mlp_width, model.blocks[0]
     if workload.recompute == "mlp":
-        return (
-            2
-            * workload.tokens_per_microbatch
-            * MLP_PROJECTIONS
-            * (per_token + rank * (model.hidden_size + model.mlp_width))
-        )
-    return 2 * workload.tokens_per_microbatch * (per_token + rank * model.hidden_size)
+        per_token = MLP_PROJECTIONS * matrix + _adapter_params(model, block, workload, "mlp.")
+    else:
+        per_token = matrix + _adapter_params(model, block, workload, BEFORE_OUTPUT)
+    return 2 * workload.tokens_per_microbatch * per_token
 
 
 def loss_flops(model: ModelSpec, workload: Workload) -> int:
@@ -104,10 +99,15 @@ def model_flops_per_step(model: ModelSpec, workload: Workload) -> int:
     return workload.accumulation * once
 
 
-def _adapter_params(model: ModelSpec, i: int, workload: Workload) -> int:
+BEFORE_OUTPUT = "mlp.down_proj.lora_B."  # the adapter's matrix that only the MLP's output needs
+
+
+def _adapter_params(model: ModelSpec, i: int, workload: Workload, of: str = "") -> int:
+    """Elements of the adapters whose names begin so."""
     if workload.lora_rank is None:
         return 0
-    return sum(math.prod(shape) for shape in model.adapter_shapes(i, workload.lora_rank).values())
+    shapes = model.adapter_shapes(i, workload.lora_rank).items()
+    return sum(math.prod(shape) for name, shape in shapes if name.startswith(of))
 
 
 def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:

@@ -57,6 +57,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "no_rope_layer_interval": 4,
     },
+    "Phi3ForCausalLM": {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
 }
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
 FIXED: dict[str, dict[str, Any]] = {
@@ -64,6 +69,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
+    "Phi3ForCausalLM": {"fused_projections": True},
 }
 # Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
 # that of q, k and v is for o too.
@@ -76,6 +82,8 @@ BIASES: dict[str, tuple[str, ...]] = {
     "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
 }
 WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM")
+# These have as many key-value heads as query heads where their config is silent.
+KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM")
 # These state a window, and switch it on apart.
 SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 
@@ -88,6 +96,8 @@ ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian"
 NOT_DONE = {
     "attention_dropout": "attention here drops nothing; 0 trains without",
     "residual_dropout": "what is added to the residual is never dropped here; 0 trains without",
+    "resid_pdrop": "what is added to the residual is never dropped here; 0 trains without",
+    "embd_pdrop": "embeddings are never dropped here; 0 trains without",
     "output_router_logits": "the loss here has no term that balances experts",
     "router_jitter_noise": "routers here are given what the block before returned",
 }
@@ -97,7 +107,9 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
+    "longrope": ("short_factor", "long_factor", ORIGINAL),
 }
+ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
 
 MOST = 3.4028234663852886e38  # in fp32
@@ -123,7 +135,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         return settings[key]
 
     heads = need("num_attention_heads")
-    if architecture != "LlamaForCausalLM" and "num_key_value_heads" not in config:
+    if architecture not in KV_FOR_EACH and "num_key_value_heads" not in config:
         need("num_key_value_heads")  # transformers has a default here, but a different one in each class
     if "head_dim" not in settings:
         settings["head_dim"] = _divide(need("hidden_size"), heads, name)
@@ -131,7 +143,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         if asked := settings.get(key):
             of = "" if asked is True else f" of {asked!r}"
             raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
-    theta, scaling = _rope(settings, name)
+    theta, scaling = _rope(architecture, settings, name)
     blocks = require_few_blocks(need("num_hidden_layers"), name)
     rotated = _rotated(architecture, settings, blocks, name)
     return {
@@ -151,6 +163,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
         "no_rope_layers": rotated,
+        "partial_rotary_factor": _partial(architecture, settings),
     }
 
 
@@ -164,6 +177,7 @@ MODEL_TYPES = {
     "GptOssForCausalLM": "gpt_oss",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
 }
 SAME = (  # fields that mean the same in both
     *REQUIRED,
@@ -199,6 +213,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["layer_types"] = spec["layer_types"]
     if architecture == "SmolLM3ForCausalLM":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
+    if architecture == "Phi3ForCausalLM":
+        config["partial_rotary_factor"] = spec.get("partial_rotary_factor", 1.0)
+        config[ORIGINAL] = spec["rope_scaling"].get(ORIGINAL, spec["max_position_embeddings"])
     if architecture in SWITCHED:
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
@@ -254,7 +271,12 @@ def _count(key: str, value: Any, name: str, *, least: int = 1) -> int:
     return count
 
 
-def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+def as_pairs(scaling: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A rope_scaling as ModelSpec has it."""
+    return tuple(sorted((k, tuple(v) if k in ROPE_LISTS and isinstance(v, list) else v) for k, v in scaling.items()))
+
+
+def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
     """Base and scaling. transformers 5 writes both into `rope_parameters`, older versions apart."""
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
@@ -262,15 +284,31 @@ def _rope(settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str,
     pairs = {"rope_type" if key == "type" else key: value for key, value in scaling.items() if value is not None}
     theta = pairs.pop("rope_theta", settings.get("rope_theta", 10000.0))
     kind = pairs.get("rope_type", "default")
+    if architecture == "Phi3ForCausalLM":
+        pairs.pop("partial_rotary_factor", None)
+        kind = "longrope" if kind in ("su", "yarn") else kind  # which its first configs call it
+        if kind not in ("default", "longrope"):
+            raise ModelError(f"{name}: rope_scaling of type {kind!r} is not supported in a Phi-3, only 'longrope'")
+        pairs["rope_type"] = kind
     if kind == "default":
         return theta, ()
     if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
         pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
-    return theta, tuple(sorted(pairs.items()))
+    return theta, as_pairs(pairs)
 
 
-def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, name: str) -> None:
-    """Raises ModelError for a rope_scaling, as sorted pairs, that no layer of ours has, or that lacks a number."""
+def _partial(architecture: str, settings: Mapping[str, Any]) -> Any:
+    if architecture != "Phi3ForCausalLM":
+        return 1.0
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+
+
+def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, count: int, name: str) -> None:
+    """Raises ModelError for a rope_scaling, as sorted pairs, that no layer of ours has, or that lacks a number.
+
+    So many pairs of dimensions are turned.
+    """
     pairs = dict(scaling)
     kind = pairs.get("rope_type", "default")
     if kind == "default":
@@ -280,6 +318,10 @@ def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, name: str) ->
             f"{name}: rope_scaling of type {kind!r} is not supported; supported are default, {', '.join(ROPE_NEEDS)}"
         )
     for key, value in scaling:
+        if kind == "longrope" and key in ROPE_LISTS:
+            if not isinstance(value, tuple) or len(value) != count or not all(map(positive, value)):
+                raise ModelError(f"{name}: rope_scaling's {key} must list {count} positive finite numbers")
+            continue
         if not isinstance(value, (bool, int, float, str)):
             raise ModelError(f"{name}: rope_scaling's {key} must be a number or a word, not {value!r}")
     for key in ROPE_NEEDS[kind]:
@@ -290,6 +332,8 @@ def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, name: str) ->
             raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
     if kind == "yarn" and theta <= 1:
         raise ModelError(f"{name}: rope_theta must be above 1 where rope_scaling is of type 'yarn', not {theta!r}")
+    if kind == "longrope" and not (isinstance(pairs[ORIGINAL], int) and pairs[ORIGINAL] > 1):
+        raise ModelError(f"{name}: {ORIGINAL} must be a whole number above 1, not {pairs[ORIGINAL]!r}")
     if kind == "yarn" and (pairs.get("mscale") or pairs.get("mscale_all_dim")):  # no model that we know of has it
         raise ModelError(f"{name}: rope_scaling of type 'yarn' with mscale is not supported")
     if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
@@ -366,7 +410,7 @@ def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
                 "kernels do not agree on what it means"
             )
         return {}
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM"):
         return {"sliding_window": window}
     if types is None:
         sliding = _sliding(architecture, settings, rotated, name)

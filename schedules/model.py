@@ -15,7 +15,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from schedules.hf_config import ARCHITECTURES, ModelError, check_rope, positive, read_config, require_few_blocks
+from schedules.hf_config import (
+    ARCHITECTURES,
+    ModelError,
+    as_pairs,
+    check_rope,
+    positive,
+    read_config,
+    require_few_blocks,
+)
 from schedules.whole_numbers import fault
 from schedules.words import plain
 from schedules.workload import RECOMPUTED, Workload
@@ -25,7 +33,10 @@ __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
-_LATER = ("no_rope_layers",)  # fields that files written before them lack
+# Of one input, and in some families' files one matrix.
+FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+# Fields that files written before them lack.
+_LATER = ("no_rope_layers", "partial_rotary_factor", "fused_projections")
 _PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
 
 
@@ -38,7 +49,8 @@ class ModelSpec:
     over each query and key head; `attention_sinks` is one learned logit per head. `layer_types` names each
     block's attention; empty means all blocks alike, sliding if `sliding_window` is set. `no_rope_layers` has a 0
     for each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is
-    the config's dictionary as sorted pairs; it changes no cost. Raises ModelError when a value has no
+    the config's dictionary as sorted pairs, lists as tuples; it changes no cost. With `fused_projections` q, k and v
+    are one matrix in files and beside LoRA's adapters, and so are gate and up. Raises ModelError when a value has no
     meaning.
     """
 
@@ -71,6 +83,8 @@ class ModelSpec:
     rope_scaling: tuple[tuple[str, Any], ...] = ()
     hidden_act: str = "silu"
     no_rope_layers: tuple[int, ...] = ()
+    partial_rotary_factor: float = 1.0
+    fused_projections: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,11 +99,18 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ModelError(f"{self.name}: head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            raise ModelError(
+                f"{self.name}: partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
+                f"{self.head_dim} dimensions; rotary embedding needs pairs of them"
+            )
+        if self.fused_projections and (self.attention_bias or self.mlp_bias or self.num_experts):
+            raise ModelError(f"{self.name}: fused_projections with biases or experts are not supported")
         if self.hidden_act != "silu":
             raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only 'silu'")
         self._check_experts()
         self._check_attention()
-        check_rope(self.rope_scaling, self.rope_theta, self.name)
+        check_rope(self.rope_scaling, self.rope_theta, self.rotary_dim // 2, self.name)
 
     def _check_type(self, name: str, kind: str, value: object) -> None:
         optional = name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -151,7 +172,8 @@ class ModelSpec:
     def all_values(self) -> dict[str, Any]:
         """Plain JSON values of all fields."""
         lists = {key: list(getattr(self, key)) for key in _PER_BLOCK}
-        return asdict(self) | lists | {"rope_scaling": dict(self.rope_scaling)}
+        scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in self.rope_scaling}
+        return asdict(self) | lists | {"rope_scaling": scaling}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
@@ -168,7 +190,7 @@ class ModelSpec:
         scaling = data.get("rope_scaling", {})
         if not isinstance(scaling, Mapping):
             raise ModelError(f"rope_scaling must be a dictionary, not {scaling!r}")
-        values["rope_scaling"] = tuple(sorted(scaling.items()))
+        values["rope_scaling"] = as_pairs(scaling)
         try:
             return cls(**values)
         except TypeError as error:  # what dataclasses raise for a field left out
@@ -257,7 +279,8 @@ class ModelSpec:
         """Name within the layer -> shape, in the order in which they lie in the layer's slab.
 
         Names and shapes are those of the modules of Hugging Face transformers 5, where a layer's experts are
-        stacked in one tensor. A tied head has no projection of its own.
+        stacked in one tensor; but for `fused_projections`, see `stored_shapes`. A tied head has no projection of its
+        own.
         """
         h, v = self.hidden_size, self.vocab_size
         if i == self.embed:
@@ -314,6 +337,23 @@ class ModelSpec:
             shapes["mlp.experts.down_proj_bias"] = (n, h)
         return shapes
 
+    def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        """As `parameter_shapes`, with what `fused_projections` makes one matrix: its parts lie in a row as it is."""
+        if not self.fused_projections:
+            return self.parameter_shapes(i)
+        whole = {
+            f"{fused.split('.')[0]}.{part}.weight": f"{fused}.weight"
+            for fused, parts in FUSED.items()
+            for part in parts
+        }
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.parameter_shapes(i).items():
+            if (fused := whole.get(name)) is None:
+                found[name] = shape
+            else:
+                found[fused] = (found.get(fused, (0,))[0] + shape[0], *shape[1:])
+        return found
+
     def adapter_shapes(self, i: int, rank: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of LoRA's adapters of that rank in layer i.
 
@@ -321,7 +361,7 @@ class ModelSpec:
         Experts, which are stacked, the router, the embedding and the head have none.
         """
         found: dict[str, tuple[int, ...]] = {}
-        for name, shape in self.parameter_shapes(i).items() if self.is_block(i) else ():
+        for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
             if name.endswith("_proj.weight") and len(shape) == 2:
                 projection = name.removesuffix("weight")
                 found[f"{projection}lora_A.weight"] = (rank, shape[1])
@@ -352,6 +392,11 @@ class ModelSpec:
     def kv_width(self) -> int:
         """Elements of one token's keys, and of its values."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of a head's dimensions those, the first, that rotary embedding turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def mlp_width(self) -> int:
@@ -398,8 +443,10 @@ class ModelSpec:
             elements += (2 if workload.recompute == "none" else 1) * k * h
             words += self.num_experts + 3 * k
         if workload.lora_rank is not None:
-            count = len(self.adapter_shapes(i, workload.lora_rank)) // 2
-            elements += workload.lora_rank * (count - (MLP_PROJECTIONS if workload.recompute == "mlp" else 0))
+            kept = [name for name in self.adapter_shapes(i, workload.lora_rank) if name.endswith("lora_A.weight")]
+            if workload.recompute == "mlp":
+                kept = [name for name in kept if not name.startswith("mlp.")]
+            elements += workload.lora_rank * len(kept)
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
 
 

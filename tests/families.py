@@ -12,6 +12,9 @@ LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
 YARN = (("beta_fast", 32.0), ("beta_slow", 1.0), ("factor", 8.0), ("original_max_position_embeddings", 64),
         ("rope_type", "yarn"), ("truncate", False))  # fmt: skip
 MOE = replace(presets.load("tiny-moe"), num_hidden_layers=2)
+LONGROPE = (("long_factor", (1.5, 4.0, 9.0)), ("original_max_position_embeddings", 16), ("rope_type", "longrope"),
+            ("short_factor", (1.0, 1.25, 2.0)))  # fmt: skip
+PHI3 = replace(TINY, architecture="Phi3ForCausalLM", fused_projections=True)
 SMOLLM3 = replace(TINY, architecture="SmolLM3ForCausalLM", no_rope_layers=(1, 0))
 MODELS = {
     "llama": TINY,
@@ -50,5 +53,19 @@ MODELS = {
     "smollm3 with a window": replace(SMOLLM3, sliding_window=5, layer_types=("full_attention", "sliding_attention")),
     "smollm3 with a window and rotary": replace(
         SMOLLM3, sliding_window=5, layer_types=("sliding_attention", "full_attention")
+    ),
+    "phi3": replace(PHI3, sliding_window=5),
+    "phi4-mini, in short sequences": replace(
+        PHI3, partial_rotary_factor=0.75, rope_scaling=LONGROPE, tie_word_embeddings=True
+    ),
+    "phi4-mini, in long sequences": replace(
+        PHI3,
+        partial_rotary_factor=0.75,
+        rope_scaling=tuple(
+            (key, 15 if key == "original_max_position_embeddings" else value) for key, value in LONGROPE
+        ),
+    ),
+    "phi3 with a factor": replace(
+        PHI3, partial_rotary_factor=0.75, rope_scaling=tuple(sorted((*LONGROPE, ("factor", 4.0))))
     ),
 }

@@ -77,6 +77,23 @@ def test_the_product_of_each_pair_is_added_to_its_matrix(
             torch.testing.assert_close(after[name], right)
 
 
+def test_adapters_beside_fused_projections_are_folded_as_one(tmp_path: Path) -> None:
+    model = replace(TINY, architecture="Phi3ForCausalLM", fused_projections=True)
+    begun = initial.random_adapters(model, RANK, 0)
+    export.write(tmp_path, model, replace(STEP, lora_rank=RANK), lambda i: torch.randn_like(begun(i)))
+    assert json.loads((tmp_path / hf.ADAPTER_CONFIG).read_text())["target_modules"] == [
+        "down_proj", "gate_up_proj", "o_proj", "qkv_proj",
+    ]  # fmt: skip
+    of = load_file(tmp_path / hf.ADAPTER_WEIGHTS)
+    place = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    product = LORA_SCALE * of[f"{place}.lora_B.weight"] @ of[f"{place}.lora_A.weight"]
+    before, after = (views(source(1), model.parameter_shapes(1)) for source in (START, folded(START, tmp_path, model)))
+    parts = product.split([before[f"self_attn.{letter}_proj.weight"].shape[0] for letter in "qkv"])
+    for letter, part in zip("qkv", parts, strict=True):
+        name = f"self_attn.{letter}_proj.weight"
+        torch.testing.assert_close(after[name], before[name] + part)
+
+
 def test_folded_adapters_compute_what_they_do_beside_the_weights(tmp_path: Path) -> None:
     folder = written(tmp_path, scaled=0.3)
     of = load_file(folder / hf.ADAPTER_WEIGHTS)

@@ -39,18 +39,21 @@ def schedule(model: ModelSpec = MODEL, **knobs: int) -> Schedule:
     return policies.build("lora_streamed", model, workload(), ROOM, **{"rank": 4, **knobs})
 
 
-def test_adapters_do_what_weights_with_their_product_added_would_do() -> None:
-    block = templates(MODEL, seq_len=16, device=CPU, dtype=torch.float32).blocks[MODEL.layer_kind(0)]
-    params = views(initial.random_parameters(MODEL, 0)(0), MODEL.parameter_shapes(0))
-    adapters = views(0.1 * torch.randn(trained.params(MODEL, workload(lora_rank=4), 0)), MODEL.adapter_shapes(0, 4))
-    merged = dict(params)
-    for name in params:
+@pytest.mark.parametrize("fused", [False, True])
+def test_adapters_do_what_weights_with_their_product_added_would_do(fused: bool) -> None:
+    model = replace(MODEL, fused_projections=fused)
+    block = templates(model, seq_len=16, device=CPU, dtype=torch.float32).blocks[model.layer_kind(0)]
+    flat = initial.random_parameters(model, 0)(0)
+    adapters = views(0.1 * torch.randn(trained.params(model, workload(lora_rank=4), 0)), model.adapter_shapes(0, 4))
+    merged = flat.clone()
+    for name, weight in views(merged, model.stored_shapes(0)).items():
         if (down := adapters.get(f"{name.removesuffix('weight')}lora_A.weight")) is not None:
             up = adapters[f"{name.removesuffix('weight')}lora_B.weight"]
-            merged[name] = params[name] + LORA_SCALE * up @ down
-    assert len(adapters) == 2 * 7
-    x = torch.randn(2, 16, MODEL.hidden_size)
-    found, right = block.forward({**params, **adapters}, x), block.forward(merged, x)
+            weight += LORA_SCALE * up @ down
+    assert len(adapters) == 2 * (4 if fused else 7)
+    params, together = (views(values, model.parameter_shapes(0)) for values in (flat, merged))
+    x = torch.randn(2, 16, model.hidden_size)
+    found, right = block.forward({**params, **adapters}, x), block.forward(together, x)
     assert not torch.allclose(right, block.forward(params, x), atol=1e-2)
     assert torch.allclose(found, right, rtol=1e-4, atol=1e-4)
 

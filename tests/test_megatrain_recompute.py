@@ -22,7 +22,7 @@ from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained
 from schedules.flops import attention_flops, model_flops_per_step, op_flops
-from schedules.model import ModelError
+from schedules.model import ModelError, ModelSpec
 from schedules.op import Kind, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.verify import verify
@@ -33,6 +33,7 @@ from sim.prediction import peak_bytes
 CPU = torch.device("cpu")
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
 MODEL = small()
+VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projections=True)}
 HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
 POLICIES: dict[str, dict[str, Any]] = {
     "resident": {"keep": 2},
@@ -237,39 +238,43 @@ def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> No
 @pytest.mark.parametrize("output", [True, False])
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("mode", RECOMPUTED)
-def test_what_is_counted_is_what_is_multiplied(mode: str, rank: int | None, output: bool) -> None:
+@pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS)
+def test_what_is_counted_is_what_is_multiplied(model: ModelSpec, mode: str, rank: int | None, output: bool) -> None:
     work = workload(recompute=mode, lora_rank=rank)
-    shapes = MODEL.parameter_shapes(0) | ({} if rank is None else MODEL.adapter_shapes(0, rank))
-    names = shapes.keys() - (MODEL.parameter_shapes(0).keys() if rank else set())
+    shapes = model.parameter_shapes(0) | ({} if rank is None else model.adapter_shapes(0, rank))
+    names = shapes.keys() - (model.parameter_shapes(0).keys() if rank else set())
     layers = templates(
-        MODEL, seq_len=16, device=CPU, dtype=torch.float32, pointwise_again=mode != "none",
+        model, seq_len=16, device=CPU, dtype=torch.float32, pointwise_again=mode != "none",
         mlp_chunk=8 if mode == "mlp" else None,
     )  # fmt: skip
     params = {name: torch.randn(shape) for name, shape in shapes.items()}
-    x = torch.randn(2, 16, MODEL.hidden_size)
+    x = torch.randn(2, 16, model.hidden_size)
     with FlopCounterMode(display=False) as ran:
-        _, saved = autograd.forward(layers.blocks[MODEL.layer_kind(0)], params, x, trained=names, output=output)
-    attention = attention_flops(MODEL, 0, work)  # which the counter does not know on the CPU
-    assert ran.get_total_flops() == op_flops(MODEL, 0, Phase.RECOMPUTE, work, output=output) - attention
-    assert saved.nbytes == MODEL.saved_bytes(0, work)
+        _, saved = autograd.forward(layers.blocks[model.layer_kind(0)], params, x, trained=names, output=output)
+    attention = attention_flops(model, 0, work)  # which the counter does not know on the CPU
+    assert ran.get_total_flops() == op_flops(model, 0, Phase.RECOMPUTE, work, output=output) - attention
+    assert saved.nbytes == model.saved_bytes(0, work)
     grads = {name: torch.empty(shapes[name]) for name in names}
     with FlopCounterMode(display=False) as ran:
         autograd.backward(saved, params, x, x, {name: Sink(grad, False) for name, grad in grads.items()})
-    assert ran.get_total_flops() == op_flops(MODEL, 0, Phase.BACKWARD, work) - 2 * attention
+    assert ran.get_total_flops() == op_flops(model, 0, Phase.BACKWARD, work) - 2 * attention
 
 
 @pytest.mark.parametrize("mode", RECOMPUTED)
-def test_a_block_run_for_its_activations_alone_has_the_gradients_of_one_run_for_all(mode: str) -> None:
+@pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS)
+def test_a_block_run_for_its_activations_alone_has_the_gradients_of_one_run_for_all(
+    model: ModelSpec, mode: str
+) -> None:
     layers = templates(
-        MODEL, seq_len=16, device=CPU, dtype=torch.bfloat16, pointwise_again=mode != "none",
+        model, seq_len=16, device=CPU, dtype=torch.bfloat16, pointwise_again=mode != "none",
         mlp_chunk=8 if mode == "mlp" else None,
     )  # fmt: skip
-    shapes = MODEL.parameter_shapes(0)
-    flat = torch.randn(MODEL.params(0)).mul(0.2).bfloat16()
-    x, dy = (torch.randn(2, 16, MODEL.hidden_size).bfloat16() for _ in range(2))
+    shapes = model.parameter_shapes(0)
+    flat = torch.randn(model.params(0)).mul(0.2).bfloat16()
+    x, dy = (torch.randn(2, 16, model.hidden_size).bfloat16() for _ in range(2))
     found = []
     for output in (True, False):
-        y, saved = autograd.forward(layers.blocks[MODEL.layer_kind(0)], views(flat, shapes), x, output=output)
+        y, saved = autograd.forward(layers.blocks[model.layer_kind(0)], views(flat, shapes), x, output=output)
         assert y.shape == x.shape and y.untyped_storage().nbytes() == (x.nbytes if output else x.itemsize)
         grad = torch.empty_like(flat)
         dx = autograd.backward(saved, views(flat, shapes), x, dy, sinks(grad, shapes, accumulate=False))

@@ -96,7 +96,7 @@ def test_rms_norm_of_bf16_is_rounded_once():
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    angles = torch.outer(torch.arange(9.0), rotary_frequencies(spec(head_dim=8)))[:, None, :].double()
+    angles = torch.outer(torch.arange(9.0), rotary_frequencies(spec(head_dim=8), 9))[:, None, :].double()
     cos, sin = angles.cos(), angles.sin()
     q, k = (randn(8, seed=s).expand(1, 9, 1, 8) for s in (0, 1))
     rq, rk = rotate(q, cos, sin)[0, :, 0], rotate(k, cos, sin)[0, :, 0]
@@ -109,8 +109,8 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 
 
 def test_llama3_slows_long_wavelengths_keeps_short_ones_and_blends_between():
-    plain = rotary_frequencies(spec(head_dim=128, rope_theta=500000.0))
-    slowed = rotary_frequencies(scaled(LLAMA3, head_dim=128, rope_theta=500000.0))
+    plain = rotary_frequencies(spec(head_dim=128, rope_theta=500000.0), 9)
+    slowed = rotary_frequencies(scaled(LLAMA3, head_dim=128, rope_theta=500000.0), 9)
     for before, after in zip(plain.tolist(), slowed.tolist(), strict=True):
         wavelength = 2 * math.pi / before
         if wavelength < 8192 / 4:
@@ -122,8 +122,8 @@ def test_llama3_slows_long_wavelengths_keeps_short_ones_and_blends_between():
             expected = (1 - keep) * before / 8 + keep * before
         assert after == pytest.approx(expected, rel=1e-5)
     assert plain[0] == slowed[0] == 1.0 and slowed[-1] == pytest.approx(float(plain[-1]) / 8)
-    linear = rotary_frequencies(scaled({"rope_type": "linear", "factor": 2.0}, head_dim=128))
-    assert torch.equal(linear * 2, rotary_frequencies(spec(head_dim=128)))
+    linear = rotary_frequencies(scaled({"rope_type": "linear", "factor": 2.0}, head_dim=128), 9)
+    assert torch.equal(linear * 2, rotary_frequencies(spec(head_dim=128), 9))
 
 
 # ---- block
@@ -142,9 +142,9 @@ def reference_block(model, p, x):
         return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
 
     def rope(x):
-        turn = torch.complex(*rotary_tables(model, seq, CPU, x.dtype))
-        z = torch.complex(*x.chunk(2, -1)) * turn
-        return torch.cat((z.real, z.imag), -1)
+        turn, turned = torch.complex(*rotary_tables(model, seq, CPU, x.dtype)), model.rotary_dim
+        z = torch.complex(*x[..., :turned].chunk(2, -1)) * turn
+        return torch.cat((z.real, z.imag, x[..., turned:]), -1) if model.has_rope(0) else x
 
     y = norm(x, p["input_layernorm.weight"])
     q = linear("self_attn.q_proj", y).view(batch, seq, heads, d)
@@ -210,6 +210,8 @@ MODELS = {
     "sinks": spec(attention_sinks=True),
     "sinks and a window": spec(attention_sinks=True, sliding_window=3),
     "yarn": scaled(YARN | {"original_max_position_embeddings": 4, "truncate": False}),
+    "smollm3": spec(no_rope_layers=(0, 1)),
+    "phi3": spec(partial_rotary_factor=0.7, fused_projections=True),
     "mixtral": spec(**EXPERTS),
     "qwen3-moe": spec(**EXPERTS, qk_norm=True, norm_topk_prob=False),
     "one expert each": spec(**EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=False),

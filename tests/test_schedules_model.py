@@ -69,6 +69,8 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "seed-oss-36b": 36_151_104_512,
     "smollm3-3b": 3_075_098_624,
+    "phi-4": 14_659_507_200,
+    "phi-3-mini-4k": 3_821_079_552,
 }
 OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
 
@@ -195,6 +197,23 @@ def test_expert_flops_count_the_router_and_the_chosen_experts() -> None:
     dense, mixture = spec(), experts()
     extra = forward_flops(mixture, 0, WORKLOAD) - forward_flops(dense, 0, WORKLOAD)
     assert extra == 2 * 24 * (3 * 32 * 48 + 32 * 8)  # one more expert than the dense MLP, and the router
+
+
+def test_fused_projections_are_one_in_files_and_beside_adapters() -> None:
+    model, fused = spec(), spec(**PHI3)
+    assert fused.parameter_shapes(0) == model.parameter_shapes(0)
+    assert fused.stored_shapes(0) == {
+        "input_layernorm.weight": (32,),
+        "self_attn.qkv_proj.weight": (32 + 2 * 16, 32),
+        "self_attn.o_proj.weight": (32, 32),
+        "post_attention_layernorm.weight": (32,),
+        "mlp.gate_up_proj.weight": (2 * 48, 32),
+        "mlp.down_proj.weight": (32, 48),
+    }
+    assert len(fused.adapter_shapes(0, 3)) == 2 * 4
+    assert fused.adapter_shapes(0, 3)["mlp.gate_up_proj.lora_B.weight"] == (2 * 48, 3)
+    with pytest.raises(ModelError, match="fused_projections with biases"):
+        dataclasses.replace(fused, attention_bias=True)
 
 
 def test_adapters_stand_beside_projections_and_nowhere_else() -> None:
@@ -411,6 +430,8 @@ def test_a_config_without_its_class_is_known_by_its_type() -> None:
 
 NAN = float("nan")
 SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 16}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [1, 2, 4, 8]}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
@@ -470,6 +491,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             {**SMOLLM3, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
             "layer_types with 'sliding_attention' needs use_sliding_window",
         ),
+        ({**PHI3, "resid_pdrop": 0.1}, "resid_pdrop of 0.1 is not supported"),
+        ({**PHI3, "embd_pdrop": 0.1}, "embd_pdrop of 0.1 is not supported"),
+        ({**PHI3, "partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 turns 3 of 8 dimensions"),
+        ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 turns 12 of 8 dimensions"),
+        ({**PHI3, "rope_scaling": {"type": "su", "short_factor": [1] * 4}}, "'longrope' lacks 'long_factor'"),
+        ({**PHI3, "rope_scaling": LONGROPE | {"long_factor": [1] * 5}}, "long_factor must list 4 positive finite num"),
+        ({**PHI3, "rope_scaling": LONGROPE | {"long_factor": 2}}, "long_factor must list 4 positive finite numbers"),
+        ({**PHI3, "rope_scaling": LONGROPE | {"short_factor": [1, 1, 1, 0]}}, "short_factor must list 4 positive"),
+        ({**PHI3, "rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "must be a whole number above 1"),
         ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
@@ -509,6 +539,11 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     slid = spec(**SMOLLM3, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=16)
     assert [slid.layer_kind(i) for i in slid.blocks] == ["block", "block.sliding.no_rope"]
     assert spec(**SMOLLM3, no_rope_layers=[0, 1, 0]).no_rope_layers == (0, 1)
+    phi = spec(**PHI3, rope_scaling=LONGROPE | {"type": "su"}, partial_rotary_factor=1.0, max_position_embeddings=512)
+    read = dict(phi.rope_scaling)
+    assert (read["rope_type"], read["long_factor"], read["original_max_position_embeddings"]) == (
+        "longrope", (1, 2, 4, 8), 4096,
+    )  # fmt: skip
     assert spec(no_rope_layers=[0, 1]).no_rope_layers == ()  # which a Llama has no use for
     old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
@@ -646,7 +681,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         assert getattr(ours, field) == getattr(theirs, field, None), field
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
-    assert rope == theirs.rope_parameters
+    assert rope == {key: value for key, value in theirs.rope_parameters.items() if key != "partial_rotary_factor"}
+    assert ours.partial_rotary_factor == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     assert [ours.has_rope(i) for i in ours.blocks] == [
         bool(has) for has in getattr(theirs, "no_rope_layers", [1] * ours.num_hidden_layers)
     ]
@@ -662,6 +698,10 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
 def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict[str, Any]) -> None:
     config = CONFIG | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
+    if scaling and architecture == "Phi3ForCausalLM":
+        with pytest.raises(ModelError, match="'linear' is not supported in a Phi-3"):
+            ModelSpec.from_hf_config(config | more, "small")
+        return
     model = ModelSpec.from_hf_config(config | more, "small")
     assert dict(model.rope_scaling) == scaling
     assert ModelSpec.from_hf_config(write_config(model.to_dict()), "small") == model
@@ -707,6 +747,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "gpt-oss-20b",
         "seed-oss-36b",
         "smollm3-3b",
+        "phi-3-mini-4k",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
@@ -725,13 +766,13 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         ("lm_head.weight" if key == "lm_head.weight" else f"model.{prefix}{key}"): shape
         for i in model.layers
         for prefix in [f"layers.{i}." if i in model.blocks else ""]
-        for key, shape in model.parameter_shapes(i).items()
+        for key, shape in model.stored_shapes(i).items()
     }
     assert ours == {key: tuple(value.shape) for key, value in theirs.named_parameters()}
     assert model.total_params == sum(value.numel() for value in theirs.parameters())
     assert model.head_dim == theirs.model.layers[0].self_attn.head_dim
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
-    if model.architecture != "MistralForCausalLM":  # which builds the window into its mask
+    if model.architecture not in ("MistralForCausalLM", "Phi3ForCausalLM"):  # which build the window into their mask
         assert windows == [model.window(i) for i in model.blocks]
 
 
