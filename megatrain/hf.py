@@ -148,7 +148,9 @@ NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
     "partial_rotary_factor",
 )  # fmt: skip
-MAY_BE_CHANGED = ("rms_norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types")
+MAY_BE_CHANGED = (
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",
+)  # fmt: skip
 
 
 def _require_same(config: dict[str, Any], folder: Path, model: ModelSpec) -> None:

@@ -12,13 +12,16 @@ from torch import Tensor
 from schedules.model import ModelError, ModelSpec
 
 
-def rotary_tables(model: ModelSpec, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    model: ModelSpec, seq_len: int, device: torch.device, dtype: torch.dtype, *, theta: float | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, [seq_len, 1, rotary_dim / 2] each, computed in fp32.
 
-    Raises ModelError for a rope_scaling that is not known.
+    With `theta` plain, of that base. Raises ModelError for a rope_scaling that is not known.
     """
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(model, seq_len))[:, None, :]
-    scale = _scale(model)
+    frequencies = rotary_frequencies(model, seq_len) if theta is None else _plain(model, theta)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)[:, None, :]
+    scale = _scale(model) if theta is None else 1.0
     return (angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype)
 
 
@@ -34,8 +37,7 @@ def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
     each pair is slowed by a factor of its own, one for sequences up to the original length and one for longer ones.
     Raises ModelError for another kind.
     """
-    exponents = torch.arange(0, model.rotary_dim, 2, dtype=torch.float32) / model.rotary_dim
-    plain = 1.0 / model.rope_theta**exponents
+    plain = _plain(model, model.rope_theta)
     scaling = dict(model.rope_scaling)
     kind = scaling.get("rope_type", "default")
     if kind == "default":
@@ -53,6 +55,10 @@ def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
         long = seq_len > scaling["original_max_position_embeddings"]
         return plain / torch.tensor(scaling["long_factor" if long else "short_factor"], dtype=torch.float32)
     raise ModelError(f"{model.name}: rope_scaling of type {kind!r} has no template")
+
+
+def _plain(model: ModelSpec, theta: float) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, model.rotary_dim, 2, dtype=torch.float32) / model.rotary_dim)
 
 
 def _yarn(plain: Tensor, scaling: Mapping[str, Any], model: ModelSpec) -> Tensor:

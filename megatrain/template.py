@@ -26,7 +26,7 @@ from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
-from schedules.model import ModelSpec
+from schedules.model import ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
 CAUSAL = Attention()
@@ -94,7 +94,7 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """A pre-norm decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP or a mixture.
+    """A decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP or a mixture.
 
     `rotary` are the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type, or None
     without rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes
@@ -103,6 +103,7 @@ class Block:
     """
 
     head_dim: int
+    norms: Norms
     eps: float
     rotary: tuple[Tensor, Tensor] | None
     attention: Attention = CAUSAL
@@ -121,17 +122,27 @@ class Block:
 
         Without `output` only what backward reads is computed, and the result has no values.
         """
-        x, branch = self._after_norm(x, params["input_layernorm.weight"], lambda y: self._attention(params, y))
-        x = x + branch
+        norms = self.norms
+        x, branch = self._before(x, params, norms.before_attention, lambda y: self._attention(params, y))
+        x = x + self._after(branch, params, norms.after_attention)
         del branch  # which the MLP would not need beside it
-        norm = params["post_attention_layernorm.weight"]
-        x, branch = self._after_norm(x, norm, lambda y: self._mlp(params, y, output))
-        return added(x, branch, output)
+        read = output or norms.after_mlp is not None
+        x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
+        return added(x, self._after(branch, params, norms.after_mlp), output)
 
-    def _after_norm(self, x: Tensor, weight: Tensor, branch: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _before(
+        self, x: Tensor, params: Mapping[str, Tensor], norm: str | None, branch: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """x, and what a branch makes of it, normalised where it is to be."""
+        if norm is None:
+            return x, branch(x)
+        weight = params[f"{norm}.weight"]
         x, normed = norm_beside(x, weight, self.eps, self.pointwise)
         with self._derived(normed, lambda x, weight: self.pointwise.rms_forward(x, weight, self.eps)[0], x, weight):
             return x, branch(normed)
+
+    def _after(self, branch: Tensor, params: Mapping[str, Tensor], norm: str | None) -> Tensor:
+        return branch if norm is None else rms_norm(branch, params[f"{norm}.weight"], self.eps, self.pointwise)
 
     def _derived(self, t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
         return again(t, make, *inputs) if self.pointwise_again else nullcontext()
@@ -155,11 +166,13 @@ class Block:
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        projected = linears(params, names, x, fused="self_attn.qkv_proj")
-        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in projected)
+        q, k, v = linears(params, names, x, fused="self_attn.qkv_proj")
         if "self_attn.q_norm.weight" in params:
-            q = rms_norm(q, params["self_attn.q_norm.weight"], self.eps, self.pointwise)
-            k = rms_norm(k, params["self_attn.k_norm.weight"], self.eps, self.pointwise)
+            q, k = (
+                rms_norm(y.view(batch, seq, -1, len(weight)), weight, self.eps, self.pointwise)  # by head or by token
+                for y, weight in ((q, params["self_attn.q_norm.weight"]), (k, params["self_attn.k_norm.weight"]))
+            )
+        q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
         if self.rotary is not None:
             if seq > (prepared := len(self.rotary[0])):
                 raise TemplateError(f"a sequence of {seq} tokens is longer than the {prepared} prepared for")
@@ -281,12 +294,16 @@ def templates(
 ) -> Templates:
     """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block.
 
-    Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, shared by all blocks.
+    Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, shared by all blocks, but for those
+    with a window, if they have a base of their own.
     Raises ModelError for an unknown rope_scaling, and TemplateError for windows or sinks in fp32 on a GPU.
     """
     tables = rotary_tables(model, seq_len, device, dtype)
+    own = model.rope_local_base_freq
+    local = tables if own is None else rotary_tables(model, seq_len, device, dtype, theta=own)
     block = Block(
         head_dim=model.head_dim,
+        norms=model.norms,
         eps=model.rms_norm_eps,
         rotary=tables,
         mixture=_mixture(model, pointwise) if model.num_experts else None,
@@ -301,7 +318,7 @@ def templates(
             kind: replace(
                 block,
                 attention=_attention(model, i, seq_len, device, dtype),
-                rotary=tables if model.has_rope(i) else None,
+                rotary=None if not model.has_rope(i) else tables if model.window(i) is None else local,
             )
             for kind, i in sorted(of_kind.items())
         },

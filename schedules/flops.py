@@ -72,9 +72,9 @@ def unread_flops(model: ModelSpec, workload: Workload) -> int:
     """The part of a block's forward FLOPs that only its output needs, and nothing that it keeps.
 
     The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
-    computes it again. None with experts, whose outputs are kept.
+    computes it again. None where backward reads that output.
     """
-    if model.num_experts:
+    if model.keeps_mlp_output:
         return 0
     matrix, block = model.hidden_size * model.mlp_width, model.blocks[0]
     if workload.recompute == "mlp":

@@ -62,7 +62,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
+    "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
 }
+OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
 FIXED: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"attention_bias": True},
@@ -70,6 +79,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
     "Phi3ForCausalLM": {"fused_projections": True},
+    "Olmo2ForCausalLM": OLMO,
+    "Olmo3ForCausalLM": OLMO,
 }
 # Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
 # that of q, k and v is for o too.
@@ -80,10 +91,14 @@ BIASES: dict[str, tuple[str, ...]] = {
     "GptOssForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
     "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
+    "Olmo2ForCausalLM": ("attention_bias",),
+    "Olmo3ForCausalLM": ("attention_bias",),
 }
-WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM")
+WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM")
+# Blocks of these without a window have one rotary embedding, those with a window another.
+TWO_ROPES = ("Olmo3ForCausalLM",)
 # These have as many key-value heads as query heads where their config is silent.
-KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM")
+KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 # These state a window, and switch it on apart.
 SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 
@@ -143,6 +158,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         if asked := settings.get(key):
             of = "" if asked is True else f" of {asked!r}"
             raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
+    local = None
+    if architecture in TWO_ROPES:
+        settings, local = _apart(settings, name)
     theta, scaling = _rope(architecture, settings, name)
     blocks = require_few_blocks(need("num_hidden_layers"), name)
     rotated = _rotated(architecture, settings, blocks, name)
@@ -157,6 +175,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
+        "rope_local_base_freq": local,
         "hidden_act": settings.get("hidden_act", "silu"),
         **FIXED.get(architecture, {}),
         **_biases(architecture, settings),
@@ -178,6 +197,8 @@ MODEL_TYPES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
 }
 SAME = (  # fields that mean the same in both
     *REQUIRED,
@@ -209,7 +230,13 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
     config |= {key: spec[key] for key in BIASES.get(architecture, ())}
     config |= {key: 0.0 for key in NOT_DONE if key in ARCHITECTURES[architecture]}  # silent, it would ask for them
-    if architecture == "GptOssForCausalLM":
+    if architecture in TWO_ROPES:
+        theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
+        config["rope_parameters"] = {
+            "full_attention": {**scaling, "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": spec["rope_local_base_freq"]},
+        }
+    if architecture == "GptOssForCausalLM" or architecture in TWO_ROPES:
         config["layer_types"] = spec["layer_types"]
     if architecture == "SmolLM3ForCausalLM":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
@@ -274,6 +301,22 @@ def _count(key: str, value: Any, name: str, *, least: int = 1) -> int:
 def as_pairs(scaling: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """A rope_scaling as ModelSpec has it."""
     return tuple(sorted((k, tuple(v) if k in ROPE_LISTS and isinstance(v, list) else v) for k, v in scaling.items()))
+
+
+def _apart(settings: Mapping[str, Any], name: str) -> tuple[dict[str, Any], Any]:
+    """Settings with the rotary embedding of blocks without a window alone, and the base of those with one.
+
+    transformers 5 writes `rope_parameters` for each; before, `rope_scaling` was for the first alone.
+    """
+    parameters = settings.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping) or not all(isinstance(value, Mapping) for value in parameters.values()):
+        raise ModelError(f"{name}: rope_parameters must say it for full_attention and sliding_attention apart")
+    sliding = parameters.get("sliding_attention", {})
+    if (kind := sliding.get("rope_type", "default")) != "default":
+        raise ModelError(f"{name}: rope_parameters of type {kind!r} for sliding_attention are not supported")
+    full = parameters.get("full_attention") or settings.get("rope_scaling")
+    rest = {key: value for key, value in settings.items() if key not in ("rope_parameters", ORIGINAL)}
+    return {**rest, "rope_scaling": full}, sliding.get("rope_theta", settings["rope_local_base_freq"])
 
 
 def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
@@ -398,6 +441,8 @@ def _listed(key: str, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
 
 def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int, ...], name: str) -> dict[str, Any]:
     window = settings.get("sliding_window")
+    if window is None and architecture in TWO_ROPES:
+        raise ModelError(f"{name}: {architecture} needs a sliding_window")
     if architecture in WINDOWLESS or window is None:
         return {}
     types = settings.get("layer_types")
@@ -424,5 +469,7 @@ def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
         return [i % 2 == 0 for i in range(len(rotated))]
     if architecture == "SmolLM3ForCausalLM":
         return [not has for has in rotated]
+    if architecture == "Olmo3ForCausalLM":
+        return [(i + 1) % 4 != 0 for i in range(len(rotated))]
     first = _count("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
     return [i >= first for i in range(len(rotated))]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from schedules.hf_config import (
     ARCHITECTURES,
@@ -36,22 +36,36 @@ MLP_PROJECTIONS = 3  # gate, up and down
 # Of one input, and in some families' files one matrix.
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 # Fields that files written before them lack.
-_LATER = ("no_rope_layers", "partial_rotary_factor", "fused_projections")
+_LATER = (
+    "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
+    "rope_local_base_freq",
+)  # fmt: skip
 _PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
+
+
+class Norms(NamedTuple):
+    """What a block calls the RMSNorms of what attention and the MLP are given, and return; None where there is none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A pre-norm decoder with rotary attention and a gated MLP, dense or mixture of experts.
+    """A decoder with rotary attention and a gated MLP, dense or mixture of experts.
 
     Fields have the names and meanings of Hugging Face's `config.json`, except those that other libraries
-    leave to code: `attention_bias` is for q, k, v and `attention_out_bias` for o; `qk_norm` is an RMSNorm
-    over each query and key head; `attention_sinks` is one learned logit per head. `layer_types` names each
-    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. `no_rope_layers` has a 0
-    for each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is
-    the config's dictionary as sorted pairs, lists as tuples; it changes no cost. With `fused_projections` q, k and v
-    are one matrix in files and beside LoRA's adapters, and so are gate and up. Raises ModelError when a value has no
-    meaning.
+    leave to code: `attention_bias` is for q, k, v and `attention_out_bias` for o; `pre_norm` is an RMSNorm of what
+    attention and the MLP are given, `post_norm` one of what they return; `qk_norm` is one over each query and key
+    head, or with `qk_norm_all_heads` over all of a token's together; `attention_sinks` is one learned logit per head;
+    with `fused_projections` q, k and v are one matrix in files and beside LoRA's adapters, and so are gate and up.
+    `layer_types` names each block's attention; empty means all blocks alike, sliding if `sliding_window` is set.
+    `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it; empty means that all
+    have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq`
+    blocks with a window have plain rotary embedding of that base. Neither changes a cost. Raises ModelError when a
+    value has no meaning.
     """
 
     name: str
@@ -85,6 +99,10 @@ class ModelSpec:
     no_rope_layers: tuple[int, ...] = ()
     partial_rotary_factor: float = 1.0
     fused_projections: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm_all_heads: bool = False
+    rope_local_base_freq: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -104,6 +122,8 @@ class ModelSpec:
                 f"{self.name}: partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
                 f"{self.head_dim} dimensions; rotary embedding needs pairs of them"
             )
+        if not (self.pre_norm or self.post_norm):
+            raise ModelError(f"{self.name}: pre_norm and post_norm are both false: a block needs norms")
         if self.fused_projections and (self.attention_bias or self.mlp_bias or self.num_experts):
             raise ModelError(f"{self.name}: fused_projections with biases or experts are not supported")
         if self.hidden_act != "silu":
@@ -119,7 +139,7 @@ class ModelSpec:
         counts = kind == "int" or (kind == "int | None" and value is not None)
         if counts and (wrong := fault(value, least=0 if optional else 1)):
             raise ModelError(f"{self.name}: {name} {wrong}")
-        if kind == "float":
+        if kind == "float" or (kind == "float | None" and value is not None):
             if not positive(value):
                 raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
             object.__setattr__(self, name, float(value))  # type: ignore[arg-type]
@@ -260,6 +280,22 @@ class ModelSpec:
         return replace(self, num_hidden_layers=len(chosen), **per_block)
 
     @property
+    def norms(self) -> Norms:
+        """Of every block. "post_attention" is before the MLP where nothing is normalised after attention."""
+        before_mlp = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
+        return Norms(
+            before_attention="input_layernorm" if self.pre_norm else None,
+            after_attention="post_attention_layernorm" if self.post_norm else None,
+            before_mlp=before_mlp if self.pre_norm else None,
+            after_mlp="post_feedforward_layernorm" if self.post_norm else None,
+        )
+
+    @property
+    def keeps_mlp_output(self) -> bool:
+        """Whether backward reads what the MLP, or each of its experts, returns."""
+        return self.num_experts > 0 or self.post_norm
+
+    @property
     def recompute_modes(self) -> tuple[str, ...]:
         """The modes of recompute, see Workload, that blocks have: experts' products are not made a chunk at a time."""
         return tuple(mode for mode in RECOMPUTED if not (mode == "mlp" and self.num_experts))
@@ -288,12 +324,9 @@ class ModelSpec:
         if i == self.head:
             return {"norm.weight": (h,)} | ({} if self.tie_word_embeddings else {"lm_head.weight": (v, h)})
         self.layer_name(i)  # raises for a layer that is not there
-        return (
-            {"input_layernorm.weight": (h,)}
-            | self._attention_shapes()
-            | {"post_attention_layernorm.weight": (h,)}
-            | (self._expert_shapes() if self.num_experts else self._mlp_shapes())
-        )
+        norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms]
+        mlp = self._expert_shapes() if self.num_experts else self._mlp_shapes()
+        return norms[0] | self._attention_shapes() | norms[1] | norms[2] | mlp | norms[3]
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
         q, kv = self.q_width, self.kv_width
@@ -306,8 +339,8 @@ class ModelSpec:
         if self.attention_out_bias:
             shapes["self_attn.o_proj.bias"] = (self.hidden_size,)
         if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+            shapes["self_attn.q_norm.weight"] = (q if self.qk_norm_all_heads else self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (kv if self.qk_norm_all_heads else self.head_dim,)
         if self.attention_sinks:
             shapes["self_attn.sinks"] = (self.num_attention_heads,)
         return shapes
@@ -415,13 +448,14 @@ class ModelSpec:
         """Bytes that block i keeps from forward for its backward, without its input and its weights.
 
         Per token, in activation elements (h hidden, q and kv projection widths, f MLP width):
-          h        normalised input, read by the q, k, v projections; unless computed again
+          h        normalised input, read by the q, k, v projections; unless computed again; with pre_norm only
           q + 2kv  queries and keys after rotary and values, read by attention
           q        attention output, read by attention's backward and by the o projection
           q + kv   queries and keys before their norm, with qk_norm only
-          h        residual sum after attention, the second norm's input
-          h        its normalised value, read by gate and up; with experts k copies more, one per choice; unless
-                   computed again
+          2h       attention's and the MLP's output before their norms, with post_norm only
+          h        residual sum after attention, the second norm's input or the MLP's
+          h        its normalised value, read by gate and up; unless computed again; with pre_norm only
+          k h      copies of that, one per choice, with experts only; unless computed again
           3f       gate, up, and their product; 2f if the product is computed again, none if all is
           k h      the experts' outputs, weighted by the router, with experts only
           rank     per adapter, what lies between its two matrices
@@ -434,11 +468,15 @@ class ModelSpec:
             return 0
         h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width
         heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
-        elements = h + 2 * q + 2 * kv + {"none": 2 * h + 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
-        words = 2 + heads
+        elements = h + 2 * q + 2 * kv + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
+        words = 2 * (self.pre_norm + self.post_norm) + heads
+        if self.pre_norm and workload.recompute == "none":
+            elements += 2 * h
+        if self.post_norm:
+            elements += 2 * h
         if self.qk_norm:
             elements += q + kv
-            words += heads + kv_heads
+            words += 2 if self.qk_norm_all_heads else heads + kv_heads
         if self.num_experts:
             elements += (2 if workload.recompute == "none" else 1) * k * h
             words += self.num_experts + 3 * k

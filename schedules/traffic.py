@@ -49,7 +49,8 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     f + h       down; with experts one output per choice
     and all weights, read once; adapters move their input and output and what lies between. Backward: twice the
     activations, since each product has two in its backward, the weights read and their gradients written. What runs
-    for its activations alone leaves out the down projection, and gate and up where backward computes them again.
+    for its activations alone leaves out the down projection, and gate and up where backward computes them again, unless
+    the MLP's output is one of them.
     Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; logits written by
     one product, and their gradient read by two.
     """
@@ -76,7 +77,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     if phase == Phase.BACKWARD:
         elements = 2 * elements + (2 * h + 2 * f if again else 0)
         weights += trained * b.grad + (2 * h * f * b.weight if again else 0)
-    if phase == Phase.RECOMPUTE and not output and not model.num_experts:
+    if phase == Phase.RECOMPUTE and not output and not model.keeps_mlp_output:
         elements -= h + f + (2 * h + 2 * f if again else 0)
         weights -= (3 if again else 1) * h * f * b.weight
     return tokens * elements * b.activation + weights
@@ -88,9 +89,11 @@ def pointwise_bytes(
     """Of `op_bytes` what kernels between products move.
 
     Forward of a block, per token, in activation elements, and its backward:
-    4h          8h             two norms, read and written; gradient, input and what the input's gradient is added to
-                               read, the sum written
-    6h                         two residual sums, whose gradients are those of the norms' inputs
+    4h          8h             two norms of inputs, read and written; gradient, input and what the input's gradient is
+                               added to read, the sum written
+    4h          6h             two norms of outputs, read and written; gradient and input read, their gradient written
+    6h          0 or 6h        two residual sums, whose gradients are those of the norms' inputs, or where these have no
+                               norm sums, too
     2(q + kv)   2(q + kv)      rotary, and back; nothing in blocks without
     2(q + kv)   3(q + kv)      qk_norm
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
@@ -100,8 +103,8 @@ def pointwise_bytes(
     The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
     `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
     Backward makes again what is computed again: norms with their copies for experts, and gate, up and their product.
-    What runs for its activations alone leaves out the last residual sum, with experts the sum of outputs, and what
-    backward computes again of an MLP.
+    What runs for its activations alone leaves out the last residual sum, and unless that output is normalised, with
+    experts the sum of outputs, and what backward computes again of an MLP.
     Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
     16 bits its terms are sorted and added up in fp32 first: eight passes.
     Loss, per token: logits read and made into their gradient, in fp32 where that is not `fused`; and norm input, output
@@ -122,20 +125,23 @@ def pointwise_bytes(
     copied = summed = h + model.num_experts_per_tok * h if model.num_experts else 0
     normed = q + kv if model.qk_norm else 0
     turned = q + kv if model.has_rope(i) else 0
-    nbytes = (10 * h + 2 * turned + 2 * normed + 3 * f + copied + summed) * b.activation
+    norms = 2 * (model.pre_norm + model.post_norm) * h
+    nbytes = (2 * norms + 6 * h + 2 * turned + 2 * normed + 3 * f + copied + summed) * b.activation
     if not fused:
         nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
         if fused:
             of_router = 3 * h if model.num_experts else 0
-            elements = 8 * h + 2 * turned + 3 * normed + 5 * f + copied + of_router + 2 * summed
+            of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
+            elements = of_norms + 2 * turned + 3 * normed + 5 * f + copied + of_router + 2 * summed
             nbytes = elements * b.activation
         else:
             nbytes *= 2
         if workload.recompute != "none":
-            nbytes += (4 * h + 3 * f + copied) * b.activation
+            nbytes += ((4 * h if model.pre_norm else 0) + 3 * f + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
-        nbytes -= (3 * h + summed + (3 * f if workload.recompute == "mlp" else 0)) * b.activation
+        unread = summed + (3 * f if workload.recompute == "mlp" else 0)
+        nbytes -= (3 * h + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
     return tokens * nbytes + moved
 
@@ -159,7 +165,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     norm = 24 + 2 * a if a < FP32 else 20
     elements = (8 * (q + kv) if model.has_rope(i) else 0) + 2 * f
-    norms = 2 * h + (q + kv if model.qk_norm else 0)
+    norms = 2 * (model.pre_norm + model.post_norm) * h + (q + kv if model.qk_norm else 0)
     return norms * norm + elements * a
 
 
@@ -192,7 +198,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all; or a norm that is
-    not compiled, with its input in fp32, and that squared.
+    not compiled, with its input in fp32, and that squared, of an output beside the residual.
 
     The block's templates take no more, compiled or not (tests/on_played_gpu.py), but for a recompute, whose backward
     takes more still, and 2.4 % in an eager forward of experts.
@@ -223,7 +229,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     if phase == Phase.RECOMPUTE:
         per_token = (turned + (2 if output else 1) * h) * a
     else:
-        per_token = max(h + 2 * q + 2 * kv + turned, 2 * h + 3 * f + copies) * a
+        normed = h if model.pre_norm else 0
+        per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + 3 * f + copies) * a
     return tokens * per_token
 
 
@@ -241,4 +248,11 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
     turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
         return tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
-    return max(tokens * max(h + 2 * q + 2 * kv + turned, 5 * h), tokens * 3 * h + chunk * 3 * f) * a
+    normed = h if model.pre_norm else 0
+    return (
+        max(
+            tokens * max(normed + 2 * q + 2 * kv + turned, (6 if model.post_norm else 5) * h),
+            tokens * 3 * h + chunk * 3 * f,
+        )
+        * a
+    )

@@ -16,6 +16,21 @@ LONGROPE = (("long_factor", (1.5, 4.0, 9.0)), ("original_max_position_embeddings
             ("short_factor", (1.0, 1.25, 2.0)))  # fmt: skip
 PHI3 = replace(TINY, architecture="Phi3ForCausalLM", fused_projections=True)
 SMOLLM3 = replace(TINY, architecture="SmolLM3ForCausalLM", no_rope_layers=(1, 0))
+OLMO2 = replace(
+    TINY,
+    architecture="Olmo2ForCausalLM",
+    pre_norm=False,
+    post_norm=True,
+    qk_norm=True,
+    qk_norm_all_heads=True,
+)
+OLMO3 = replace(
+    OLMO2,
+    architecture="Olmo3ForCausalLM",
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+    rope_local_base_freq=500000.0,
+)
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -68,4 +83,9 @@ MODELS = {
     "phi3 with a factor": replace(
         PHI3, partial_rotary_factor=0.75, rope_scaling=tuple(sorted((*LONGROPE, ("factor", 4.0))))
     ),
+    "olmo2": OLMO2,
+    "olmo2 with biases": replace(
+        OLMO2, attention_bias=True, attention_out_bias=True, head_dim=16, tie_word_embeddings=True
+    ),
+    "olmo3": replace(OLMO3, rope_scaling=YARN[:-1], rope_local_base_freq=500.0),
 }

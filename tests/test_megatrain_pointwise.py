@@ -136,8 +136,16 @@ EXPERTS = dataclasses.replace(
 @pytest.mark.parametrize("recompute", ["none", "pointwise"])
 @pytest.mark.parametrize(
     "model",
-    [MODEL, dataclasses.replace(MODEL, qk_norm=False), dataclasses.replace(MODEL, no_rope_layers=(0,)), EXPERTS],
-    ids=["qk_norm", "plain", "no rope", "experts"],
+    [
+        MODEL,
+        dataclasses.replace(MODEL, qk_norm=False),
+        dataclasses.replace(MODEL, qk_norm_all_heads=True),
+        dataclasses.replace(MODEL, no_rope_layers=(0,)),
+        dataclasses.replace(MODEL, pre_norm=False, post_norm=True),
+        dataclasses.replace(MODEL, post_norm=True),
+        EXPERTS,
+    ],
+    ids=["qk_norm", "plain", "qk_norm of all heads", "no rope", "norms after", "norms before and after", "experts"],
 )
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
     workload = dataclasses.replace(WORKLOAD, recompute=recompute)

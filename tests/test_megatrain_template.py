@@ -146,11 +146,16 @@ def reference_block(model, p, x):
         z = torch.complex(*x[..., :turned].chunk(2, -1)) * turn
         return torch.cat((z.real, z.imag, x[..., turned:]), -1) if model.has_rope(0) else x
 
-    y = norm(x, p["input_layernorm.weight"])
-    q = linear("self_attn.q_proj", y).view(batch, seq, heads, d)
-    k = linear("self_attn.k_proj", y).view(batch, seq, kv, d)
+    def normed(place, x):
+        return norm(x, p[f"{place}.weight"]) if place else x
+
+    y = normed(model.norms.before_attention, x)
+    q, k = linear("self_attn.q_proj", y), linear("self_attn.k_proj", y)
+    if model.qk_norm_all_heads:
+        q, k = norm(q, p["self_attn.q_norm.weight"]), norm(k, p["self_attn.k_norm.weight"])
+    q, k = q.view(batch, seq, heads, d), k.view(batch, seq, kv, d)
     v = linear("self_attn.v_proj", y).view(batch, seq, kv, d)
-    if model.qk_norm:
+    if model.qk_norm and not model.qk_norm_all_heads:
         q, k = norm(q, p["self_attn.q_norm.weight"]), norm(k, p["self_attn.k_norm.weight"])
     q, k = rope(q), rope(k)
     k, v = (t.repeat_interleave(heads // kv, dim=2) for t in (k, v))
@@ -163,11 +168,13 @@ def reference_block(model, p, x):
         scores = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     else:
         scores = scores.softmax(-1)
-    x = x + linear("self_attn.o_proj", torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
-    y = norm(x, p["post_attention_layernorm.weight"])
+    y = linear("self_attn.o_proj", torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
+    x = x + normed(model.norms.after_attention, y)
+    y = normed(model.norms.before_mlp, x)
     if model.num_experts:
-        return x + reference_experts(model, p, y)
-    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+        return x + normed(model.norms.after_mlp, reference_experts(model, p, y))
+    y = linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+    return x + normed(model.norms.after_mlp, y)
 
 
 def reference_experts(model, p, x):
@@ -212,6 +219,9 @@ MODELS = {
     "yarn": scaled(YARN | {"original_max_position_embeddings": 4, "truncate": False}),
     "smollm3": spec(no_rope_layers=(0, 1)),
     "phi3": spec(partial_rotary_factor=0.7, fused_projections=True),
+    "olmo2": spec(pre_norm=False, post_norm=True, qk_norm=True, qk_norm_all_heads=True),
+    "norms before and after": spec(post_norm=True),
+    "experts with norms before and after": spec(**EXPERTS, post_norm=True),
     "mixtral": spec(**EXPERTS),
     "qwen3-moe": spec(**EXPERTS, qk_norm=True, norm_topk_prob=False),
     "one expert each": spec(**EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=False),

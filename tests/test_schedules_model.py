@@ -34,7 +34,7 @@ from schedules.traffic import (
     product_bytes,
     workspace_bytes,
 )
-from schedules.workload import PRECISIONS, MemoryBudget, Workload
+from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
 
 # Published totals: the parameter counts shown on the models' Hugging Face pages (safetensors metadata).
 PUBLISHED = {
@@ -71,6 +71,10 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
     "phi-3-mini-4k": 3_821_079_552,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
 }
 OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
 
@@ -262,6 +266,29 @@ def test_saved_bytes_by_hand() -> None:
     assert spec().hidden_bytes(WORKLOAD) == 24 * 32 * 2
 
 
+def test_saved_bytes_with_norms_after_by_hand() -> None:
+    """What a projection reads is a block's input or its residual sum then; queries and keys have a norm each."""
+    h, q, kv, f, heads = 32, 32, 16, 48, 4
+    olmo, both = spec(architectures=["Olmo2ForCausalLM"]), dataclasses.replace(spec(), post_norm=True)
+    elements = (q + kv) + (q + 2 * kv) + q + h + h + 3 * f + h
+    assert olmo.saved_bytes(0, WORKLOAD) == 24 * (2 * elements + 4 * (2 + 2 + heads))
+    assert both.saved_bytes(0, WORKLOAD) == spec().saved_bytes(0, WORKLOAD) + 24 * (2 * 2 * h + 4 * 2)
+    again = dataclasses.replace(WORKLOAD, recompute="pointwise")
+    assert olmo.saved_bytes(0, WORKLOAD) - olmo.saved_bytes(0, again) == 24 * 2 * f
+
+
+def test_an_output_that_is_normalised_is_not_left_out() -> None:
+    olmo, plain = spec(architectures=["Olmo2ForCausalLM"]), spec()
+    for mode in RECOMPUTED:
+        work = dataclasses.replace(WORKLOAD, recompute=mode)
+        whole, alone = (op_flops(olmo, 0, Phase.RECOMPUTE, work, output=yes) for yes in (True, False))
+        assert whole == alone == forward_flops(plain, 0, work)
+        whole, alone = (product_bytes(olmo, 0, Phase.RECOMPUTE, work, output=yes) for yes in (True, False))
+        assert whole == alone
+        whole, alone = (pointwise_bytes(olmo, 0, Phase.RECOMPUTE, work, output=yes) for yes in (True, False))
+        assert whole - alone == 24 * 2 * 3 * 32
+
+
 def test_saved_bytes_of_a_known_block() -> None:
     # Llama-3.1-8B, 1 token: 3*4096 + 2*4096 + 2*1024 + 3*14336 = 65536 elements, and 34 fp32 words
     workload = Workload(micro_batch_size=1, seq_len=1)
@@ -432,8 +459,10 @@ NAN = float("nan")
 SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 16}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [1, 2, 4, 8]}
+OLMO3 = {"architectures": ["Olmo3ForCausalLM"]}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 
@@ -500,6 +529,16 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({**PHI3, "rope_scaling": LONGROPE | {"long_factor": 2}}, "long_factor must list 4 positive finite numbers"),
         ({**PHI3, "rope_scaling": LONGROPE | {"short_factor": [1, 1, 1, 0]}}, "short_factor must list 4 positive"),
         ({**PHI3, "rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "must be a whole number above 1"),
+        (
+            {**OLMO3, "rope_parameters": {"rope_theta": 5e5}},
+            "must say it for full_attention and sliding_attention apart",
+        ),
+        (
+            {**OLMO3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters of type 'linear' for sliding_attention are not supported",
+        ),
+        ({**OLMO3, "rope_parameters": {"sliding_attention": {"rope_theta": -1}}}, "rope_local_base_freq must be a pos"),
+        ({**OLMO3, "sliding_window": None}, "Olmo3ForCausalLM needs a sliding_window"),
         ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
@@ -544,6 +583,10 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     assert (read["rope_type"], read["long_factor"], read["original_max_position_embeddings"]) == (
         "longrope", (1, 2, 4, 8), 4096,
     )  # fmt: skip
+    apart = {"full_attention": {"rope_theta": 3e5, **YARN}, "sliding_attention": {"rope_theta": 2e4}}
+    olmo = spec(**OLMO3, rope_parameters=apart)
+    assert (olmo.rope_theta, olmo.rope_local_base_freq, dict(olmo.rope_scaling)["factor"]) == (3e5, 2e4, 4)
+    assert spec(**OLMO3, rope_scaling=YARN) == spec(**OLMO3, rope_parameters={"full_attention": YARN})
     assert spec(no_rope_layers=[0, 1]).no_rope_layers == ()  # which a Llama has no use for
     old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
@@ -681,8 +724,11 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         assert getattr(ours, field) == getattr(theirs, field, None), field
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
-    assert rope == {key: value for key, value in theirs.rope_parameters.items() if key != "partial_rotary_factor"}
-    assert ours.partial_rotary_factor == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+    full = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert rope == {key: value for key, value in full.items() if key != "partial_rotary_factor"}
+    assert ours.partial_rotary_factor == full.get("partial_rotary_factor", 1.0)
+    local = {"rope_type": "default", "rope_theta": ours.rope_local_base_freq}
+    assert local == theirs.rope_parameters.get("sliding_attention", {**local, "rope_theta": None})
     assert [ours.has_rope(i) for i in ours.blocks] == [
         bool(has) for has in getattr(theirs, "no_rope_layers", [1] * ours.num_hidden_layers)
     ]
@@ -721,6 +767,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
         "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
+        "Olmo2ForCausalLM": [{"attention_bias": True}],
+        "Olmo3ForCausalLM": [{"attention_bias": True}, {"layer_types": turned}],
         "SmolLM3ForCausalLM": [
             {"attention_bias": True},
             {"mlp_bias": True},
@@ -748,6 +796,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "seed-oss-36b",
         "smollm3-3b",
         "phi-3-mini-4k",
+        "olmo-2-32b",
+        "olmo-3-7b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
