@@ -21,23 +21,27 @@ class Attention:
     """A token attends to itself and the tokens before it, `window` in all if not None.
 
     `mask` [seq, seq] has zeros where a query (row) may attend to a key and -inf elsewhere: on the CPU, where a window
-    or sinks need it.
+    or sinks need it. Products of queries and keys are multiplied by `scale`, 1 / sqrt(head_dim) where it is None.
     """
 
     window: int | None = None
     mask: Tensor | None = None
+    scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention's output, of q's shape. `sinks` [heads] are logits of a key that has no value."""
         if self.window is not None or sinks is not None:
-            return _Banded.apply(q, k, v, sinks, self.window, self.mask)  # type: ignore[no-any-return, no-untyped-call]
+            return _Banded.apply(  # type: ignore[no-any-return, no-untyped-call]
+                q, k, v, sinks, self.window, self.mask, self.scale
+            )
         # torch wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that neither
         # attention's inputs nor its output are copied
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if q.is_cuda and q.dtype == torch.float32:
-            return attention_again(q, k, v).transpose(1, 2)
+            return attention_again(q, k, v, self.scale).transpose(1, 2)
         shared = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.scale)
+        return y.transpose(1, 2)
 
 
 def band(seq_len: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -57,15 +61,22 @@ class _Banded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, mask: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int | None,
+        mask: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
-        y, total, *ctx.random = _attend(q, k, v, window, mask)
+        y, total, *ctx.random = _attend(q, k, v, window, mask, scale)
         if sinks is not None:
             with_sink = torch.logaddexp(total, sinks.to(total.dtype).view(-1, 1))
             y.mul_(torch.exp(total - with_sink).transpose(1, 2).unsqueeze(-1))
             total = with_sink
         ctx.save_for_backward(q, k, v, sinks, y, total)
-        ctx.window, ctx.mask = window, mask
+        ctx.window, ctx.mask, ctx.scale = window, mask, scale
         return y
 
     @staticmethod
@@ -76,19 +87,23 @@ class _Banded(torch.autograd.Function):
             rows = (grads[0].to(total.dtype) * y).sum(-1).transpose(1, 2)
             share = torch.exp(sinks.to(total.dtype).view(-1, 1) - total)
             d_sinks = -(share * rows).sum((0, 2)).to(sinks.dtype)
-        inputs = _attend_backward(grads[0], q, k, v, y, total, ctx.random, ctx.window, ctx.mask)
-        return *inputs, d_sinks, None, None
+        inputs = _attend_backward(grads[0], q, k, v, y, total, ctx.random, ctx.window, ctx.mask, ctx.scale)
+        return *inputs, d_sinks, None, None, None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None) -> list[Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None, scale: float | None = None
+) -> list[Tensor]:
     """The output, each row's logsumexp [batch, heads, seq], and on a GPU the state of random numbers not drawn."""
     seq = q.shape[1]
     if q.is_cuda:
-        found = aten._flash_attention_forward(q, k, v, None, None, seq, seq, 0.0, True, False, **_sides(window))
+        found = aten._flash_attention_forward(
+            q, k, v, None, None, seq, seq, 0.0, True, False, scale=scale, **_sides(window)
+        )
         return list(found[:4])
     assert mask is not None
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    y, total = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, attn_mask=mask[:seq, :seq])
+    y, total = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, attn_mask=mask[:seq, :seq], scale=scale)
     return [y.transpose(1, 2), total]
 
 
@@ -102,16 +117,17 @@ def _attend_backward(
     random: list[Tensor],
     window: int | None,
     mask: Tensor | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     seq = q.shape[1]
     if q.is_cuda:
         return aten._flash_attention_backward(  # type: ignore[no-any-return]
-            dy.contiguous(), q, k, v, y, total, None, None, seq, seq, 0.0, True, *random, **_sides(window)
+            dy.contiguous(), q, k, v, y, total, None, None, seq, seq, 0.0, True, *random, scale=scale, **_sides(window)
         )
     assert mask is not None
     heads_first = (t.transpose(1, 2) for t in (dy, q, k, v, y))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *heads_first, total, 0.0, False, attn_mask=mask[:seq, :seq]
+        *heads_first, total, 0.0, False, attn_mask=mask[:seq, :seq], scale=scale
     )
     return tuple(grad.transpose(1, 2) for grad in grads)
 
@@ -125,29 +141,31 @@ class _AttentionAgain(torch.autograd.Function):
     """Saves queries, keys and values, and computes attention again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        return _expanded_attention(q, k, v)
+        ctx.scale = scale
+        return _expanded_attention(q, k, v, scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
-            y = _expanded_attention(*leaves)
-        return torch.autograd.grad(y, leaves, grads[0])
+            q, k, v = leaves
+            y = _expanded_attention(q, k, v, ctx.scale)
+        return *torch.autograd.grad(y, leaves, grads[0]), None
 
 
-def _expanded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _expanded_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def attention_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention_again(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Causal attention that keeps no more than its inputs: for fp32 on a GPU, a type for checks, not for speed.
 
     No fp32 kernel there shares keys among heads, so they are repeated, and it keeps one number per head and
     position padded to 32 positions: both would be more than `ModelSpec.saved_bytes` counts. Shapes as
     scaled_dot_product_attention has them.
     """
-    return _AttentionAgain.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+    return _AttentionAgain.apply(q, k, v, scale)  # type: ignore[no-any-return, no-untyped-call]

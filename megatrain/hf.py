@@ -146,7 +146,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 # What a model computes with and no tensor's shape tells; and of that, what continued training may change on purpose.
 NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

@@ -45,7 +45,7 @@ def with_checksums(source: Callable[[int], Tensor], checksums: dict[int, int]) -
 
 
 def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
-    """Layer -> its parameters, fp32, flat: matrices normal, norms one, biases zero."""
+    """Layer -> its parameters, fp32, flat: matrices normal, norms multiply by one, biases zero."""
 
     def parameters(i: int) -> Tensor:
         generator = _generator(seed, PARAMETERS + i)
@@ -54,7 +54,7 @@ def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
             if is_matrix(name, shape):
                 parts.append(torch.randn(shape, generator=generator).mul_(STANDARD_DEVIATION).flatten())
             else:
-                parts.append(torch.full((math.prod(shape),), 1.0 if "norm" in name else 0.0))
+                parts.append(torch.full((math.prod(shape),), _unit(model, name)))
         return torch.cat(parts)
 
     return parameters
@@ -75,13 +75,18 @@ def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
         parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
         for (name, shape), part in zip(shapes.items(), parts, strict=True):
             if not is_matrix(name, shape):
-                part.fill_(1.0 if "norm" in name else 0.0)
+                part.fill_(_unit(model, name))
                 continue
             for piece in torch.split(part, FEW):
                 piece.copy_(few[: len(piece)])
         return flat
 
     return lambda i: made(first[model.layer_kind(i)])
+
+
+def _unit(model: ModelSpec, name: str) -> float:
+    """What a norm or a bias begins with."""
+    return 1.0 - model.norm_offset if "norm" in name else 0.0
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:

@@ -23,52 +23,56 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, pointwise: Pointwise
+    ) -> tuple[Tensor, Tensor]:
         # detached: a compiler makes another kernel for inputs that want gradients
-        y, rstd = pointwise.rms_forward(x.detach(), weight.detach(), eps)
+        y, rstd = pointwise.rms_forward(x.detach(), weight.detach(), eps, offset)
         ctx.save_for_backward(x, weight, rstd)
         ctx.set_materialize_grads(False)
-        ctx.pointwise = pointwise
+        ctx.offset, ctx.pointwise = offset, pointwise
         return x, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         beside, dy = grads
         if dy is None:
-            return beside, None, None, None
+            return beside, None, None, None, None
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = ctx.pointwise.rms_backward(dy, x, rstd, weight, beside)
-        return dx, dweight.to(weight.dtype), None, None
+        dx, dweight = ctx.pointwise.rms_backward(dy, x, rstd, weight, beside, ctx.offset)
+        return dx, dweight.to(weight.dtype), None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN) -> Tensor:
-    """RMSNorm over the last dimension, computed in at least fp32 and rounded once."""
-    return norm_beside(x, weight, eps, pointwise)[1]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN, *, offset: float = 0.0) -> Tensor:
+    """RMSNorm over the last dimension, computed in at least fp32 and rounded once; it multiplies by weight + offset."""
+    return norm_beside(x, weight, eps, pointwise, offset=offset)[1]
 
 
-def norm_beside(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN) -> tuple[Tensor, Tensor]:
+def norm_beside(
+    x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """x and its `rms_norm`, to be read in its place where both are read: backward need not sum their gradients then."""
-    return _RMSNorm.apply(x, weight, eps, pointwise)  # type: ignore[no-any-return, no-untyped-call]
+    return _RMSNorm.apply(x, weight, eps, offset, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; saves gate and up."""
+class _Gate(torch.autograd.Function):
+    """The activation of gate, times up; saves gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, pointwise: Pointwise) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, hidden_act: str, pointwise: Pointwise) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.pointwise = pointwise
-        return pointwise.swiglu_forward(gate.detach(), up.detach())
+        ctx.backward = pointwise.gate_backward(hidden_act)
+        return pointwise.gate_forward(hidden_act)(gate.detach(), up.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return *ctx.pointwise.swiglu_backward(grads[0], gate, up), None
+        return *ctx.backward(grads[0], gate, up), None, None
 
 
-def swiglu(gate: Tensor, up: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
-    """silu(gate) * up, element by element."""
-    return _SwiGLU.apply(gate, up, pointwise)  # type: ignore[no-any-return, no-untyped-call]
+def gated(gate: Tensor, up: Tensor, hidden_act: str = "silu", pointwise: Pointwise = PLAIN) -> Tensor:
+    """hidden_act(gate) * up, element by element."""
+    return _Gate.apply(gate, up, hidden_act, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)

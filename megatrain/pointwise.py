@@ -18,15 +18,22 @@ from torch import Tensor
 from schedules.hf_config import GPT_OSS_ACTIVATION
 
 
-def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension in x's type, and 1 / sqrt(mean(x^2) + eps) in at least fp32."""
+def rms_forward(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """RMSNorm over the last dimension in x's type, and 1 / sqrt(mean(x^2) + eps) in at least fp32.
+
+    It multiplies by weight + offset.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
-    return (x * rstd).mul_(weight).to(x.dtype), rstd
+    return (x * rstd).mul_(_with_offset(weight, offset, wide)).to(x.dtype), rstd
+
+
+def _with_offset(weight: Tensor, offset: float, wide: torch.dtype) -> Tensor:
+    return weight.to(wide) + offset if offset else weight
 
 
 def rms_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x (in x's type) and of weight (in rstd's type, summed over rows).
 
@@ -34,7 +41,7 @@ def rms_backward(
     """
     normed, wide = x * rstd, dy.to(rstd.dtype)
     dweight = (wide * normed).flatten(0, -2).sum(0)
-    dnormed = wide * weight
+    dnormed = wide * _with_offset(weight, offset, rstd.dtype)
     del wide
     mean = (dnormed * normed).mean(-1, keepdim=True)
     dx = dnormed.sub_(normed.mul_(mean)).mul_(rstd)
@@ -49,6 +56,17 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; silu(gate) is computed again, which is cheaper than keeping it."""
     return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
+
+
+def geglu_forward(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, GELU by tanh."""
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def geglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; gelu(gate) is computed again."""
+    d_gate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
+    return d_gate, F.gelu(gate, approximate="tanh").mul_(dy)
 
 
 def halves_forward(both: Tensor) -> Tensor:
@@ -137,10 +155,12 @@ def cross_entropy_in_place(logits: Tensor, label: Tensor, share: Tensor) -> tupl
 class Pointwise:
     """These functions, as they are to be called."""
 
-    rms_forward: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = rms_forward
+    rms_forward: Callable[..., tuple[Tensor, Tensor]] = rms_forward
     rms_backward: Callable[..., tuple[Tensor, Tensor]] = rms_backward
     swiglu_forward: Callable[[Tensor, Tensor], Tensor] = swiglu_forward
     swiglu_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = swiglu_backward
+    geglu_forward: Callable[[Tensor, Tensor], Tensor] = geglu_forward
+    geglu_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = geglu_backward
     halves_forward: Callable[[Tensor], Tensor] = halves_forward
     halves_backward: Callable[[Tensor, Tensor], Tensor] = halves_backward
     clamped_forward: Callable[[Tensor], Tensor] = clamped_forward
@@ -150,6 +170,14 @@ class Pointwise:
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
+
+    def gate_forward(self, hidden_act: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """What is done with gate and up."""
+        return self.swiglu_forward if hidden_act == "silu" else self.geglu_forward
+
+    def gate_backward(self, hidden_act: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The gradients of gate and up."""
+        return self.swiglu_backward if hidden_act == "silu" else self.geglu_backward
 
 
 def by_rows(function: Callable[..., Tensor], *, read_anywhere: int = 0) -> Callable[..., Tensor]:

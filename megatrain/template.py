@@ -1,4 +1,4 @@
-"""Stateless layers of Llama-type decoders: functions of parameters that lie in whichever slot an op names.
+"""Stateless layers of decoders: functions of parameters that lie in whichever slot an op names.
 
 A template owns no parameters. It is called with `params`, names to views into one contiguous slab (`views`),
 the names and shapes being those of `ModelSpec.parameter_shapes`. Anything else with `constants` and
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatrain.attention import Attention, band
 from megatrain.autograd import Sink, again
 from megatrain.experts import Mixture
-from megatrain.layer_parts import mlp_again, norm_beside, rms_norm, rotate, swiglu
+from megatrain.layer_parts import gated, mlp_again, norm_beside, rms_norm, rotate
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
@@ -58,11 +58,14 @@ def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bo
 
 @dataclass(frozen=True, kw_only=True)
 class Embed:
-    """Token embedding: a row of the table per token."""
+    """Token embedding: a row of the table per token, times `scale` where it is not None."""
+
+    scale: float | None = None
 
     def forward(self, table: Tensor, tokens: Tensor) -> Tensor:
         """tokens int64 [batch, seq], table [vocab, hidden] -> [batch, seq, hidden]."""
-        return F.embedding(tokens, table)
+        rows = F.embedding(tokens, table)
+        return rows if self.scale is None else rows.mul_(self.scale)
 
     def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
         """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, on a GPU and by one thread.
@@ -75,7 +78,8 @@ class Embed:
         sink.put_zero()
         wide = torch.promote_types(table.dtype, torch.float32)
         if wide == table.dtype:
-            table.index_put_((flat,), rows.to(wide), accumulate=True)
+            terms = rows.to(wide) if self.scale is None else rows.to(wide) * self.scale
+            table.index_put_((flat,), terms, accumulate=True)
             return
         ordered, order = flat.sort(stable=True)
         place = torch.zeros_like(flat)
@@ -85,6 +89,8 @@ class Embed:
         for start in range(0, table.shape[1], columns):
             part = slice(start, start + columns)
             terms = rows[:, part].to(wide)[order]
+            if self.scale is not None:
+                terms.mul_(self.scale)
             sums = torch.zeros_like(terms).index_put_((place,), terms, accumulate=True)
             # of several rows for one token all but one are zeros: their order changes nothing; and index_put_ would
             # copy the columns there and back
@@ -94,7 +100,7 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """A decoder block: grouped-query attention with rotary embedding, then a SwiGLU MLP or a mixture.
+    """A decoder block: grouped-query attention with rotary embedding, then a gated MLP or a mixture.
 
     `rotary` are the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type, or None
     without rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes
@@ -105,6 +111,8 @@ class Block:
     head_dim: int
     norms: Norms
     eps: float
+    norm_offset: float = 0.0
+    hidden_act: str = "silu"
     rotary: tuple[Tensor, Tensor] | None
     attention: Attention = CAUSAL
     mixture: Mixture | None = None
@@ -137,12 +145,19 @@ class Block:
         if norm is None:
             return x, branch(x)
         weight = params[f"{norm}.weight"]
-        x, normed = norm_beside(x, weight, self.eps, self.pointwise)
-        with self._derived(normed, lambda x, weight: self.pointwise.rms_forward(x, weight, self.eps)[0], x, weight):
+        x, normed = norm_beside(x, weight, self.eps, self.pointwise, offset=self.norm_offset)
+
+        def make(x: Tensor, weight: Tensor) -> Tensor:
+            return self.pointwise.rms_forward(x, weight, self.eps, self.norm_offset)[0]
+
+        with self._derived(normed, make, x, weight):
             return x, branch(normed)
 
     def _after(self, branch: Tensor, params: Mapping[str, Tensor], norm: str | None) -> Tensor:
-        return branch if norm is None else rms_norm(branch, params[f"{norm}.weight"], self.eps, self.pointwise)
+        return branch if norm is None else self._norm(branch, params[f"{norm}.weight"])
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.eps, self.pointwise, offset=self.norm_offset)
 
     def _derived(self, t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
         return again(t, make, *inputs) if self.pointwise_again else nullcontext()
@@ -157,8 +172,8 @@ class Block:
 
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x, fused="mlp.gate_up_proj")
-        product = swiglu(gate, up, self.pointwise)
-        derived = self._derived(product, self.pointwise.swiglu_forward, gate, up)
+        product = gated(gate, up, self.hidden_act, self.pointwise)
+        derived = self._derived(product, self.pointwise.gate_forward(self.hidden_act), gate, up)
         del gate, up  # of which a forward that saves nothing has no more use
         with derived:
             return linear(params, "mlp.down_proj", product, output=output)
@@ -169,7 +184,7 @@ class Block:
         q, k, v = linears(params, names, x, fused="self_attn.qkv_proj")
         if "self_attn.q_norm.weight" in params:
             q, k = (
-                rms_norm(y.view(batch, seq, -1, len(weight)), weight, self.eps, self.pointwise)  # by head or by token
+                self._norm(y.view(batch, seq, -1, len(weight)), weight)  # of a head, or of a token
                 for y, weight in ((q, params["self_attn.q_norm.weight"]), (k, params["self_attn.k_norm.weight"]))
             )
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
@@ -206,6 +221,7 @@ class Head:
     """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens."""
 
     eps: float
+    norm_offset: float = 0.0
     pointwise: Pointwise = PLAIN
 
     @torch.no_grad()
@@ -238,12 +254,14 @@ class Head:
         table_sum = None if table_sink is None else _Products(table_sink, -(-len(rows) // chunk))
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
-            normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps)
+            normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps, self.norm_offset)
             part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part], each[part])
             loss += part_loss
             if table_sum is not None:
                 table_sum.add(d_logits.t(), normed)
-            d_rows[part], d_weight = self.pointwise.rms_backward(d_logits @ table, rows[part], rstd, norm)
+            d_rows[part], d_weight = self.pointwise.rms_backward(
+                d_logits @ table, rows[part], rstd, norm, None, self.norm_offset
+            )
             d_norm += d_weight
             del d_logits  # or it would be held while the next chunk's are made
         if norm_sink is not None:
@@ -267,7 +285,7 @@ class Head:
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
-            normed, _ = self.pointwise.rms_forward(rows[part], norm, self.eps)
+            normed, _ = self.pointwise.rms_forward(rows[part], norm, self.eps, self.norm_offset)
             of_each = F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="none")
             loss += (of_each * each[part]).sum()
         return loss
@@ -305,6 +323,8 @@ def templates(
         head_dim=model.head_dim,
         norms=model.norms,
         eps=model.rms_norm_eps,
+        norm_offset=model.norm_offset,
+        hidden_act=model.hidden_act,
         rotary=tables,
         mixture=_mixture(model, pointwise) if model.num_experts else None,
         pointwise=pointwise,
@@ -313,7 +333,7 @@ def templates(
     )
     of_kind = {model.layer_kind(i): i for i in model.blocks}
     return Templates(
-        embed=Embed(),
+        embed=Embed(scale=_embedding_scale(model, dtype)),
         blocks={
             kind: replace(
                 block,
@@ -322,19 +342,26 @@ def templates(
             )
             for kind, i in sorted(of_kind.items())
         },
-        head=Head(eps=model.rms_norm_eps, pointwise=pointwise),
+        head=Head(eps=model.rms_norm_eps, norm_offset=model.norm_offset, pointwise=pointwise),
     )
+
+
+def _embedding_scale(model: ModelSpec, dtype: torch.dtype) -> float | None:
+    """As transformers has it (modeling_gemma3.py), rounded to the type that it multiplies."""
+    return torch.tensor(model.hidden_size**0.5).to(dtype).item() if model.scale_embeddings else None
 
 
 def _attention(model: ModelSpec, i: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> Attention:
     window = model.window(i)
     if window is not None and window >= seq_len:
         window = None
+    scale = None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5
     if window is None and not model.attention_sinks:
-        return CAUSAL
+        return replace(CAUSAL, scale=scale)
     if device.type == "cuda" and dtype == torch.float32:
         raise TemplateError(f"{model.name}: attention with a window or sinks has no fp32 kernel on a GPU")
-    return Attention(window=window, mask=None if device.type == "cuda" else band(seq_len, window, device, dtype))
+    mask = None if device.type == "cuda" else band(seq_len, window, device, dtype)
+    return Attention(window=window, mask=mask, scale=scale)
 
 
 def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:

@@ -62,10 +62,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
+    "Gemma3ForCausalLM": {
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
     "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {
         "max_position_embeddings": 2048,
         "sliding_window": 4096,
+        "sliding_window_pattern": 4,
         "rope_theta": 500000.0,
         "rope_local_base_freq": 500000.0,
         "rms_norm_eps": 1e-5,
@@ -79,6 +91,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
     "Phi3ForCausalLM": {"fused_projections": True},
+    "Gemma3ForCausalLM": {"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": OLMO,
 }
@@ -93,26 +106,31 @@ BIASES: dict[str, tuple[str, ...]] = {
     "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
     "Olmo2ForCausalLM": ("attention_bias",),
     "Olmo3ForCausalLM": ("attention_bias",),
+    "Gemma3ForCausalLM": ("attention_bias",),
 }
 WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM")
 # Blocks of these without a window have one rotary embedding, those with a window another.
-TWO_ROPES = ("Olmo3ForCausalLM",)
+TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.
 KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 # These state a window, and switch it on apart.
 SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODERS = (
     "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
 )  # fmt: skip
 ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian")
 
-# What transformers does in training where a config sets it, and we do not.
+# What transformers does where a config sets it, and we do not.
 NOT_DONE = {
     "attention_dropout": "attention here drops nothing; 0 trains without",
     "residual_dropout": "what is added to the residual is never dropped here; 0 trains without",
     "resid_pdrop": "what is added to the residual is never dropped here; 0 trains without",
     "embd_pdrop": "embeddings are never dropped here; 0 trains without",
+    "attn_logit_softcapping": "attention's logits are not bounded here",
+    "final_logit_softcapping": "the head's logits are not bounded here",
+    "use_bidirectional_attention": "attention here sees no later token",
     "output_router_logits": "the loss here has no term that balances experts",
     "router_jitter_noise": "routers here are given what the block before returned",
 }
@@ -176,13 +194,14 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_local_base_freq": local,
-        "hidden_act": settings.get("hidden_act", "silu"),
+        "hidden_act": settings.get(_activation(architecture), "silu"),
         **FIXED.get(architecture, {}),
         **_biases(architecture, settings),
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
         "no_rope_layers": rotated,
         "partial_rotary_factor": _partial(architecture, settings),
+        "query_pre_attn_scalar": settings["query_pre_attn_scalar"] if architecture == "Gemma3ForCausalLM" else None,
     }
 
 
@@ -199,6 +218,7 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
 SAME = (  # fields that mean the same in both
     *REQUIRED,
@@ -230,6 +250,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
     config |= {key: spec[key] for key in BIASES.get(architecture, ())}
     config |= {key: 0.0 for key in NOT_DONE if key in ARCHITECTURES[architecture]}  # silent, it would ask for them
+    config[_activation(architecture)] = config.pop("hidden_act")
+    if architecture == "Gemma3ForCausalLM":
+        config["query_pre_attn_scalar"] = spec["query_pre_attn_scalar"]
     if architecture in TWO_ROPES:
         theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
         config["rope_parameters"] = {
@@ -268,6 +291,10 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     found: str = listed[0]
     if found in ARCHITECTURES:
         return found
+    if found == "Gemma3ForConditionalGeneration":
+        raise ModelError(
+            f"{name}: {found} sees images, too; its language model alone is supported, saved as a Gemma3ForCausalLM"
+        )
     family = found.partition("For")[0].removesuffix("Model")
     if family in ENCODERS:
         raise ModelError(f"{name}: {found} is an encoder; MegaTrain trains decoders")
@@ -388,6 +415,11 @@ def positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST
 
 
+def _activation(architecture: str) -> str:
+    """What a config calls hidden_act."""
+    return "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"
+
+
 def _biases(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: settings.get(key, False) for key in BIASES.get(architecture, ())}
     if "attention_bias" in stated:
@@ -469,7 +501,8 @@ def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
         return [i % 2 == 0 for i in range(len(rotated))]
     if architecture == "SmolLM3ForCausalLM":
         return [not has for has in rotated]
-    if architecture == "Olmo3ForCausalLM":
-        return [(i + 1) % 4 != 0 for i in range(len(rotated))]
+    if architecture in TWO_ROPES:
+        pattern = _count("sliding_window_pattern", settings["sliding_window_pattern"], name)
+        return [(i + 1) % pattern != 0 for i in range(len(rotated))]
     first = _count("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
     return [i >= first for i in range(len(rotated))]

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from schedules.hf_config import (
+    ACTIVATIONS,
     ARCHITECTURES,
     ModelError,
     as_pairs,
@@ -38,7 +39,7 @@ FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj
 # Fields that files written before them lack.
 _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
-    "rope_local_base_freq",
+    "rope_local_base_freq", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
 )  # fmt: skip
 _PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
 
@@ -56,16 +57,17 @@ class Norms(NamedTuple):
 class ModelSpec:
     """A decoder with rotary attention and a gated MLP, dense or mixture of experts.
 
-    Fields have the names and meanings of Hugging Face's `config.json`, except those that other libraries
-    leave to code: `attention_bias` is for q, k, v and `attention_out_bias` for o; `pre_norm` is an RMSNorm of what
-    attention and the MLP are given, `post_norm` one of what they return; `qk_norm` is one over each query and key
-    head, or with `qk_norm_all_heads` over all of a token's together; `attention_sinks` is one learned logit per head;
-    with `fused_projections` q, k and v are one matrix in files and beside LoRA's adapters, and so are gate and up.
-    `layer_types` names each block's attention; empty means all blocks alike, sliding if `sliding_window` is set.
-    `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it; empty means that all
-    have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq`
-    blocks with a window have plain rotary embedding of that base. Neither changes a cost. Raises ModelError when a
-    value has no meaning.
+    Fields have the names and meanings of Hugging Face's `config.json`, except those that other libraries leave to code:
+    `attention_bias` is for q, k, v and `attention_out_bias` for o; `pre_norm` is an RMSNorm of what attention and the
+    MLP are given, `post_norm` one of what they return; `qk_norm` is one over each query and key head, or with
+    `qk_norm_all_heads` over all of a token's together; with `zero_centered_norms` all norms multiply by 1 + their
+    weight; `attention_sinks` is one learned logit per head; with `scale_embeddings` embeddings are multiplied by the
+    root of `hidden_size`; with `fused_projections` q, k and v are one matrix in files and beside LoRA's adapters, and
+    so are gate and up. `layer_types` names each block's attention; empty means all blocks alike, sliding if
+    `sliding_window` is set. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it;
+    empty means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with
+    `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
+    `query_pre_attn_scalar` is `head_dim` where None. Raises ModelError when a value has no meaning.
     """
 
     name: str
@@ -103,6 +105,9 @@ class ModelSpec:
     post_norm: bool = False
     qk_norm_all_heads: bool = False
     rope_local_base_freq: float | None = None
+    zero_centered_norms: bool = False
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -126,8 +131,9 @@ class ModelSpec:
             raise ModelError(f"{self.name}: pre_norm and post_norm are both false: a block needs norms")
         if self.fused_projections and (self.attention_bias or self.mlp_bias or self.num_experts):
             raise ModelError(f"{self.name}: fused_projections with biases or experts are not supported")
-        if self.hidden_act != "silu":
-            raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only 'silu'")
+        if self.hidden_act not in ACTIVATIONS or (self.num_experts and self.hidden_act != "silu"):
+            known = "'silu' with experts" if self.num_experts else " and ".join(map(repr, ACTIVATIONS))
+            raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only {known}")
         self._check_experts()
         self._check_attention()
         check_rope(self.rope_scaling, self.rope_theta, self.rotary_dim // 2, self.name)
@@ -289,6 +295,11 @@ class ModelSpec:
             before_mlp=before_mlp if self.pre_norm else None,
             after_mlp="post_feedforward_layernorm" if self.post_norm else None,
         )
+
+    @property
+    def norm_offset(self) -> float:
+        """What norms add to their weight before they multiply by it."""
+        return 1.0 if self.zero_centered_norms else 0.0
 
     @property
     def keeps_mlp_output(self) -> bool:

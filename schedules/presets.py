@@ -1,8 +1,9 @@
 """Models by name: the files in `models/`, and any Hugging Face `config.json`.
 
 The files are excerpts of the `config.json` published with each model (for Qwen, the base model's; for Seed-OSS,
-without its dropouts, which nothing here does), named as people write the model's name. `tiny`, `demo` and `demo-tied`
-are our own, with bytes for a vocabulary.
+without its dropouts, which nothing here does; for Gemma 3 that sees images, of its language model, with what its class
+assumes), named as people write the model's name. `tiny`, `demo` and `demo-tied` are our own, with bytes for a
+vocabulary.
 """
 
 from __future__ import annotations

@@ -106,16 +106,17 @@ def pointwise_bytes(
     What runs for its activations alone leaves out the last residual sum, and unless that output is normalised, with
     experts the sum of outputs, and what backward computes again of an MLP.
     Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
-    16 bits its terms are sorted and added up in fp32 first: eight passes.
+    16 bits its terms are sorted and added up in fp32 first: eight passes. Where embeddings are scaled, two more each.
     Loss, per token: logits read and made into their gradient, in fp32 where that is not `fused`; and norm input, output
     and both gradients.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     if i == model.embed:
+        passes = 2 if model.scale_embeddings else 0
         if phase == Phase.EMBED:
-            return tokens * h * (b.weight + b.activation)
-        widened = 8 * FP32 if b.grad < FP32 else 0
+            return tokens * h * (b.weight + (1 + passes) * b.activation)
+        widened = (8 + passes) * FP32 if b.grad < FP32 else passes * b.activation
         return tokens * h * (b.activation + 2 * b.grad + widened)
     if i == model.head:
         logits, hidden = tokens * model.vocab_size, model.hidden_bytes(workload)
@@ -194,7 +195,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Without rotary embedding q and k are there once. Experts add their copies of the hidden state.
     Embedding: none forward, and what sorting the tokens takes is ignored; backward, where gradients have 16 bits, the
-    fp32 terms of some columns, sorted, and sums. The optimizer's step: see `schedules.optimizer`.
+    fp32 terms of some columns, sorted, and sums, and where they have 32 its terms if they are scaled. The optimizer's
+    step: see `schedules.optimizer`.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all; or a norm that is
@@ -213,6 +215,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size) + some
     if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
         return min(model.hidden_size * workload.tokens_per_microbatch, EMBED_CHUNK) * 3 * FP32
+    if i == model.embed and phase == Phase.BACKWARD and model.scale_embeddings:
+        return model.hidden_bytes(workload)
     if not model.is_block(i):
         return 0
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width

@@ -31,6 +31,22 @@ OLMO3 = replace(
     layer_types=("sliding_attention", "full_attention"),
     rope_local_base_freq=500000.0,
 )
+GEMMA3 = replace(
+    TINY,
+    architecture="Gemma3ForCausalLM",
+    post_norm=True,
+    qk_norm=True,
+    zero_centered_norms=True,
+    scale_embeddings=True,
+    hidden_act="gelu_pytorch_tanh",
+    query_pre_attn_scalar=11,
+    tie_word_embeddings=True,
+    head_dim=16,
+    rope_theta=1e6,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+    rope_local_base_freq=100.0,
+)
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -88,4 +104,13 @@ MODELS = {
         OLMO2, attention_bias=True, attention_out_bias=True, head_dim=16, tie_word_embeddings=True
     ),
     "olmo3": replace(OLMO3, rope_scaling=YARN[:-1], rope_local_base_freq=500.0),
+    "gemma3": GEMMA3,
+    "gemma3 of one kind, untied, with biases": replace(
+        GEMMA3,
+        layer_types=("full_attention", "full_attention"),
+        attention_bias=True,
+        attention_out_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma3, longer": replace(GEMMA3, rope_scaling=(("factor", 8.0), ("rope_type", "linear")), num_key_value_heads=1),
 }

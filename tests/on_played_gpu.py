@@ -225,6 +225,12 @@ def peak_bytes(work: Callable[[], object]) -> int:
         ("gpt-oss-20b", "none", 4),
         ("gpt-oss-20b", "pointwise", 4),
         ("gpt-oss-120b", "none", 4),
+        ("olmo-2-32b", "none", 4),
+        ("olmo-2-32b", "mlp", 4),
+        ("gemma-3-27b", "none", 4),
+        ("gemma-3-27b", "pointwise", 4),
+        ("gemma-3-27b", "mlp", 4),
+        ("phi-4", "none", 4),
     ],
 )
 def test_ops_of_a_large_block_take_no_more_than_is_counted(
@@ -294,6 +300,7 @@ TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
     ("name", "made"),
     [
         ("rms_forward", lambda: (bf16(TOKENS, WIDTH), bf16(WIDTH), 1e-5)),
+        ("rms_forward", lambda: (bf16(TOKENS, WIDTH), bf16(WIDTH), 1e-5, 1.0)),
         ("rms_backward", lambda: (bf16(TOKENS, WIDTH), bf16(TOKENS, WIDTH), fp32(TOKENS, 1), bf16(WIDTH))),
         (
             "rms_backward",
@@ -301,6 +308,8 @@ TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
         ),
         ("swiglu_forward", lambda: (bf16(TOKENS, WIDTH), bf16(TOKENS, WIDTH))),
         ("swiglu_backward", lambda: tuple(bf16(TOKENS, WIDTH) for _ in range(3))),
+        ("geglu_forward", lambda: (bf16(TOKENS, WIDTH), bf16(TOKENS, WIDTH))),
+        ("geglu_backward", lambda: tuple(bf16(TOKENS, WIDTH) for _ in range(3))),
         ("halves_forward", lambda: (bf16(TOKENS, 2 * WIDTH),)),
         ("halves_backward", lambda: (bf16(TOKENS, WIDTH), bf16(TOKENS, 2 * WIDTH))),
         ("clamped_forward", lambda: (bf16(TOKENS, 2 * WIDTH),)),

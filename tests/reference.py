@@ -125,7 +125,8 @@ def train(
         for i in model.blocks:
             x = own.blocks[model.layer_kind(i)].forward(layers[i], x)
         table = embed["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
-        logits = rms_norm(x, head["norm.weight"], model.rms_norm_eps) @ table.t()
+        normed = rms_norm(x, head["norm.weight"], model.rms_norm_eps, offset=model.norm_offset)
+        logits = normed @ table.t()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") @ counts.flatten()
 
     losses, gradients, norms = [], [], list[float]()

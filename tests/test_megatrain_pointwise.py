@@ -34,18 +34,18 @@ MODEL = ModelSpec(
 WORKLOAD = Workload(micro_batch_size=2, seq_len=8, precision="fp32")
 
 
-def results(pointwise: Pointwise) -> list[torch.Tensor]:
+def results(pointwise: Pointwise, model: ModelSpec) -> list[torch.Tensor]:
     """Of a block and the head: outputs, loss, and all gradients."""
     generator = torch.Generator().manual_seed(1)
-    layers = templates(MODEL, seq_len=8, device=torch.device("cpu"), dtype=torch.float32, pointwise=pointwise)
-    shapes, block = MODEL.parameter_shapes(0), layers.blocks[MODEL.layer_kind(0)]
-    flat, x, dy = (torch.randn(n, generator=generator) for n in (MODEL.params(0), 2 * 8 * 24, 2 * 8 * 24))
+    layers = templates(model, seq_len=8, device=torch.device("cpu"), dtype=torch.float32, pointwise=pointwise)
+    shapes, block = model.parameter_shapes(0), layers.blocks[model.layer_kind(0)]
+    flat, x, dy = (torch.randn(n, generator=generator) for n in (model.params(0), 2 * 8 * 24, 2 * 8 * 24))
     x, dy, grad = x.view(2, 8, 24), dy.view(2, 8, 24), torch.empty_like(flat)
     y, saved = forward(block, views(flat, shapes), x)
-    assert saved.nbytes == MODEL.saved_bytes(0, WORKLOAD)
+    assert saved.nbytes == model.saved_bytes(0, WORKLOAD)
     dx = backward(saved, views(flat, shapes), x, dy, sinks(grad, shapes, accumulate=False))
-    head = MODEL.parameter_shapes(MODEL.head)
-    flat = torch.randn(MODEL.params(MODEL.head), generator=generator)
+    head = model.parameter_shapes(model.head)
+    flat = torch.randn(model.params(model.head), generator=generator)
     weights, head_grad, d_hidden = views(flat, head), torch.empty_like(flat), torch.empty_like(x)
     into = sinks(head_grad, head, accumulate=False)
     loss = layers.head.loss_and_grads(
@@ -62,8 +62,17 @@ def results(pointwise: Pointwise) -> list[torch.Tensor]:
     return [y, dx, grad, loss, head_grad, d_hidden]
 
 
-def test_compiled_layers_train_as_plain_ones() -> None:
-    for found, right in zip(results(compiled("aot_eager")), results(PLAIN), strict=True):
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        dataclasses.replace(MODEL, partial_rotary_factor=0.7),
+        dataclasses.replace(MODEL, post_norm=True, zero_centered_norms=True, hidden_act="gelu_pytorch_tanh"),
+    ],
+    ids=["plain", "part of a head turned", "gemma3"],
+)
+def test_compiled_layers_train_as_plain_ones(model: ModelSpec) -> None:
+    for found, right in zip(results(compiled("aot_eager"), model), results(PLAIN, model), strict=True):
         torch.testing.assert_close(found, right)
 
 

@@ -35,7 +35,14 @@ ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
 MODEL = small()
 VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projections=True)} | {
     "norms after": replace(MODEL, pre_norm=False, post_norm=True, qk_norm=True, qk_norm_all_heads=True),
-    "norms before and after": replace(MODEL, post_norm=True),
+    "gemma3": replace(
+        MODEL,
+        post_norm=True,
+        qk_norm=True,
+        zero_centered_norms=True,
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=11,
+    ),
 }
 HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
 POLICIES: dict[str, dict[str, Any]] = {

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from megatrain import template
 from megatrain.attention import _sides, attention_again, band
 from megatrain.autograd import Sink
-from megatrain.layer_parts import rms_norm, rotate, swiglu
+from megatrain.layer_parts import gated, rms_norm, rotate
 from megatrain.rotary import rotary_frequencies, rotary_tables
 from megatrain.template import Embed, Head, TemplateError, sinks, templates, views
+from schedules.hf_config import ACTIVATIONS
 from schedules.model import ModelError, ModelSpec
 
 TINY = ModelSpec(
@@ -78,18 +79,29 @@ def test_a_slab_of_another_size_is_refused():
 # ---- functions
 
 
-def test_rms_norm_and_swiglu_have_the_gradients_of_their_definitions():
-    x, w, up = (t.requires_grad_() for t in (randn(3, 5, 8), randn(8, seed=1), randn(3, 5, 8, seed=2)))
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
-    assert torch.autograd.gradcheck(swiglu, (x, up))
-    torch.testing.assert_close(rms_norm(x, w, 1e-3), F.rms_norm(x, (8,), w, 1e-3))
-    torch.testing.assert_close(swiglu(x, up), F.silu(x) * up)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_has_the_gradients_of_its_definition(offset):
+    x, w = (t.requires_grad_() for t in (randn(3, 5, 8), randn(8, seed=1)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3, offset=offset), (x, w))
+    torch.testing.assert_close(rms_norm(x, w, 1e-3, offset=offset), F.rms_norm(x, (8,), offset + w, 1e-3))
 
 
-def test_rms_norm_of_bf16_is_rounded_once():
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+def test_a_gate_has_the_gradients_of_its_definition(hidden_act):
+    x, up = (t.requires_grad_() for t in (randn(3, 5, 8), randn(3, 5, 8, seed=2)))
+    assert torch.autograd.gradcheck(lambda x, up: gated(x, up, hidden_act), (x, up))
+    torch.testing.assert_close(gated(x, up, hidden_act), activation(hidden_act, x) * up)
+
+
+def activation(hidden_act, x):
+    return F.silu(x) if hidden_act == "silu" else F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_of_bf16_is_rounded_once(offset):
     x, w = randn(64, 96, dtype=torch.float32).bfloat16(), randn(96, seed=1, dtype=torch.float32).bfloat16()
-    exact = F.rms_norm(x.double(), (96,), w.double(), 1e-6)
-    y = rms_norm(x, w, 1e-6)
+    exact = F.rms_norm(x.double(), (96,), offset + w.double(), 1e-6)
+    y = rms_norm(x, w, 1e-6, offset=offset)
     assert y.dtype == torch.bfloat16
     # half a unit in the last place of bf16's 8 bits, and fp32's own error on a near tie
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 * 1.0001).all()
@@ -135,7 +147,7 @@ def reference_block(model, p, x):
     heads, kv, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
 
     def norm(x, w):
-        return x / (x.square().mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * w
+        return x / (x.square().mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * (w + model.zero_centered_norms)
 
     def linear(name, x):
         y = x @ p[f"{name}.weight"].T
@@ -159,7 +171,7 @@ def reference_block(model, p, x):
         q, k = norm(q, p["self_attn.q_norm.weight"]), norm(k, p["self_attn.k_norm.weight"])
     q, k = rope(q), rope(k)
     k, v = (t.repeat_interleave(heads // kv, dim=2) for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(d)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(model.query_pre_attn_scalar or d)
     reach = model.window(0) or seq
     visible = torch.ones(seq, seq).tril().triu(1 - reach).bool()
     scores = scores.masked_fill(~visible, -math.inf)
@@ -173,7 +185,8 @@ def reference_block(model, p, x):
     y = normed(model.norms.before_mlp, x)
     if model.num_experts:
         return x + normed(model.norms.after_mlp, reference_experts(model, p, y))
-    y = linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+    gate = activation(model.hidden_act, linear("mlp.gate_proj", y))
+    y = linear("mlp.down_proj", gate * linear("mlp.up_proj", y))
     return x + normed(model.norms.after_mlp, y)
 
 
@@ -200,6 +213,10 @@ def reference_experts(model, p, x):
     return y
 
 
+GEMMA = {
+    "post_norm": True, "qk_norm": True, "zero_centered_norms": True, "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 3,
+}  # fmt: skip
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
@@ -222,6 +239,9 @@ MODELS = {
     "olmo2": spec(pre_norm=False, post_norm=True, qk_norm=True, qk_norm_all_heads=True),
     "norms before and after": spec(post_norm=True),
     "experts with norms before and after": spec(**EXPERTS, post_norm=True),
+    "gemma3": spec(**GEMMA),
+    "gemma3 with a window": spec(**GEMMA, sliding_window=3),
+    "gemma3's scale with sinks": spec(query_pre_attn_scalar=3, attention_sinks=True),
     "mixtral": spec(**EXPERTS),
     "qwen3-moe": spec(**EXPERTS, qk_norm=True, norm_topk_prob=False),
     "one expert each": spec(**EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=False),
@@ -298,15 +318,27 @@ def test_a_window_is_as_wide_on_a_gpu_as_on_the_cpu(window):
 # ---- embedding and head
 
 
+@pytest.mark.parametrize("scale", [None, 3.5])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_embedding_gradient_is_dense_and_sums_repeated_tokens(accumulate):
+def test_embedding_gradient_is_dense_and_sums_repeated_tokens(accumulate, scale):
     table, tokens, dy = randn(37, 12), torch.tensor([[1, 5, 1], [36, 5, 1]]), randn(2, 3, 12, seed=1)
     leaf = table.clone().requires_grad_()
-    torch.autograd.backward(F.embedding(tokens, leaf), dy)
-    assert torch.equal(Embed().forward(table, tokens), table[tokens])
+    torch.autograd.backward(F.embedding(tokens, leaf) * (scale or 1), dy)
+    assert torch.equal(Embed(scale=scale).forward(table, tokens), table[tokens] * (scale or 1))
     grad = torch.ones(37, 12).double() if accumulate else torch.full((37, 12), math.nan).double()
-    Embed().backward(tokens, dy, Sink(grad, accumulate))
+    Embed(scale=scale).backward(tokens, dy, Sink(grad, accumulate))
     torch.testing.assert_close(grad, leaf.grad + (1 if accumulate else 0))
+    narrow = torch.full((37, 12), math.nan, dtype=torch.bfloat16)
+    Embed(scale=scale).backward(tokens, dy.bfloat16(), Sink(narrow, False))
+    torch.testing.assert_close(narrow.double(), leaf.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, math.sqrt(5376)), (torch.bfloat16, 73.5)])
+def test_embeddings_are_scaled_by_a_root_of_the_weights_type(dtype, scale):
+    """As Gemma's were in its training: 73.5 is the bf16 number next to the root of 5,376, 73.32."""
+    model = spec(hidden_size=5376, scale_embeddings=True)
+    found = templates(model, seq_len=4, device=CPU, dtype=dtype).embed.scale
+    assert found == pytest.approx(scale, rel=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -399,18 +431,19 @@ def test_sinks_are_views_of_the_gradient_slab():
     assert flat[:12].tolist() == [3.0] * 12 and flat[12:].eq(1).all()
 
 
+@pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_attention_computed_again_has_the_gradients_of_attention(groups: int) -> None:
+def test_attention_computed_again_has_the_gradients_of_attention(groups: int, scale: float | None) -> None:
     torch.manual_seed(1)
     q = torch.randn(2, 6, 9, 8, requires_grad=True)
     k, v = (torch.randn(2, 6 // groups, 9, 8, requires_grad=True) for _ in range(2))
     dy = torch.randn(2, 6, 9, 8)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = attention_again(q, k, v)
+        y = attention_again(q, k, v, scale)
     assert sorted(t.data_ptr() for t in kept) == sorted(t.data_ptr() for t in (q, k, v))
     found = torch.autograd.grad(y, (q, k, v), dy)
-    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
     torch.testing.assert_close(y, right)
     torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), dy))
 

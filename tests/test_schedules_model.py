@@ -75,6 +75,12 @@ PUBLISHED = {
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
     "olmo-3-7b": 7_298_011_136,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    # less the 416,866,032 of what sees images, and its projection
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - (1152 * 2560 + 1152),
+    "gemma-3-12b": 12_187_325_040 - 416_866_032 - (1152 * 3840 + 1152),
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - (1152 * 5376 + 1152),
 }
 OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
 
@@ -445,6 +451,17 @@ def test_what_adapters_move_by_hand() -> None:
     assert product_bytes(spec(), 0, Phase.BACKWARD, workload) == 2 * (2 * 24 * forward + layer + 2 * adapters)
 
 
+def test_scaled_embeddings_are_read_and_written_once_more_each_way() -> None:
+    model, workload = spec(), Workload(micro_batch_size=1, seq_len=10)
+    scaled, hidden = dataclasses.replace(model, scale_embeddings=True), 10 * 32
+    wide = dataclasses.replace(workload, precision="fp32")
+    for phase, work, nbytes in ((Phase.EMBED, workload, 4), (Phase.BACKWARD, workload, 8), (Phase.BACKWARD, wide, 8)):
+        plain, more = (pointwise_bytes(m, m.embed, phase, work) for m in (model, scaled))
+        assert more - plain == nbytes * hidden
+    assert workspace_bytes(scaled, scaled.embed, Phase.BACKWARD, wide) == 4 * hidden
+    assert workspace_bytes(model, model.embed, Phase.BACKWARD, wide) == 0
+
+
 def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
     with pytest.raises(ModelError, match="layer head has no compute op of phase forward"):
         op_bytes(spec(), 2, Phase.FORWARD, WORKLOAD)
@@ -460,6 +477,7 @@ SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 16}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [1, 2, 4, 8]}
 OLMO3 = {"architectures": ["Olmo3ForCausalLM"]}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
@@ -539,6 +557,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ),
         ({**OLMO3, "rope_parameters": {"sliding_attention": {"rope_theta": -1}}}, "rope_local_base_freq must be a pos"),
         ({**OLMO3, "sliding_window": None}, "Olmo3ForCausalLM needs a sliding_window"),
+        ({**GEMMA3, "sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number of at least 1, not 0"),
+        ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a whole number of at least 1, not 0"),
+        ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping of 50.0 is not supported"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping of 30.0 is not supported"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "its language model alone is supported, saved as"),
         ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
@@ -587,6 +612,11 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     olmo = spec(**OLMO3, rope_parameters=apart)
     assert (olmo.rope_theta, olmo.rope_local_base_freq, dict(olmo.rope_scaling)["factor"]) == (3e5, 2e4, 4)
     assert spec(**OLMO3, rope_scaling=YARN) == spec(**OLMO3, rope_parameters={"full_attention": YARN})
+    gemma = spec(**GEMMA3, sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert [gemma.layer_kind(i) for i in gemma.blocks] == ["block.sliding", "block"]
+    assert (gemma.rope_theta, gemma.rope_local_base_freq, gemma.hidden_act) == (1e6, 1e4, "gelu_pytorch_tanh")
+    assert spec(**GEMMA3, rope_local_base_freq=3e3).rope_local_base_freq == 3e3
+    assert spec(**GEMMA3, hidden_activation="silu").hidden_act == "silu"
     assert spec(no_rope_layers=[0, 1]).no_rope_layers == ()  # which a Llama has no use for
     old = spec(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
@@ -632,8 +662,8 @@ def test_load_takes_names_files_and_folders(tmp_path: Path) -> None:
 def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model is called 'llama3.1-8b'; nearest are llama-3.1-8b"):
         presets.load("llama3.1-8b")
-    with pytest.raises(ModelError, match=r"no model is called '7B'; nearest are llama-2-7b, mistral-7b"):
-        presets.load("7B")
+    with pytest.raises(ModelError, match=r"no model is called '8B'; nearest are llama-3-8b, llama-3.1-8b"):
+        presets.load("8B")
     with pytest.raises(ModelError, match="there are demo, demo-tied"):
         presets.load("zzzzzz")
     with pytest.raises(ModelError, match="there is no file"):
@@ -720,8 +750,10 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
     silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
     ours = ModelSpec.from_hf_config(silent | {"architectures": [architecture]}, "silent")
-    for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "sliding_window"):
+    for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window"):
         assert getattr(ours, field) == getattr(theirs, field, None), field
+    assert ours.hidden_act == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
+    assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
     full = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
@@ -767,6 +799,12 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
         "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
+        "Gemma3ForCausalLM": [
+            {"attention_bias": True},
+            {"hidden_activation": "silu"},
+            {"query_pre_attn_scalar": 7},
+            {"layer_types": turned},
+        ],
         "Olmo2ForCausalLM": [{"attention_bias": True}],
         "Olmo3ForCausalLM": [{"attention_bias": True}, {"layer_types": turned}],
         "SmolLM3ForCausalLM": [
@@ -798,6 +836,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "phi-3-mini-4k",
         "olmo-2-32b",
         "olmo-3-7b",
+        "gemma-3-1b",
+        "gemma-3-27b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
