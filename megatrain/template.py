@@ -183,10 +183,10 @@ class Block:
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         q, k, v = linears(params, names, x, fused="self_attn.qkv_proj")
         if "self_attn.q_norm.weight" in params:
-            q, k = (
-                self._norm(y.view(batch, seq, -1, len(weight)), weight)  # of a head, or of a token
-                for y, weight in ((q, params["self_attn.q_norm.weight"]), (k, params["self_attn.k_norm.weight"]))
-            )
+            weights = params["self_attn.q_norm.weight"], params["self_attn.k_norm.weight"]
+            # over what is as wide as the weight: a head, or all heads of a token
+            q = self._norm(q.view(batch, seq, -1, len(weights[0])), weights[0])
+            k = self._norm(k.view(batch, seq, -1, len(weights[1])), weights[1])
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
         if self.rotary is not None:
             if seq > (prepared := len(self.rotary[0])):

@@ -199,8 +199,9 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     step: see `schedules.optimizer`.
     An MLP computed again: for a chunk of tokens gate, up and three gradients as wide; the fp32 sums of its gradients
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
-    gradient of it. Forward: gate, up and product of a chunk; residual, norm, and the output of all; or a norm that is
-    not compiled, with its input in fp32, and that squared, of an output beside the residual.
+    gradient of it, and that of its output where this is normalised. Forward: gate, up and product of a chunk; residual,
+    norm, and the output of all; or a norm that is not compiled, with its input in fp32, and that squared, of an output
+    beside the residual.
 
     The block's templates take no more, compiled or not (tests/on_played_gpu.py), but for a recompute, whose backward
     takes more still, and 2.4 % in an eager forward of experts.
@@ -246,7 +247,7 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         sizes = {name: math.prod(shape) for name, shape in shapes(model, workload, i).items()}
         sums = sum(size for name, size in sizes.items() if name.startswith("mlp.")) * FP32
         largest = max(sizes.values(), default=0) * workload.bytes.grad
-        mlp = tokens * 2 * h * a + chunk * (5 * f + h) * a + sums
+        mlp = tokens * (1 + model.pre_norm + model.post_norm) * h * a + chunk * (5 * f + h) * a + sums
         attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest + max(mlp, attention)
     turned = q + kv if model.has_rope(i) else 0

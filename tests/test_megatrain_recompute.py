@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from families import MODELS as FAMILIES
 from hand_written import small
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -199,6 +200,26 @@ def test_training_by_schedule_is_plain_training(name: str, mode: str, monkeypatc
             assert difference < (1e-6 if step == 0 else 1e-5), (step, i)
     poisoned = trained_by(schedule, debug=Debug(poison=True, delay_s=2e-4))
     assert poisoned.losses == found.losses
+
+
+@pytest.mark.parametrize("name", ["smollm3 with a window", "phi4-mini, in long sequences", "olmo3", "gemma3"])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_families_train_by_schedule_as_they_do_in_plain_pytorch(rank: int | None, name: str) -> None:
+    model, policy = FAMILIES[name], "streamed" if rank is None else "lora_streamed"
+    schedule = policies.build(policy, model, workload(accumulation=2, recompute="pointwise", lora_rank=rank), ROOM)
+    found = trained_by(schedule)
+    right = reference.train(
+        model,
+        schedule.workload,
+        text(schedule.workload),
+        HYPER,
+        initial=initial.random_parameters(model, 0),
+        adapters=None if rank is None else initial.random_adapters(model, rank, 0),
+        steps=6,
+    )
+    assert found.losses == pytest.approx(right.losses, rel=1e-6)
+    for i, grad in right.gradients[0].items():
+        assert (found.gradients[0][i] - grad).abs().max() < 1e-5 * grad.abs().max(), i
 
 
 def test_what_is_computed_again_is_executed_and_not_counted() -> None:

@@ -354,6 +354,24 @@ def test_a_blocks_workspace_by_hand(phase: Phase, recompute: str, output: bool, 
     assert workspace_bytes(model, 0, phase, workload, output=output) == nbytes
 
 
+def test_workspaces_of_blocks_with_other_norms_or_no_rotary_embedding_by_hand() -> None:
+    model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=T)
+    after, both = (dataclasses.replace(model, pre_norm=pre, post_norm=True) for pre in (False, True))
+    assert workspace_bytes(after, 0, Phase.FORWARD, workload) == 2 * T * (H + 3 * F)  # an MLP's input is its residual
+    assert workspace_bytes(both, 0, Phase.FORWARD, workload) == 2 * T * (2 * H + 3 * F)
+    again = dataclasses.replace(workload, recompute="mlp")
+    for variant, hidden in ((after, 2), (both, 3)):
+        mlp = T * hidden * H + T // 2 * (5 * F + H)
+        assert workspace_bytes(variant, 0, Phase.BACKWARD, again) == 2 * H * F + 2 * mlp + 4 * 3 * H * F
+    narrow = dataclasses.replace(after, intermediate_size=1024)
+    assert workspace_bytes(narrow, 0, Phase.FORWARD, workload) == 2 * T * (3 * Q + 3 * KV)
+    assert workspace_bytes(narrow, 0, Phase.FORWARD, again) == 2 * T * 6 * H
+    plain = dataclasses.replace(model, intermediate_size=1024, no_rope_layers=(0,) * model.num_hidden_layers)
+    assert workspace_bytes(plain, 0, Phase.FORWARD, workload) == 2 * T * (H + 2 * Q + 2 * KV)
+    assert workspace_bytes(plain, 0, Phase.RECOMPUTE, workload) == 2 * T * 2 * H
+    assert workspace_bytes(plain, 0, Phase.RECOMPUTE, again) == 2 * (T * 2 * H + T // 2 * 3 * 1024)
+
+
 def test_workspaces_where_attention_is_wider_and_of_the_ends_by_hand() -> None:
     model = dataclasses.replace(presets.load("llama-3.1-8b"), intermediate_size=1024)
     workload = Workload(micro_batch_size=1, seq_len=T)
