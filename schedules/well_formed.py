@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 
+from schedules import fp8, trained
 from schedules import tensor as tensors
-from schedules import trained
 from schedules.amounts import Amounts
 from schedules.most_ops import MOST_OPS
 from schedules.op import DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
@@ -25,6 +25,9 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
     if (mode := schedule.workload.recompute) not in (modes := schedule.model.recompute_modes):
         message = f"blocks of {schedule.model.name} have no recompute={mode}"
         yield _wrong(None, message, f"choose from {', '.join(modes)}")
+        return
+    if unmet := fp8.unmet(schedule.model, schedule.workload):
+        yield _wrong(None, unmet, "leave out matmul")
         return
     yield from _ops_named_once(schedule)
     yield from _sized_buffers(schedule)

@@ -58,11 +58,12 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
-_LATER = ("task", "lora_rank", "recompute", "quantised")  # fields that files written before them lack
+_LATER = ("task", "lora_rank", "recompute", "quantised", "matmul")  # fields that files written before them lack
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 TASKS = ("train", "evaluate")
 RECOMPUTED = ("none", "pointwise", "mlp")  # each includes the one before
 QUANTISED = ("nf4",)  # see `schedules.quantised`
+MATMUL = ("fp8",)  # see `schedules.fp8`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,9 @@ class Workload:
     `recompute` is what a block does not keep, though it keeps its activations, and computes again in its backward: with
     "pointwise" what takes no product of matrices, the outputs of its norms and of the MLP's gate; with "mlp" also all
     else that is as wide as the MLP, a chunk of tokens at a time. `quantised` is the format in which frozen blocks are
-    kept, `schedules.quantised`; with None they are as they are computed with. Raises ValueError when a value has no
-    meaning.
+    kept, `schedules.quantised`; with None they are as they are computed with. `matmul` is the format in which blocks
+    multiply by their matrices, `schedules.fp8`; with None it is that of the activations. Raises ValueError when a value
+    has no meaning.
     """
 
     micro_batch_size: int
@@ -90,6 +92,7 @@ class Workload:
     lora_rank: int | None = None
     recompute: str = "none"
     quantised: str | None = None
+    matmul: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation", "seq_len"):
@@ -108,6 +111,14 @@ class Workload:
             _known_word("quantised", self.quantised, QUANTISED)
             if self.trains == "weights":
                 raise ValueError("what is quantised cannot be trained: give a lora_rank, or the task evaluate")
+        if self.matmul is not None:
+            _known_word("matmul", self.matmul, MATMUL)
+            if self.bytes.activation != 2:
+                raise ValueError(
+                    f"{self.matmul} products are made of bf16 activations, not at precision {self.precision}"
+                )
+            if self.lora_rank is not None or self.quantised is not None:
+                raise ValueError(f"{self.matmul} products are of blocks whose own weights are trained, in bf16")
         clip = self.grad_clip
         if clip is None:
             return
