@@ -59,6 +59,7 @@ class Row:
     precision: str  # as built: a policy may insist on its own
     optimizer: str
     recompute: str
+    matmul: str
     grad_clip: float  # the largest norm; NaN where gradients are not clipped
     trains: str  # "weights", "adapters" or "nothing"
     fits: bool | None = True
@@ -175,7 +176,8 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
-    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len", "optimizer", "trains"]
+    step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len"]
+    step += ["optimizer", "matmul", "trains"]
     known = table["policy"].eq(BASELINE) & table["tokens_per_s"].notna()
     of_baseline = table.index.to_series().where(known)
     any_state = of_baseline.groupby([table[name] for name in step]).transform("first")
@@ -276,6 +278,7 @@ def _of_step(model: ModelSpec, workload: Workload, profile: HardwareProfile) -> 
         "precision": workload.precision,
         "optimizer": workload.optimizer,
         "recompute": workload.recompute,
+        "matmul": workload.matmul or "none",
         "grad_clip": math.nan if workload.grad_clip is None else workload.grad_clip,
         "trains": workload.trains,
     }

@@ -90,6 +90,7 @@ def _workload(point: Point, batch: int) -> Workload:
         seq_len=point.seq_len,
         precision=point.precision,
         recompute=point.recompute,
+        matmul=point.matmul,
         grad_clip=point.grad_clip,
     )
 

@@ -64,9 +64,9 @@ class Point:
     had to be assumed, the point stands apart: it counts in no median. Nor does one with `same_run_as`: that other
     number of its run counts. `micro_batch_size` is None where it is unpublished; then the largest that fits the machine
     is taken. `changes` are what is known or assumed of that machine where the profile is of another, as for `--set`.
-    `precision` is the state that the system keeps, `recompute` as in Workload. `formula` is how TFLOP/s were counted;
-    where it is empty that is unpublished, and they are taken to be SIX_N. `why` explains an error that is far off, from
-    the trace; `note` is what else is known.
+    `precision` is the state that the system keeps, `recompute` and `matmul` as in Workload. `formula` is how TFLOP/s
+    were counted; where it is empty that is unpublished, and they are taken to be SIX_N. `why` explains an error that is
+    far off, from the trace; `note` is what else is known.
     """
 
     system: str
@@ -82,6 +82,7 @@ class Point:
     seq_len: int = 1024
     precision: str = "bf16"
     recompute: str = "none"
+    matmul: str | None = None
     grad_clip: float | None = None
     changes: tuple[str, ...] = ()
     formula: str = ""
@@ -378,11 +379,13 @@ _LLMQ_FILES = {"h100": "H100x1", "rtxpro6000": "Pro6000x1", "rtx4090": "4090x1",
 
 def _llmq(
     machine: str, model: str, micro: int, accumulation: int, value: float, *, offload: str = "nothing",
-    activations: str = "keep", recompute: str = "none",
+    activations: str = "keep", recompute: str = "none", matmul: str | None = None,
 ) -> Point:  # fmt: skip
     return Point(
-        system="LLM.Q", policy="llmq", model=model, machine=machine, value=value, unit="tokens/s",
+        system="LLM.Q" if matmul is None else f"LLM.Q, {matmul}", policy="llmq", model=model, machine=machine,
+        value=value, unit="tokens/s",
         micro_batch_size=micro, accumulation=accumulation, precision="bf16_16bit", grad_clip=1.0, recompute=recompute,
+        matmul=matmul,
         knobs={"offload": offload, "activations": activations},
         source=f"IST-DASLab/llmq b77d969, benchmarks/{_LLMQ_FILES[machine]}.md, median of steps 1 to 5",
     )  # fmt: skip
@@ -390,9 +393,11 @@ def _llmq(
 
 _TYPING_ERROR = "its command line says e4m3; its figure, and its place under bf16, say bf16"
 _NEARLY_WHOLE = "recompute-ffn with recompute-att, all but one product of a block, is taken as the whole block"
+_INPUTS_ALONE = "blocks' inputs leave the device and its moments stay, which leave first here"
+_EIGHT_BIT_WEIGHTS = "no policy models this: weights in 8 bits on the device, their bf16 master on the host"
 _NOT_QKV = "recompute-ffn and recompute-norm, with recompute-qkv, which has no equal here"
 
-# those with products in bf16; there are as many in fp8, which is not modelled
+
 LLMQ: tuple[Point, ...] = (
     _llmq("h100", "qwen2.5-0.5b", 32, 16, 149626),
     _llmq("h100", "qwen2.5-1.5b", 32, 16, 58869),
@@ -415,6 +420,41 @@ LLMQ: tuple[Point, ...] = (
     replace(_llmq("rtx5060ti", "qwen2.5-1.5b", 8, 64, 3899, activations="recompute"), assumed=_NEARLY_WHOLE),
     replace(_llmq("rtx5060ti", "qwen2.5-3b", 16, 32, 2013, offload="weights", recompute="mlp"), assumed=_NOT_QKV),
     _llmq("rtx5060ti", "qwen2.5-7b", 32, 16, 889, offload="gradients", activations="recompute"),
+    *(
+        _llmq(machine, f"qwen2.5-{size}", micro, accumulation, value, matmul="fp8")
+        for machine, size, micro, accumulation, value in (
+            ("h100", "0.5b", 32, 16, 164612),
+            ("h100", "1.5b", 32, 16, 72990),
+            ("h100", "3b", 16, 32, 40380),
+            ("rtxpro6000", "0.5b", 32, 16, 95936),
+            ("rtxpro6000", "1.5b", 32, 16, 40327),
+            ("rtxpro6000", "3b", 16, 32, 23103),
+            ("rtxpro6000", "7b", 8, 64, 11533),
+            ("rtx4090", "0.5b", 16, 32, 47645),
+            ("rtx4090", "1.5b", 4, 128, 20334),
+            ("rtx5060ti", "0.5b", 12, 42, 16602),
+        )
+    ),
+    replace(
+        _llmq("h100", "qwen2.5-7b", 16, 32, 19149, offload="inputs", recompute="mlp", matmul="fp8"),
+        assumed=_INPUTS_ALONE,
+    ),
+    replace(
+        _llmq("rtx5060ti", "qwen2.5-1.5b", 8, 64, 5768, offload="inputs", activations="recompute", matmul="fp8"),
+        assumed=_INPUTS_ALONE,
+    ),
+    *(
+        replace(_llmq(machine, f"qwen2.5-{size}", micro, accumulation, value, matmul="fp8"), lacking=_EIGHT_BIT_WEIGHTS)
+        for machine, size, micro, accumulation, value in (
+            ("h100", "14b", 16, 32, 9365),
+            ("rtxpro6000", "14b", 8, 64, 6026),
+            ("rtx4090", "3b", 4, 128, 10668),
+            ("rtx4090", "7b", 16, 32, 4333),
+            ("rtx4090", "14b", 32, 16, 2001),
+            ("rtx5060ti", "3b", 16, 32, 3129),
+            ("rtx5060ti", "7b", 32, 16, 1456),
+        )
+    ),
 )
 
 

@@ -318,10 +318,11 @@ def comparison_groups(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
         alike = rows["grad_clip"].nunique(dropna=False) == 1 and not math.isnan(first["grad_clip"])
         clipped = f", clipped to {first['grad_clip']:g}" if alike else ""
         again = "".join(f", recompute {mode}" for mode in rows["recompute"].unique() if mode != "none")
+        multiplied = "".join(f", {name} products" for name in rows["matmul"].unique() if name != "none")
         yield (
             f"{first['model']} ({parameters(first['params_b'])}), {first['source']} on {first['machine']}; step: "
             f"{first['accumulation']} x {first['micro_batch_size']} sequences of {first['seq_len']} tokens"
-            f"{kept}{again}{clipped}",
+            f"{kept}{multiplied}{again}{clipped}",
             rows.sort_values("tokens_per_s", ascending=False, na_position="last", kind="stable"),
         )
 

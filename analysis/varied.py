@@ -27,10 +27,11 @@ STEP = {  # options of the command line, and the fields of a workload that they 
     "precision": "precision",
     "optimizer": "optimizer",
     "recompute": "recompute",
+    "matmul": "matmul",
     "clip": "grad_clip",
 }
 MACHINE = "hardware"  # an axis, too: machines by their names, or files
-UNCLIPPED = "none"  # in place of a norm
+NONE = "none"  # in place of a norm to clip to, or of a format to multiply in
 _WORDS = ("precision", "optimizer", "recompute")
 
 
@@ -139,8 +140,12 @@ def _step(workload: Workload, at: Mapping[str, str]) -> Workload:
 def _value(name: str, text: str) -> Any:
     if name in _WORDS:
         return text
+    if name in ("clip", "matmul") and text == NONE:
+        return None
+    if name == "matmul":
+        return text
     if name == "clip":
-        return None if text == UNCLIPPED else _number(float, text, f"a number, or {UNCLIPPED}")
+        return _number(float, text, f"a number, or {NONE}")
     return _number(int, text, "a whole number")
 
 

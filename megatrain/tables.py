@@ -94,11 +94,13 @@ def setting(prediction: Prediction) -> str:
     """The model, the machine and the step of a prediction, in a line."""
     workload, profile = prediction.schedule.workload, prediction.profile
     recompute = "" if workload.recompute == "none" else f", recompute {workload.recompute}"
+    multiplied = "" if workload.matmul is None else f", {workload.matmul} products"
     muon = "" if workload.optimizer == ADAMW else f", {workload.optimizer}"
     clip = "" if workload.grad_clip is None else f", clipped to {workload.grad_clip:g}"
     return (
         f"{prediction.schedule.model.name} on {profile.name} ({profile.mode} profile), {workload.accumulation} x "
-        f"{workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}{muon}{recompute}{clip}"
+        f"{workload.micro_batch_size} x {workload.seq_len} tokens, {workload.precision}{multiplied}{muon}{recompute}"
+        f"{clip}"
     )
 
 

@@ -11,7 +11,10 @@ in backward operands are made again, transposed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from schedules.model import ModelSpec
+from schedules.op import Phase
 from schedules.workload import Workload
 
 ALIGNED = 16  # elements in a row of an operand, a multiple of this (cuBLASLt: rows of 8 bits begin at 16 bytes)
@@ -34,3 +37,88 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
         if width % ALIGNED:
             return f"{model.name}: {workload.matmul} products need {what}, {width:,}, to be a multiple of {ALIGNED}"
     return None
+
+
+# Bytes an element: of a result and of an operand; and what scaling moves, which reads for the largest magnitude, then
+# reads again and writes 8 bits.
+_RESULT, _OPERAND = 2, 1
+_SCALED, _SCALED_BOTH_WAYS = 2 + 2 + 1, 2 + 2 + 2 * 1  # the second: also transposed, by the same kernel
+_DELIVERED = 2 + 2  # a weight's gradient is copied to its slab, since these products do not add to what is there
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Products of one input, of that width, with matrices of these heights; made so many times over, of all tokens."""
+
+    width: int
+    heights: tuple[int, ...]
+    parts: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Elements of the matrices."""
+        return self.width * sum(self.heights)
+
+
+def product_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, output: bool, parts: int) -> int:
+    """What a block's products in 8 bits move, operands and results, for one micro-batch.
+
+    `output` as for `schedules.traffic.op_bytes`; an MLP that is computed again is made in so many `parts`.
+    """
+    tokens, found = workload.tokens_per_microbatch, 0
+    for group in _forward(model, phase, workload, output, parts):
+        found += tokens * (len(group.heights) * group.width * _OPERAND + sum(group.heights) * _RESULT)
+        found += group.parts * group.weights * _OPERAND
+    for group in _groups(model, workload, parts) if phase == Phase.BACKWARD else ():
+        # of the input's gradient, then of the weights'
+        found += tokens * (sum(group.heights) * _OPERAND + len(group.heights) * group.width * _RESULT)
+        found += tokens * (sum(group.heights) + len(group.heights) * group.width) * _OPERAND
+        found += group.parts * group.weights * (_OPERAND + _RESULT)
+    return found
+
+
+def scaling_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, output: bool, parts: int) -> int:
+    """What making the operands of these products moves, and delivering the weights' gradients."""
+    tokens, found = workload.tokens_per_microbatch, 0
+    for group in _forward(model, phase, workload, output, parts):
+        found += (tokens * group.width + group.parts * group.weights) * _SCALED
+    for group in _groups(model, workload, parts) if phase == Phase.BACKWARD else ():
+        found += tokens * (sum(group.heights) * _SCALED_BOTH_WAYS + group.width * _SCALED)
+        found += group.parts * group.weights * (_SCALED + _DELIVERED)
+    return found
+
+
+def workspace_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, chunk: int) -> int:
+    """What a block's operands in 8 bits take beside all else: in forward of one input and one matrix, in backward of
+    one matrix, its input, and the gradient of its output both ways. An MLP that is computed again has `chunk` tokens.
+    """
+    largest = 0
+    for group in _groups(model, workload, 1):
+        of_mlp = model.intermediate_size in (group.width, *group.heights)
+        rows = chunk if of_mlp and workload.recompute == "mlp" else workload.tokens_per_microbatch
+        height = max(group.heights)
+        both_ways = 2 * height if phase == Phase.BACKWARD else 0
+        largest = max(largest, rows * (group.width + both_ways) + group.width * height)
+    return largest * _OPERAND
+
+
+def _groups(model: ModelSpec, workload: Workload, parts: int) -> list[_Group]:
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.intermediate_size
+    times = parts if workload.recompute == "mlp" else 1
+    return [
+        _Group(width=h, heights=(q, kv, kv)),
+        _Group(width=q, heights=(h,)),
+        _Group(width=h, heights=(f, f), parts=times),
+        _Group(width=f, heights=(h,), parts=times),
+    ]
+
+
+def _forward(model: ModelSpec, phase: Phase, workload: Workload, output: bool, parts: int) -> list[_Group]:
+    """The products that an op makes as forward does: a backward, those that it makes again."""
+    attends, attended, widens, narrows = _groups(model, workload, parts)
+    again = workload.recompute == "mlp"
+    if phase == Phase.BACKWARD:
+        return [widens] if again else []
+    if phase == Phase.RECOMPUTE and not output:
+        return [attends, attended] if again else [attends, attended, widens]
+    return [attends, attended, widens, narrows]

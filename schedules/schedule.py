@@ -134,6 +134,7 @@ class Schedule:
             "optimizer": self.workload.optimizer,
             "grad_clip": self.workload.grad_clip,
             "recompute": self.workload.recompute,
+            "matmul": self.workload.matmul,
             "knobs": dict(self.knobs),
             "digest": self.digest,
             "fingerprint": self.fingerprint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from schedules import fp8
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.optimizer import step_workspace
@@ -74,6 +75,10 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         elements += sum(sum(shape) for shape in model.adapter_shapes(i, workload.lora_rank).values())
         weights += trained * b.weight
     again = workload.recompute == "mlp"
+    if workload.matmul is not None:
+        attended = (2 * q + 2 * kv) * (2 if phase == Phase.BACKWARD else 1) * b.activation
+        scaled = fp8.product_bytes(model, phase, workload, output=output, parts=_mlp_parts(workload))
+        return tokens * attended + scaled
     if phase == Phase.BACKWARD:
         elements = 2 * elements + (2 * h + 2 * f if again else 0)
         weights += trained * b.grad + (2 * h * f * b.weight if again else 0)
@@ -144,6 +149,8 @@ def pointwise_bytes(
         unread = summed + (3 * f if workload.recompute == "mlp" else 0)
         nbytes -= (3 * h + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
+    if workload.matmul is not None:
+        moved += fp8.scaling_bytes(model, phase, workload, output=output, parts=_mlp_parts(workload))
     return tokens * nbytes + moved
 
 
@@ -180,6 +187,10 @@ def terms_together(terms: int, element_bytes: int) -> int:
 
 def _loss_chunks(workload: Workload) -> int:
     return -(-workload.tokens_per_microbatch // LOSS_CHUNK_TOKENS)
+
+
+def _mlp_parts(workload: Workload) -> int:
+    return -(-workload.tokens_per_microbatch // MLP_CHUNK_TOKENS)
 
 
 def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
@@ -223,20 +234,23 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     copies = 2 * model.num_experts_per_tok * h
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
+    scaled = 0
+    if workload.matmul is not None:
+        scaled = fp8.workspace_bytes(model, phase, workload, chunk=min(tokens, MLP_CHUNK_TOKENS))
     if workload.recompute == "mlp":
-        return _chunked_workspace_bytes(model, i, phase, workload, output)
+        return scaled + _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         largest = min(largest, EXPERTS_CHUNK) if model.num_experts else largest
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
-        return largest * workload.bytes.grad + tokens * per_token
+        return scaled + largest * workload.bytes.grad + tokens * per_token
     turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
         per_token = (turned + (2 if output else 1) * h) * a
     else:
         normed = h if model.pre_norm else 0
         per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + 3 * f + copies) * a
-    return tokens * per_token
+    return scaled + tokens * per_token
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:

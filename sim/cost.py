@@ -136,7 +136,10 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
 
 
 def peak_flops(profile: HardwareProfile, workload: Workload) -> float:
-    """Peak matrix rate, FLOP/s, in the element type that the workload computes with."""
+    """Peak matrix rate, FLOP/s, in the element type that the workload computes with.
+
+    It is what MFU refers to, and that of the activations where blocks multiply in fewer bits.
+    """
     fp32 = workload.bytes.activation == 4
     return (profile.gpu.fp32_flops if fp32 else profile.gpu.matmul_flops).value
 
@@ -282,7 +285,7 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
     """
     gpu, peak = profile.gpu, peak_flops(profile, workload)
     attention = op.flops * _attention_share(op, model, workload)
-    products_s = (op.flops - attention) / (peak * gpu.matmul_efficiency.value)
+    products_s = (op.flops - attention) / _product_rate(op, model, workload, profile)
     bandwidth = gpu.memory_bandwidth.value * gpu.memory_efficiency.value
     of_products = min(op.nbytes, _product_bytes(op, model, workload))
     return 1e9 * (
@@ -290,6 +293,16 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
         + attention / (peak * gpu.attention_efficiency.value)
         + (op.nbytes - of_products) / bandwidth
     )
+
+
+def _product_rate(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
+    """FLOP/s that an op's matrix products sustain."""
+    gpu = profile.gpu
+    if workload.matmul is None or op.layer is None or not model.is_block(op.layer):
+        return peak_flops(profile, workload) * gpu.matmul_efficiency.value
+    if gpu.fp8_flops is None or gpu.fp8_efficiency is None:
+        raise Refused(f"{profile.name} states no rate of {workload.matmul} products: leave out matmul, or give it one")
+    return gpu.fp8_flops.value * gpu.fp8_efficiency.value
 
 
 def _product_bytes(op: Op, model: ModelSpec, workload: Workload) -> int:

@@ -116,6 +116,12 @@ class Gpu:
     memory_efficiency: Annotated[Value, _fraction("share of the memory bandwidth that elementwise kernels sustain")]
     fp32_flops: Annotated[Value, _number("FLOP/s", "peak matrix rate for fp32 tensors")]
     copy_slowdown: Annotated[Value, _fraction("compute takes longer by this share while a copy is active", zero=True)]
+    fp8_flops: Annotated[
+        Value | None, _number("FLOP/s", "peak dense fp8 matrix rate, fp32 accumulation, no sparsity; absent: none")
+    ] = None
+    fp8_efficiency: Annotated[
+        Value | None, _fraction("share of the fp8 peak that large GEMMs sustain during training")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

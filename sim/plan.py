@@ -103,6 +103,7 @@ def plan(
     precision: str = "bf16",
     grad_clip: float | None = None,
     optimizer: str = ADAMW,
+    matmul: str | None = None,
     memory: MemoryBudget | None = None,
     progress: Progress | None = None,
     first: Sequence[Schedule] = (),
@@ -130,7 +131,7 @@ def plan(
     """
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
-    asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer)
+    asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer, matmul)
     steps = _that_can_be_written(model, _all_ways(model, asked))
     finished = True
     limit: PlacementBound | None = None
@@ -245,6 +246,7 @@ def splits(
     precision: str,
     grad_clip: float | None,
     optimizer: str = ADAMW,
+    matmul: str | None = None,
 ) -> Iterator[Workload]:
     """The ways to split a step into equal micro-batches, largest micro-batch first.
 
@@ -261,6 +263,7 @@ def splits(
                 precision=precision,
                 optimizer=optimizer,
                 grad_clip=grad_clip,
+                matmul=matmul,
             )
         except ValueError as error:
             raise InputError(str(error)) from None

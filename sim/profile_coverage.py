@@ -59,6 +59,8 @@ def command(
     words += ["--seq", str(max(w.seq_len for w in workloads)), "--precision", first.precision]
     if first.optimizer != ADAMW:
         words += ["--optimizer", first.optimizer]
+    if first.matmul is not None:
+        words += ["--matmul", first.matmul]
     modes = [mode for mode in RECOMPUTED if mode in {w.recompute for w in workloads}]
     if modes != ["none"]:
         words += [word for mode in modes for word in ("--recompute", mode)]

@@ -74,7 +74,8 @@ class NothingFits(Refused):
 def _words(workload: Workload) -> str:
     clip = "no clipping" if workload.grad_clip is None else f"clipped to {workload.grad_clip:g}"
     size = f"{workload.accumulation} x {workload.micro_batch_size} sequences of {workload.seq_len:,} tokens"
-    return f"{size}, {workload.precision}, {workload.optimizer}, {clip}"
+    multiplied = "" if workload.matmul is None else f", {workload.matmul} products"
+    return f"{size}, {workload.precision}{multiplied}, {workload.optimizer}, {clip}"
 
 
 def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:

@@ -21,9 +21,9 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
     """What decides an op's time on a given machine where no link and no drive does, as one word for tables.
 
     Compute: model, kind of layer, phase, whether activations are kept, whether a recompute makes its output, and
-    whether a gradient is added to, micro-batch x sequence, element type. Updates and copies within a tier: model, kind
-    of layer, what is passed over, or the optimizer whose step it is, whose threads do it, precision, parts of the
-    layer.
+    whether a gradient is added to, micro-batch x sequence, element type, format of products. Updates and copies within
+    a tier: model, kind of layer, what is passed over, or the optimizer whose step it is, whose threads do it,
+    precision, parts of the layer.
     """
     if op.kind != Kind.COMPUTE:
         return _of_pass(op, model, workload)
@@ -40,6 +40,8 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
         element += "/evaluate"
     if workload.recompute != "none":
         element += f"/{workload.recompute} again"
+    if workload.matmul is not None and op.layer is not None and model.is_block(op.layer):
+        element += f"/{workload.matmul}"
     return f"{model.name}/{layer}/{op.phase}{keep}{add}/{shape}/{element}"
 
 

@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     Clip,
     Hardware,
     Json,
+    Matmul,
     Models,
     ModelsToo,
     Optimizer,
@@ -64,6 +65,7 @@ def compare(
     seq: Seq = 1024,
     precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     recompute: Recompute = "none",
     change: Set = None,
@@ -88,7 +90,7 @@ def compare(
 
     require_outputs(folders=[out])
     profile = machine_of(hardware, change)
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer, matmul)
     axes = axes_of(vary or [])
     _require_said_once(context, change or [], axes)
     precisions = axes.get("precision", [precision])

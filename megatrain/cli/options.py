@@ -44,6 +44,9 @@ Recompute = Annotated[
     str,
     typer.Option("--recompute", help=f"What blocks recompute in backward, keeping the rest: {', '.join(RECOMPUTED)}."),
 ]
+Matmul = Annotated[
+    str | None, typer.Option("--matmul", help="fp8: blocks multiply in 8 bits, which needs a GPU that does.")
+]
 Models = Annotated[
     list[str] | None, typer.Argument(help="Models by name or config.json; several: a,b.", show_default=False)
 ]
@@ -53,7 +56,7 @@ ModelsToo = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 # what makes a schedule
-STEP = ("policy", "batch", "accumulation", "seq", "precision", "optimizer", "clip", "recompute", "knob")
+STEP = ("policy", "batch", "accumulation", "seq", "precision", "optimizer", "clip", "recompute", "matmul", "knob")
 
 
 def workload_of(
@@ -64,6 +67,7 @@ def workload_of(
     clip: float | None,
     recompute: str = "none",
     optimizer: str = ADAMW,
+    matmul: str | None = None,
 ) -> Workload:
     from schedules.workload import Workload
 
@@ -78,6 +82,7 @@ def workload_of(
             optimizer=optimizer,
             grad_clip=clip,
             recompute=recompute,
+            matmul=matmul,
         )
     except ValueError as error:
         raise InputError(str(error)) from None

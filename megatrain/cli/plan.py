@@ -14,6 +14,7 @@ from megatrain.cli.options import (
     Clip,
     Hardware,
     Json,
+    Matmul,
     Optimizer,
     Precision,
     Seq,
@@ -44,6 +45,7 @@ def plan(
     ] = None,
     precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     change: Set = None,
     noise: Annotated[
@@ -104,6 +106,7 @@ def plan(
                 accumulation=accumulation,
                 precision=precision,
                 optimizer=optimizer,
+                matmul=matmul,
                 grad_clip=clip,
                 progress=progress,
                 first=begun_with,

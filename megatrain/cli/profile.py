@@ -13,6 +13,7 @@ from megatrain.cli.options import (
     Accumulation,
     Batch,
     Clip,
+    Matmul,
     Optimizer,
     Precision,
     Seq,
@@ -33,6 +34,7 @@ def profile(
     seq: Seq = 256,
     precision: Precision = "fp32",
     optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     recompute: Annotated[
         list[str] | None,
@@ -95,7 +97,9 @@ def profile(
     def built(shapes: list[tuple[int, int]], of: ModelSpec) -> list[Schedule]:
         modes = dict.fromkeys(listed(recompute or []) or ["none"])
         workloads = [
-            workload_of(b, accumulation, s, precision, clip, mode, optimizer) for mode in modes for b, s in shapes
+            workload_of(b, accumulation, s, precision, clip, mode, optimizer, matmul)
+            for mode in modes
+            for b, s in shapes
         ]
         found = []
         for (name, knobs), of_step in itertools.product(chosen, workloads):

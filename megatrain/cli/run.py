@@ -23,6 +23,7 @@ from megatrain.cli.options import (
     Clip,
     Json,
     Knob,
+    Matmul,
     Optimizer,
     Policy,
     Precision,
@@ -79,6 +80,7 @@ def run(
     ] = None,
     precision: Precision = "fp32",
     optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
@@ -164,7 +166,7 @@ def run(
     profile = machine_of(hardware, None) if hardware else None
     budget = memory_of(profile) if profile else machine_here(partial(backend_of, backend), nvme).budget
     length = usual_length(target, 256) if seq is None else seq
-    workload = workload_of(batch, accumulation, length, precision, clip, recompute, optimizer)
+    workload = workload_of(batch, accumulation, length, precision, clip, recompute, optimizer, matmul)
     schedule = schedule_of(target, policy, knob, workload, budget, context)
     if expect is not None and not re.fullmatch(r"[0-9a-f]{8,64}", expect):
         raise InputError(f"--expect takes the first 8 or more of a fingerprint's hexadecimal digits, not {expect!r}")

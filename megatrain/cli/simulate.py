@@ -16,6 +16,7 @@ from megatrain.cli.options import (
     Hardware,
     Json,
     Knob,
+    Matmul,
     Optimizer,
     Policy,
     Precision,
@@ -47,6 +48,7 @@ def simulate(
     seq: Seq = 1024,
     precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
@@ -64,7 +66,7 @@ def simulate(
     require_outputs(files=(trace, perfetto))
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer, matmul)
     with stages() as begin:
         begin("building")
         schedule = schedule_of(target, policy, knob, workload, budget, context)
@@ -106,6 +108,7 @@ def build(
     seq: Seq = 1024,
     precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     recompute: Recompute = "none",
     knob: Knob = None,
@@ -126,7 +129,7 @@ def build(
     require_outputs(files=[out])
     profile = machine_of(hardware, change)
     budget = memory_of(profile)
-    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer)
+    workload = workload_of(batch, accumulation, seq, precision, clip, recompute, optimizer, matmul)
     with stages() as begin:
         begin("building")
         schedule = schedule_of(target, policy, knob, workload, budget, context, fixed=(*STEP, "hardware", "change"))
