@@ -60,7 +60,7 @@ def test_an_axis_has_its_values_as_written_in_their_order_and_each_once() -> Non
         ("host.memry=1GB", "'host.memry'; did you mean host.memory or "),
         (
             "policy=x",
-            "known: batch, accumulation, seq, precision, optimizer, recompute, clip, hardware, knobs of the policies, ",
+            "known: batch, accumulation, seq, precision, optimizer, recompute, matmul, clip, hardware, knobs of ",
         ),
         ("slot=1", "'slot'; did you mean slots or grad_slots or nvme_slots?"),
         ("slots=2,x", "knob slots must be a whole number, not 'x'"),

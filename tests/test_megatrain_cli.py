@@ -554,8 +554,8 @@ def test_a_log_goes_on_where_it_ended_and_stops_no_training(tmp_path: Path, monk
 
 def test_a_sequence_longer_than_the_model_was_made_for_is_noted(tmp_path: Path) -> None:
     told = "note: sequences of 129 tokens, and tiny was made for 128\n"
-    assert megatrain("simulate", "tiny", "-s", "129").stderr == told
-    assert megatrain("simulate", "tiny", "-s", "128").stderr == ""
+    assert megatrain("simulate", "tiny", "-s", "129").stderr.startswith(told)  # a slow machine has more to say
+    assert "note:" not in megatrain("simulate", "tiny", "-s", "128").stderr
     assert megatrain("compare", "tiny", "-p", "streamed", "-s", "129").stderr.startswith(told)
     step = ("-p", "streamed", "-s", "129", "--tokens", "129", "--vary", "host.memory=64GiB", "-o", str(tmp_path))
     assert megatrain("sweep", "tiny", "-H", "h100", "--prices", "docs/prices.yaml", *step).stderr.startswith(told)

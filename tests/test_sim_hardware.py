@@ -97,7 +97,7 @@ def test_a_bad_number_is_refused_with_file_and_path(path: str) -> None:
 
 @pytest.mark.parametrize("path", NUMERIC)
 def test_a_missing_number_value_unit_or_source_is_refused_with_file_and_path(path: str) -> None:
-    optional = {"host.fresh_pages", "nvme.endurance"}
+    optional = {"host.fresh_pages", "nvme.endurance", "gpu.fp8_flops", "gpu.fp8_efficiency"}
     for part in ("value", "unit", "source"):
         data = document()
         del at(data, path)[part]

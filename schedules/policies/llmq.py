@@ -22,7 +22,9 @@ Exact in its training. Approximated: kernels that work on host memory directly (
 head, sums of gradients, the norm of those) are shown as copies on the compute stream, whose result goes down beside
 what follows; the moments of embedding and head pass in eighths, so that no device buffer holds them; with
 offload=moment half of each layer's elements have both moments on the host, where all should have one; the head's input,
-which leaves as blocks' do and does not come back, stays. fp8 products and moments, and more than one GPU, are not here.
+which leaves as blocks' do and does not come back, stays. With --matmul fp8 weights are scaled for every micro-batch,
+where LLM.Q does so once a step and keeps activations and, if asked, weights in 8 bits. Moments in 8 bits, and more than
+one GPU, are not here.
 Its C++ issues ops faster than the profile's Python.
 Source: IST-DASLab/llmq b77d969, doc.md, src/models (llama_model.cpp, llama_weights.cpp, llama_run_state.cpp),
 src/training (adamw_optimizer.cpp, gradients.cpp).
