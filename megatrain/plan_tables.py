@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from megatrain.cores import usable_cores
-from megatrain.tables import drive_rows, prediction_record, print_memory, setting
+from megatrain.tables import drive_rows, of_bf16, prediction_record, print_memory, setting
 from megatrain.terminal import Column, Record, print_table, print_words, show_records
 from schedules import policies, trained
 from schedules import tensor as tensors
@@ -218,7 +218,7 @@ def show(found: Plan, spread: whatif.Spread, answers: WhatIf | None, proof: Orde
         [f"  5 % to 95 % at {spread.noise:.0%} noise an op", f"{rate(spread.p5)} to {rate(spread.p95)} tokens/s"],
         *([["  with a drive too, not worth its wear", f"{found.spared:+.1%}"]] if found.spared else []),
         ["step", seconds(prediction.period_ns / 1e9)],
-        ["MFU, HFU", f"{prediction.mfu:.1%}, {prediction.hfu:.1%}"],
+        [f"MFU, HFU{of_bf16(prediction.schedule)}", f"{prediction.mfu:.1%}, {prediction.hfu:.1%}"],
         *_bound_rows(found),
     ]
     print_table("one step", ["", ""], rows + drive_rows(prediction))

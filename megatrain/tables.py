@@ -69,7 +69,7 @@ def print_prediction(prediction: Prediction, any_bound_ns: float) -> None:
         ["step", seconds(prediction.period_ns / 1e9)],
         ["throughput", f"{rate(prediction.tokens_per_s)} tokens/s"],
         ["model FLOP/s", scaled(prediction.model_flops_per_s, "TFLOP/s")],
-        ["MFU", f"{prediction.mfu:.1%}"],
+        [f"MFU{of_bf16(prediction.schedule)}", f"{prediction.mfu:.1%}"],
         ["HFU", f"{prediction.hfu:.1%}"],
     ]
     if prediction.bound_ns > any_bound_ns:  # or it says less than that of any schedule
@@ -88,6 +88,11 @@ def print_prediction(prediction: Prediction, any_bound_ns: float) -> None:
         told = ", ".join(f"{cause} {ns / span:.0%}" for cause, ns in sorted(causes.items(), key=lambda c: -c[1])[:3])
         streams.append([stream, told, f"{share:.1%}"])
     print_table("streams", ["stream", "idle, waiting for", "busy"], streams, left=2)
+
+
+def of_bf16(schedule: Schedule) -> str:
+    """What shares of the peak refer to, where it is not the format of all products."""
+    return "" if schedule.workload.matmul is None else " of the bf16 peak"
 
 
 def setting(prediction: Prediction) -> str:
