@@ -9,30 +9,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain import fp8
 from megatrain.autograd import sink_of
+from megatrain.pointwise import Pointwise
 
 LORA_SCALE = 2.0  # alpha over rank, the usual choice of LoRA's users
 
 
-def linear(params: Mapping[str, Tensor], name: str, x: Tensor, *, output: bool = True) -> Tensor:
+def linear(
+    params: Mapping[str, Tensor], name: str, x: Tensor, *, output: bool = True, in_fp8: Pointwise | None = None
+) -> Tensor:
     """x [..., in] times `name`.weight [out, in], its bias and LoRA's adapters added where there are any: [..., out].
 
     Without `output` nothing is multiplied that backward does not read: the result has a shape and a graph, no values.
+    With `in_fp8` it is multiplied in 8 bits, `megatrain.fp8`, by operands that these functions make; adapters are not.
     """
-    (y,) = linears(params, (name,), x, output=output)
+    (y,) = linears(params, (name,), x, output=output, in_fp8=in_fp8)
     return y
 
 
 def linears(
-    params: Mapping[str, Tensor], names: Sequence[str], x: Tensor, *, fused: str = "", output: bool = True
+    params: Mapping[str, Tensor],
+    names: Sequence[str],
+    x: Tensor,
+    *,
+    fused: str = "",
+    output: bool = True,
+    in_fp8: Pointwise | None = None,
 ) -> list[Tensor]:
     """As `linear`, several of one input, whose gradients are summed by the products that make them.
 
     Adapters stand beside each, or beside all as one projection, which is called `fused`.
     """
-    products = _products(
-        x, [params[f"{name}.weight"] for name in names], [params.get(f"{n}.bias") for n in names], output
-    )
+    weights, biases = [params[f"{name}.weight"] for name in names], [params.get(f"{name}.bias") for name in names]
+    if in_fp8 is None:
+        products = _products(x, weights, biases, output)
+    else:
+        products = _Fp8Products.apply(x, output, in_fp8, *weights, *biases)  # type: ignore[no-untyped-call]
     beside: Sequence[Tensor | None] = [_adapters(params, name, x, output) for name in names]
     if (of_all := _adapters(params, fused, x, output)) is not None:
         beside = torch.split(of_all, [y.shape[-1] for y in products], dim=-1)
@@ -71,10 +84,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, output: bool, *tensors: Any) -> tuple[Tensor, ...]:
-        weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        ctx.save_for_backward(x, *weights)
-        wanted = ctx.needs_input_grad[2:]
-        ctx.sinks = [sink_of(w) if needed else None for w, needed in zip(weights, wanted, strict=False)]
+        weights, biases = _kept(ctx, x, tensors)
         if not output:
             return tuple(unread(x.shape[:-1] + weight.shape[:1], x) for weight in weights)
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -98,6 +108,66 @@ class _Products(torch.autograd.Function):
             if of_tensors[count + i]:
                 found[count + i] = dy.sum(0)
         return None if dx is None else dx.view_as(x), None, *found
+
+
+class _Fp8Products(torch.autograd.Function):
+    """As `_Products` in 8 bits. What is kept is the same: operands are made again in backward, transposed.
+
+    The input's is shared by all products, and a weight's made for one at a time. No product adds to what is there: the
+    input's gradient is a sum of terms in its own type, each rounded once more than one of `_Products`, by 2^-9 at most
+    where operands were rounded by 2^-4. A bias is added to the rounded product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: bool, pointwise: Pointwise, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases = _kept(ctx, x, tensors)
+        ctx.pointwise = pointwise
+        if not output:
+            return tuple(unread(x.shape[:-1] + weight.shape[:1], x) for weight in weights)
+        of_x, found = fp8.rows(x.detach().flatten(0, -2), fp8.E4M3, pointwise), list[Tensor]()
+        for weight, bias in zip(weights, biases, strict=True):
+            of_weight = fp8.rows(weight.detach(), fp8.E4M3, pointwise)
+            y = fp8.product(of_x, of_weight, x.dtype, fast=True).view(x.shape[:-1] + weight.shape[:1])
+            del of_weight  # or it would be held while the next is made
+            found.append(y if bias is None else y.add_(bias))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        count, pointwise = len(weights), ctx.pointwise
+        of_input, _, _, *of_tensors = ctx.needs_input_grad
+        dx: Tensor | None = None
+        of_x: fp8.Operand | None = None
+        found: list[Tensor | None] = [None] * (2 * count)
+        for i, (grad, weight, sink_now) in enumerate(zip(grads, weights, ctx.sinks, strict=True)):
+            dy = grad.flatten(0, -2)
+            along, across = fp8.both(dy, fp8.E5M2, pointwise)
+            if of_input:
+                term = fp8.product(along, fp8.columns(weight, fp8.E4M3, pointwise), x.dtype)
+                dx = term if dx is None else dx.add_(term)
+                del term
+            del along
+            sink = None if sink_now is None else sink_now()
+            if of_tensors[i] and (sink_now is None or sink is not None):
+                of_x = of_x or fp8.columns(x.flatten(0, -2), fp8.E4M3, pointwise)
+                if sink is None:
+                    found[i] = fp8.product(across, of_x, weight.dtype)
+                else:
+                    sink.put(fp8.product(across, of_x, sink.view.dtype))
+            del across
+            if of_tensors[count + i]:
+                found[count + i] = dy.sum(0)
+        return None if dx is None else dx.view_as(x), None, None, *found
+
+
+def _kept(ctx: Any, x: Tensor, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The weights and biases that are an op's last inputs; it keeps its input and weights, and where gradients go."""
+    weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    ctx.save_for_backward(x, *weights)
+    wanted = ctx.needs_input_grad[-len(tensors) :]
+    ctx.sinks = [sink_of(w) if needed else None for w, needed in zip(weights, wanted, strict=False)]
+    return weights, biases
 
 
 class _Added(torch.autograd.Function):

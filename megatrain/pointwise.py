@@ -151,6 +151,49 @@ def cross_entropy_in_place(logits: Tensor, label: Tensor, share: Tensor) -> tupl
     return ((summed.log() - of_label) * share).sum(), gradient.to(logits.dtype)
 
 
+FP8_LEAST = 1e-30  # the least magnitude that a scale is made for: what 1 stands for is then a normal fp32 number
+
+
+def fp8_unit(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What 1 stands for where x is in 8 bits, fp32 [1]: its largest magnitude over the format's largest number.
+
+    Not [], which would leave the type of what is divided by it as it is.
+    """
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf)  # a norm makes no copy of x's magnitudes
+    return largest.to(torch.float32).clamp(min=FP8_LEAST).div(torch.finfo(dtype).max).view(1)
+
+
+def fp8_rows(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [m, k] in 8 bits, contiguous."""
+    return (x / unit).to(dtype, memory_format=torch.contiguous_format)
+
+
+def fp8_columns(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [k, m] in 8 bits, transposed: [m, k], contiguous."""
+    return fp8_rows(x.t(), unit, dtype)
+
+
+def fp8_both(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [m, k] in 8 bits as it is, and transposed: [k, m]; both contiguous."""
+    return fp8_rows(x, unit, dtype), fp8_columns(x, unit, dtype)
+
+
+def fp8_rows_at_once(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `fp8_rows` by one kernel, which makes no fp32 copy."""
+    return torch.div(x, unit, out=x.new_empty(x.shape, dtype=dtype))
+
+
+def fp8_columns_at_once(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `fp8_columns` by one kernel."""
+    return fp8_rows_at_once(x.t(), unit, dtype)
+
+
+def fp8_both_by_two(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `fp8_both`: the second is copied from the first, which has 8 bits already."""
+    along = fp8_rows_at_once(x, unit, dtype)
+    return along, along.t().contiguous()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pointwise:
     """These functions, as they are to be called."""
@@ -170,6 +213,10 @@ class Pointwise:
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
+    fp8_unit: Callable[[Tensor, torch.dtype], Tensor] = fp8_unit
+    fp8_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor] = fp8_rows
+    fp8_columns: Callable[[Tensor, Tensor, torch.dtype], Tensor] = fp8_columns
+    fp8_both: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]] = fp8_both
 
     def gate_forward(self, hidden_act: str) -> Callable[[Tensor, Tensor], Tensor]:
         """What is done with gate and up."""
@@ -213,6 +260,9 @@ PLAIN = replace(
     weighted_sum=by_rows(weighted_sum, read_anywhere=1),
     weights_backward=by_rows(weights_backward, read_anywhere=1),
     cross_entropy=cross_entropy_in_place,
+    fp8_rows=fp8_rows_at_once,
+    fp8_columns=fp8_columns_at_once,
+    fp8_both=fp8_both_by_two,
 )
 SHAPES = 4096  # that a process may compile a function for
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain import fp8
 from megatrain.attention import Attention, band
 from megatrain.autograd import Sink, again
 from megatrain.experts import Mixture
@@ -105,7 +106,7 @@ class Block:
     `rotary` are the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type, or None
     without rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes
     them again; with `mlp_chunk` the MLP keeps its input only, and is computed again in backward, that many tokens at a
-    time.
+    time. With `in_fp8` it multiplies by its matrices in 8 bits, of operands that these functions make.
     """
 
     head_dim: int
@@ -119,6 +120,7 @@ class Block:
     pointwise: Pointwise = PLAIN
     pointwise_again: bool = False
     mlp_chunk: int | None = None
+    in_fp8: Pointwise | None = None
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
@@ -171,17 +173,17 @@ class Block:
         return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk, output=output)
 
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
-        gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x, fused="mlp.gate_up_proj")
+        gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x, fused="mlp.gate_up_proj", in_fp8=self.in_fp8)
         product = gated(gate, up, self.hidden_act, self.pointwise)
         derived = self._derived(product, self.pointwise.gate_forward(self.hidden_act), gate, up)
         del gate, up  # of which a forward that saves nothing has no more use
         with derived:
-            return linear(params, "mlp.down_proj", product, output=output)
+            return linear(params, "mlp.down_proj", product, output=output, in_fp8=self.in_fp8)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        q, k, v = linears(params, names, x, fused="self_attn.qkv_proj")
+        q, k, v = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
         if "self_attn.q_norm.weight" in params:
             weights = params["self_attn.q_norm.weight"], params["self_attn.k_norm.weight"]
             # over what is as wide as the weight: a head, or all heads of a token
@@ -195,7 +197,7 @@ class Block:
             q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
         del q, k, v  # of which a forward that saves nothing has no more use
-        return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1))
+        return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1), in_fp8=self.in_fp8)
 
 
 class _Products:
@@ -309,13 +311,18 @@ def templates(
     pointwise: Pointwise = PLAIN,
     pointwise_again: bool = False,
     mlp_chunk: int | None = None,
+    matmul: str | None = None,
 ) -> Templates:
-    """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block.
+    """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block, `matmul` as in
+    Workload.
 
     Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, shared by all blocks, but for those
     with a window, if they have a base of their own.
-    Raises ModelError for an unknown rope_scaling, and TemplateError for windows or sinks in fp32 on a GPU.
+    Raises ModelError for an unknown rope_scaling, TemplateError for windows or sinks in fp32 on a GPU, and InputError
+    where there are no products in `matmul`.
     """
+    if matmul is not None:
+        fp8.require(device)
     tables = rotary_tables(model, seq_len, device, dtype)
     own = model.rope_local_base_freq
     local = tables if own is None else rotary_tables(model, seq_len, device, dtype, theta=own)
@@ -330,6 +337,7 @@ def templates(
         pointwise=pointwise,
         pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
+        in_fp8=None if matmul is None else pointwise,
     )
     of_kind = {model.layer_kind(i): i for i in model.blocks}
     return Templates(

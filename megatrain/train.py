@@ -86,7 +86,7 @@ class Trainer(Generic[E]):
         NotVerified: see Executor.
         CheckpointError: `resume` has adapters beside other weights than those of `initial`.
         StoreError, DriveError: see Store.
-        TemplateError: the model cannot be trained here.
+        TemplateError, InputError: the model, or this step of it, cannot be trained here.
         ValueError: the data has tokens that the model does not know.
     """
 
@@ -124,6 +124,7 @@ class Trainer(Generic[E]):
             pointwise=pointwise,
             pointwise_again=workload.recompute != "none",
             mlp_chunk=MLP_CHUNK_TOKENS if workload.recompute == "mlp" else None,
+            matmul=workload.matmul,
         )
         with ExitStack() as opened:  # no file may be left behind
             on_stage("allocating memory")
