@@ -114,8 +114,8 @@ class _Fp8Products(torch.autograd.Function):
     """As `_Products` in 8 bits. What is kept is the same: operands are made again in backward, transposed.
 
     The input's is shared by all products, and a weight's made for one at a time. No product adds to what is there: the
-    input's gradient is a sum of terms in its own type, each rounded once more than one of `_Products`, by 2^-9 at most
-    where operands were rounded by 2^-4. A bias is added to the rounded product.
+    input's gradient is a sum of terms in its own type, each rounded once more than one of `_Products`, by 2^-8 at most
+    where operands were by 2^-4. A bias is added to the rounded product.
     """
 
     @staticmethod

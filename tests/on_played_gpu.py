@@ -6,6 +6,7 @@ Not a test module by name: test_megatrain_played_gpu.py runs this in processes t
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ from sim.prediction import predict
 from sim.signature import timed
 
 MODEL, MEMORY = small(blocks=4), MemoryBudget(device_bytes=10**10, host_bytes=10**10)
+WIDER = dataclasses.replace(MODEL, head_dim=16)  # as products in fp8 need keys to be
 LONG = dataclasses.replace(WORKLOAD, seq_len=32)
 NAMES = [*WRITERS, *POLICIES]
 WORKSPACES = 3 * 32 << 20  # of cuBLAS on an H100: one for each stream and thread that multiplies
@@ -83,6 +85,22 @@ def test_every_schedule_runs_and_no_op_waits(name: str, tmp_path: Path) -> None:
 def test_so_it_does_in_every_precision(name: str, recompute: str, precision: str, tmp_path: Path) -> None:
     workload = dataclasses.replace(LONG, precision=precision, recompute=recompute)
     assert waits_in_steps(schedule_of(name, workload), tmp_path) == 0
+
+
+@unsanitized
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("name", ["on_device", "moved_out", "streamed", "megatrain"])
+def test_so_it_does_with_products_in_fp8(name: str, recompute: str, tmp_path: Path) -> None:
+    workload = dataclasses.replace(LONG, precision="bf16", grad_clip=None, recompute=recompute, matmul="fp8")
+    schedule = WRITERS[name](WIDER, workload) if name in WRITERS else built(name, WIDER, workload)
+    assert waits_in_steps(schedule, tmp_path) == 0
+    if name == "moved_out":  # whose blocks are not captured
+        return
+    with trainer(schedule, CudaBackend(), prepare=replayed, pointwise=compiled(), nvme=tmp_path) as run:
+        run.run(2)
+        played_gpu.count("graphs")
+        run.run(2)
+    assert played_gpu.count("graphs") > 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_16bit", "bf16_split", "fp32"])
@@ -207,6 +225,7 @@ def test_torchs_allocator_takes_what_is_predicted_and_gives_it_back(name: str) -
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
+    gc.collect()  # what another test has left would be freed meanwhile
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work()
@@ -267,6 +286,55 @@ def test_ops_of_a_large_block_take_no_more_than_is_counted(
 
 
 @unsanitized
+@pytest.mark.parametrize("pointwise", [PLAIN, compiled()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_products_in_fp8_hold_one_weight_and_its_operands_at_a_time(
+    batch: int, recompute: str, pointwise: Pointwise
+) -> None:
+    """What lives at once where most does, in bytes."""
+    model = presets.load("llama-3.1-8b")
+    workload = Workload(micro_batch_size=batch, seq_len=1024, recompute=recompute, matmul="fp8")
+    found = templates(
+        model,
+        seq_len=1024,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        pointwise=pointwise,
+        pointwise_again=recompute != "none",
+        mlp_chunk=MLP_CHUNK_TOKENS if recompute == "mlp" else None,
+        matmul="fp8",
+    )
+    block, params = found.blocks[model.layer_kind(0)], {n: bf16(*s) for n, s in model.parameter_shapes(0).items()}
+    x, dy = bf16(batch, 1024, model.hidden_size), bf16(batch, 1024, model.hidden_size)
+    sinks = {name: autograd.Sink(torch.zeros_like(p), False) for name, p in params.items()}
+
+    def alone() -> None:
+        with torch.no_grad():
+            block.forward(params, x)
+
+    def back() -> None:
+        autograd.backward(autograd.forward(block, params, x)[1], params, x, dy, sinks)
+
+    back()  # cuBLAS takes its workspaces, one for this thread, one for autograd's
+    h, f, tokens = model.hidden_size, model.mlp_width, workload.tokens_per_microbatch
+    chunk = min(tokens, MLP_CHUNK_TOKENS) if recompute == "mlp" else tokens
+    # residual, norm and the output of all chunks; gate, up and product, or gate and up, and input and weight in 8 bits
+    forward = (6 if recompute == "mlp" else 4) * h * tokens + max(6 * f * chunk, (4 * f + h) * chunk + f * h)
+    assert 0.99 < peak_bytes(alone) / forward < 1.01
+    _, saved = autograd.forward(block, params, x)
+    assert saved.nbytes == model.saved_bytes(0, dataclasses.replace(workload, matmul=None))
+    # Gradients of gate and up, and one of them twice in 8 bits; their input in 8 bits; its gradient, and a term that
+    # comes to it; the weight in 8 bits. Then one gradient in 8 bits, and the weight's.
+    wide = 4 if chunk < tokens else 2  # a sum of chunks is in fp32
+    backward = max((6 * f + 5 * h) * chunk + f * h, (5 * f + 3 * h) * chunk + wide * f * h)
+    # the norm's output; that, its gradient, a chunk's gate and up, and the sums of the MLP's gradients
+    again = {"none": 0, "pointwise": 2 * h * tokens, "mlp": 4 * h * tokens + 4 * f * chunk + 3 * wide * f * h}
+    backward += again[recompute]
+    assert 0.99 < peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks)) / backward < 1.01
+
+
+@unsanitized
 @pytest.mark.parametrize("tokens", [16384, 65536])  # all columns at once, or a quarter of them
 def test_the_embeddings_backward_takes_no_more_than_is_counted(tokens: int) -> None:
     model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=tokens)
@@ -318,6 +386,10 @@ TOKENS, WIDTH, VOCAB = 16384, 4096, 128_256
         ("summed_backward", lambda: (bf16(TOKENS, WIDTH), int64(4 * TOKENS), fp32(TOKENS, 4))),
         ("weights_backward", lambda: (bf16(4 * TOKENS, WIDTH), int64(TOKENS, 4), bf16(TOKENS, WIDTH))),
         ("rotation", lambda: (bf16(2, TOKENS // 2, 32, 128), bf16(TOKENS // 2, 1, 64), bf16(TOKENS // 2, 1, 64))),
+        ("fp8_unit", lambda: (bf16(TOKENS, WIDTH), torch.float8_e4m3fn)),
+        ("fp8_rows", lambda: (bf16(TOKENS, WIDTH), fp32(1), torch.float8_e4m3fn)),
+        ("fp8_columns", lambda: (bf16(TOKENS, WIDTH), fp32(1), torch.float8_e4m3fn)),
+        ("fp8_both", lambda: (bf16(TOKENS, WIDTH), fp32(1), torch.float8_e5m2)),
         ("cross_entropy", lambda: (bf16(1024, VOCAB), int64(1024, 1), torch.zeros(1024, 1, device="cuda"))),
     ],
 )

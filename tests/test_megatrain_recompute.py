@@ -19,6 +19,7 @@ from megatrain.adam import Adam
 from megatrain.autograd import Sink
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
+from megatrain.float_types import float_type
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained
@@ -267,25 +268,28 @@ def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> No
 
 
 @pytest.mark.parametrize("output", [True, False])
-@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize(("rank", "matmul"), [(None, None), (4, None), (None, "fp8")])
 @pytest.mark.parametrize("mode", RECOMPUTED)
 @pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS)
-def test_what_is_counted_is_what_is_multiplied(model: ModelSpec, mode: str, rank: int | None, output: bool) -> None:
-    work = workload(recompute=mode, lora_rank=rank)
+def test_what_is_counted_is_what_is_multiplied(
+    model: ModelSpec, mode: str, rank: int | None, matmul: str | None, output: bool
+) -> None:
+    work = workload(recompute=mode, lora_rank=rank, matmul=matmul, precision="fp32" if matmul is None else "bf16")
+    dtype = float_type(work.bytes.activation)
     shapes = model.parameter_shapes(0) | ({} if rank is None else model.adapter_shapes(0, rank))
     names = shapes.keys() - (model.parameter_shapes(0).keys() if rank else set())
     layers = templates(
-        model, seq_len=16, device=CPU, dtype=torch.float32, pointwise_again=mode != "none",
-        mlp_chunk=8 if mode == "mlp" else None,
+        model, seq_len=16, device=CPU, dtype=dtype, pointwise_again=mode != "none",
+        mlp_chunk=8 if mode == "mlp" else None, matmul=matmul,
     )  # fmt: skip
-    params = {name: torch.randn(shape) for name, shape in shapes.items()}
-    x = torch.randn(2, 16, model.hidden_size)
+    params = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+    x = torch.randn(2, 16, model.hidden_size, dtype=dtype)
     with FlopCounterMode(display=False) as ran:
         _, saved = autograd.forward(layers.blocks[model.layer_kind(0)], params, x, trained=names, output=output)
     attention = attention_flops(model, 0, work)  # which the counter does not know on the CPU
     assert ran.get_total_flops() == op_flops(model, 0, Phase.RECOMPUTE, work, output=output) - attention
     assert saved.nbytes == model.saved_bytes(0, work)
-    grads = {name: torch.empty(shapes[name]) for name in names}
+    grads = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
     with FlopCounterMode(display=False) as ran:
         autograd.backward(saved, params, x, x, {name: Sink(grad, False) for name, grad in grads.items()})
     assert ran.get_total_flops() == op_flops(model, 0, Phase.BACKWARD, work) - 2 * attention
