@@ -219,6 +219,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     for name in WAYS_OF:
         block = functools.partial(gpu_block.checks, gpu_block.DENSE, [Way(**{name: True})])
         yield by_itself("block", name, block, 35.0)
+    yield by_itself("block", "fp8", lambda: gpu_block.fp8_checks(gpu_block.DENSE, gpu_block.WAYS), 60.0)
     for model in gpu_block.MIXTURES:  # of which no row is timed: what is wrong with them chooses no way
         block = functools.partial(gpu_block.checks, [model], gpu_block.ways_of(model))
         yield by_itself("block", model.name, block, 25.0)
@@ -226,7 +227,7 @@ def parts(options: argparse.Namespace, results: Results) -> Iterator[Part]:
     clocks = gpu_checks.clocks()
     yield by_itself("checks", clocks.name, lambda: gpu_checks.checked(clocks), clocks.takes_s)
     yield by_itself("links", "links", gpu_machine.links, 20.0)
-    yield by_itself("gemm", "gemm", gpu_machine.gemm, 25.0)
+    yield by_itself("gemm", "gemm", gpu_machine.gemm, 35.0)
     yield by_itself("dram", "dram", lambda: [*gpu_machine.dram(threads), *gpu_optimizer.beside_copies()], 25.0)
     machine = of_run(results.body, len(results.body["runs"]))
 

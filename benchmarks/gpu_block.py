@@ -15,6 +15,7 @@ import torch
 from gpu_machine import Row
 from torch import Tensor
 
+from megatrain import fp8
 from megatrain.autograd import backward, forward
 from megatrain.experts import waits_for_gpu
 from megatrain.graphs import Pool
@@ -22,6 +23,7 @@ from megatrain.initial import random_parameters
 from megatrain.template import sinks, templates, views
 from megatrain.way import PLAINLY, Way
 from schedules import presets
+from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.workload import Workload
 
@@ -41,6 +43,7 @@ MIXTURES = (
 WAYS = (PLAINLY, Way(fused=True), Way(graphs=True))
 SEQUENCES, LENGTH = 2, 1024
 LIMIT = 0.05  # of a relative error: bf16's roundings make 0.4 to 2 % on a CPU, a wrong kernel much more
+FP8_LIMIT = 0.2  # of one beside bf16: operands' roundings make 6 to 10 % on a CPU
 SINK = 4.0  # sinks' mean: beside 128 keys a sink of 0 would hardly be missed
 APART = 4.0  # between the numbers by which a token chooses its experts; attention adds about one to each
 
@@ -59,23 +62,43 @@ def checks(models: Iterable[ModelSpec], ways: Iterable[Way]) -> list[Row]:
         # on a GPU these would be computed by other means in fp32, or not at all
         exact = torch.device("cpu") if model.num_experts else gpu_machine.DEVICE
         right, _ = _computed(model, numbers, exact, torch.float32, PLAINLY)
-        counted = model.saved_bytes(0, Workload(micro_batch_size=SEQUENCES, seq_len=LENGTH))
         for way in ways:
             found, kept = _computed(model, numbers, gpu_machine.DEVICE, torch.bfloat16, way)
-            errors = {what: _relative(value, right[what].to(value.device)) for what, value in found.items()}
-            worst = max(errors, key=lambda what: errors[what])
-            rows.append(
-                {
-                    "case": f"{model.name} {way}",
-                    "passed": errors[worst] <= LIMIT and kept <= counted,
-                    "kernel": gpu_machine.attention_kernel(model, LENGTH).name.lower(),
-                    "worst": worst,
-                    "off_by": errors[worst],
-                    "kept_bytes": kept,
-                    "counted_bytes": counted,
-                }
-            )
+            rows.append(_row(model, f"{model.name} {way}", found, right, kept, LIMIT))
     return rows
+
+
+def fp8_checks(models: Iterable[ModelSpec], ways: Iterable[Way]) -> list[Row]:
+    """As `checks`, of products in fp8 beside those in bf16; or a row that says why there are none here."""
+    try:
+        fp8.require(gpu_machine.DEVICE)
+    except InputError as error:
+        return [{"case": "not computed", "passed": True, "why": str(error)}]
+    rows = []
+    for model in models:
+        numbers = _numbers(model)
+        right, _ = _computed(model, numbers, gpu_machine.DEVICE, torch.bfloat16, PLAINLY)
+        for way in ways:
+            found, kept = _computed(model, numbers, gpu_machine.DEVICE, torch.bfloat16, way, matmul="fp8")
+            rows.append(_row(model, f"{model.name} {way}", found, right, kept, FP8_LIMIT))
+    return rows
+
+
+def _row(
+    model: ModelSpec, case: str, found: dict[str, Tensor], right: dict[str, Tensor], kept: int, limit: float
+) -> Row:
+    errors = {what: _relative(value, right[what].to(value.device)) for what, value in found.items()}
+    worst = max(errors, key=lambda what: errors[what])
+    counted = model.saved_bytes(0, Workload(micro_batch_size=SEQUENCES, seq_len=LENGTH))
+    return {
+        "case": case,
+        "passed": errors[worst] <= limit and kept <= counted,
+        "kernel": gpu_machine.attention_kernel(model, LENGTH).name.lower(),
+        "worst": worst,
+        "off_by": errors[worst],
+        "kept_bytes": kept,
+        "counted_bytes": counted,
+    }
 
 
 def _numbers(model: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,14 +125,19 @@ def _numbers(model: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _computed(
-    model: ModelSpec, numbers: tuple[Tensor, Tensor, Tensor], device: torch.device, dtype: torch.dtype, way: Way
+    model: ModelSpec,
+    numbers: tuple[Tensor, Tensor, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    way: Way,
+    matmul: str | None = None,
 ) -> tuple[dict[str, Tensor], int]:
     """The first block's output and all gradients by name, and the bytes that it keeps between forward and backward.
 
     Of the same numbers in either type: only what is computed differs.
     """
     shapes = model.parameter_shapes(0)
-    of = templates(model, seq_len=LENGTH, device=device, dtype=dtype, pointwise=way.pointwise)
+    of = templates(model, seq_len=LENGTH, device=device, dtype=dtype, pointwise=way.pointwise, matmul=matmul)
     layer = of.blocks[model.layer_kind(0)]
     weights, x, dy = (t.to(device, dtype) for t in numbers)
     gradient, found, kept = torch.empty_like(weights), dict[str, Tensor](), 0
@@ -133,5 +161,5 @@ def _computed(
 
 def _relative(found: Tensor, right: Tensor) -> float:
     """The size of the difference over that of the right values; infinite where there are NaN."""
-    error = float((found.float() - right).norm() / right.norm())
+    error = float((found.float() - right.float()).norm() / right.float().norm())
     return error if error == error else float("inf")

@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain import fp8
 from megatrain.cores import usable_cores
 from megatrain.cuda import RESERVED_CORES, pci_address
 from megatrain.pinned import cpus_beside, pinned
+from megatrain.pointwise import PLAIN
 from schedules import presets
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 from schedules.flops import attention_flops
 from schedules.model import ModelSpec
 from schedules.workload import Workload
@@ -192,7 +194,10 @@ def links() -> list[Row]:
 
 
 def gemm() -> list[Row]:
-    """TFLOP/s of bf16 products of N(0, 1), alone and beside copies both ways; of a device copy, GB/s."""
+    """TFLOP/s of bf16 products of N(0, 1), alone and beside copies both ways; of a device copy, GB/s.
+
+    And of products in fp8, of operands that are in fp8 already, alone.
+    """
     shapes = dict(PRODUCTS)
     for name in SHAPES:
         model = presets.load(name)
@@ -226,7 +231,25 @@ def gemm() -> list[Row]:
             }
         )
     (moved,) = rates([(stream, lambda: device[0].copy_(device[1]), 2 * size / 1e9)], WINDOW_S["product"])
+    rows += _in_fp8(shapes, stream)
     return [*rows, {"case": "copy on the device, read and written", "GB_s": moved}]
+
+
+def _in_fp8(shapes: dict[str, tuple[int, int, int]], stream: torch.cuda.Stream) -> list[Row]:
+    try:
+        fp8.require(DEVICE)
+    except InputError as error:
+        return [{"case": "fp8", "not measured": str(error)}]
+    rows = []
+    for case, (m, k, n) in shapes.items():
+        a, b = (fp8.rows(torch.randn(length, k, device=DEVICE).bfloat16(), fp8.E4M3, PLAIN) for length in (m, n))
+
+        def product(a: fp8.Operand = a, b: fp8.Operand = b) -> None:
+            fp8.product(a, b, torch.bfloat16, fast=True)
+
+        (rate,) = rates([(stream, product, 2 * m * n * k / 1e12)], WINDOW_S["product"])
+        rows.append({"case": f"{case}, fp8", "fp8_TFLOP_s": rate})
+    return rows
 
 
 def attention() -> list[Row]:

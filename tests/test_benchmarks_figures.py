@@ -160,9 +160,10 @@ def test_copies_go_where_their_names_say(module: Module, monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(machine, "PRODUCTS", {"a": (4, 5, 6)})
     monkeypatch.setattr(machine, "SHAPES", ())
-    product, copied = machine.gemm()
+    product, in_fp8, copied = machine.gemm()
     assert product["TFLOP_s"] == {"median": 100.0, "amount": 2 * 4 * 5 * 6 / 1e12}
     assert product["slowdown"] == pytest.approx(0.25) and product["beside_copies_TFLOP_s"]["median"] == 80.0
+    assert in_fp8["fp8_TFLOP_s"]["amount"] == product["TFLOP_s"]["amount"]
     assert waits[-1] and not any(waits[:-1])  # the last one crosses no link
     assert copied["GB_s"]["amount"] == 2 * machine.BESIDE / 1e9
 

@@ -511,7 +511,7 @@ def checks(models, ways):
     if name == "raises":
         raise RuntimeError("no plan")
     return [right("a")]
-gpu_block.checks = checks
+gpu_block.checks, gpu_block.fp8_checks = checks, lambda models, ways: []
 enabled = lambda: {"case": "links", "enabled": torch.backends.cuda.cudnn_sdp_enabled()}
 gpu_machine.links = enabled
 sys.argv = ["gpu.py", "--once", "--rehearse", "--parts", *sys.argv[2:], "--out", sys.argv[1]]

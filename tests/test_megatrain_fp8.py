@@ -237,7 +237,6 @@ def test_a_block_is_as_near_to_one_in_bf16_as_its_operands(recompute: str) -> No
     (found, kept), (right, as_before) = block("fp8", recompute=recompute), block(None, recompute=recompute)
     assert kept == as_before
     errors = apart(found, right)
-    del errors["self_attn.k_proj.bias"]  # whose gradient is zero but for rounding: softmax does not see it
     assert 0.04 < errors.pop("output") < 0.09
     assert all(0.05 < error < 0.12 for error in errors.values()), errors
 
