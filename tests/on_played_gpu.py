@@ -207,6 +207,16 @@ def test_the_benchmark_checks_a_block_in_every_way(model: ModelSpec, monkeypatch
 
 
 @unsanitized
+@pytest.mark.parametrize("model", gpu_block.DENSE, ids=lambda model: model.name)
+def test_the_benchmark_checks_a_block_in_fp8_in_every_way(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_block, "LENGTH", 256)
+    played_gpu.count("graphs")
+    rows = gpu_block.fp8_checks([rehearsal.small(model)], gpu_block.WAYS)
+    assert [row["case"] for row in rows] == [f"{model.name} {way}" for way in ("plain", "fused", "graphs")]
+    assert all(row["kept_bytes"] == row["counted_bytes"] for row in rows) and played_gpu.count("graphs") == 1
+
+
+@unsanitized
 @pytest.mark.parametrize("name", ["resident", "streamed", "megatrain_released"])
 def test_torchs_allocator_takes_what_is_predicted_and_gives_it_back(name: str) -> None:
     model = dataclasses.replace(small(blocks=4), hidden_size=512, intermediate_size=2048, head_dim=128)
