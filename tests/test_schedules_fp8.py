@@ -33,6 +33,8 @@ def test_operands_have_one_byte_and_results_two() -> None:
     assert product_bytes(MODEL, 0, Phase.FORWARD, FP8) == forward
     down = 16 * (48 + 2 * 32) + 48 * 32
     assert product_bytes(MODEL, 0, Phase.RECOMPUTE, FP8, output=False) == forward - down
+    normalised = replace(MODEL, norms="after")  # backward reads the MLP's output
+    assert product_bytes(normalised, 0, Phase.RECOMPUTE, FP8, output=False) == forward
     of_inputs = outputs + 2 * inputs  # a gradient of the output makes one of the input,
     of_weights = outputs + inputs  # and with the input one of the weights, in bf16
     backward = 16 * (of_inputs + of_weights + 2 * 2 * ATTENTION) + MATRICES * (1 + 2)
