@@ -1,8 +1,9 @@
 """Matrix products of operands in 8 bits, each with one scale; the rule is that of `schedules.fp8`.
 
-The largest magnitude of a tensor becomes the largest that the format has: nothing saturates, and what is 448 or 57,344
-times too small for that is rounded to few bits, then to zero. Zeros have a scale, too. An infinity or a NaN makes the
-scale one, and with it all that is multiplied: a training that diverges shows it. Scales stay on the device.
+The largest magnitude of a tensor becomes the largest that the format has, so that nothing saturates; what is smaller by
+more than 29,000 (e4m3) or 900 million (e5m2) has fewer bits, and by sixteen or eight times that, none. Zeros have a
+scale, too. An infinity or a NaN makes the scale one, and with it all that is multiplied: a training that diverges shows
+it. Scales stay on the device.
 
 A product adds up along the rows of both operands: torch._scaled_mm takes, on NVIDIA, a row-major and a column-major
 matrix (torch's checks in ATen/native/cuda/Blas.cpp, 2.10). Sums are fp32, forward on Hopper with fewer bits, as
