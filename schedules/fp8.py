@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedules.model import ModelSpec
+from schedules.model import FP32, ModelSpec
 from schedules.op import Phase
 from schedules.workload import Workload
 
@@ -43,7 +43,10 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
 # reads again and writes 8 bits.
 _RESULT, _OPERAND = 2, 1
 _SCALED, _SCALED_BOTH_WAYS = 2 + 2 + 1, 2 + 2 + 2 * 1  # the second: also transposed, by the same kernel
-_DELIVERED = 2 + 2  # a weight's gradient is copied to its slab, since these products do not add to what is there
+# These products do not add to what is there: a weight's gradient is copied to its slab, or added to the fp32 sum of the
+# parts that an MLP is made in; and all but the first term of an input's gradient are added to it.
+_COPIED, _SUMMED = 2 + 2, FP32 + FP32 + FP32
+_TERM = 2 + 2 + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +76,49 @@ def product_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, output:
         # of the input's gradient, then of the weights'
         found += tokens * (sum(group.heights) * _OPERAND + len(group.heights) * group.width * _RESULT)
         found += tokens * (sum(group.heights) + len(group.heights) * group.width) * _OPERAND
-        found += group.parts * group.weights * (_OPERAND + _RESULT)
+        found += group.parts * group.weights * (_OPERAND + (_RESULT if group.parts == 1 else FP32))
     return found
 
 
 def scaling_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, output: bool, parts: int) -> int:
-    """What making the operands of these products moves, and delivering the weights' gradients."""
+    """What making the operands of these products moves, and adding up and delivering gradients."""
     tokens, found = workload.tokens_per_microbatch, 0
     for group in _forward(model, phase, workload, output, parts):
         found += (tokens * group.width + group.parts * group.weights) * _SCALED
     for group in _groups(model, workload, parts) if phase == Phase.BACKWARD else ():
         found += tokens * (sum(group.heights) * _SCALED_BOTH_WAYS + group.width * _SCALED)
-        found += group.parts * group.weights * (_SCALED + _DELIVERED)
+        found += tokens * (len(group.heights) - 1) * group.width * _TERM
+        found += group.parts * group.weights * (_SCALED + (_COPIED if group.parts == 1 else _SUMMED))
     return found
 
 
 def workspace_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, chunk: int) -> int:
-    """What a block's operands in 8 bits take beside all else: in forward of one input and one matrix, in backward of
-    one matrix, its input, and the gradient of its output both ways. An MLP that is computed again has `chunk` tokens.
+    """What an op on a block takes beside its buffers where it multiplies in 8 bits; if not backward, unless it takes
+    more in 16.
+
+    Forward, beside residual and norm, and where the MLP is made a `chunk` of tokens at a time its output: gate, up, and
+    the product and the last matrix in 8 bits; or what attention read and returned, that and a matrix in 8 bits. Run
+    again, likewise, but for what is kept. Backward: the gradients of gate and up, one of them in 8 bits both ways, the
+    input in 8 bits, its gradient and a term that comes to it, the matrix in 8 bits; then one gradient in 8 bits, and
+    the matrix's; or what attention takes in 16 bits. What is computed again lies beside it: the norm's output; of an
+    MLP that, its gradient, a chunk's gate and up, and the sums of its gradients, which of several chunks are in fp32.
+    Outputs' norms keep one more.
     """
-    largest = 0
-    for group in _groups(model, workload, 1):
-        of_mlp = model.intermediate_size in (group.width, *group.heights)
-        rows = chunk if of_mlp and workload.recompute == "mlp" else workload.tokens_per_microbatch
-        height = max(group.heights)
-        both_ways = 2 * height if phase == Phase.BACKWARD else 0
-        largest = max(largest, rows * (group.width + both_ways) + group.width * height)
-    return largest * _OPERAND
+    tokens, h, f = workload.tokens_per_microbatch, model.hidden_size, model.intermediate_size
+    q, kv = model.q_width, model.kv_width
+    again = workload.recompute == "mlp"
+    rows = min(tokens, chunk) if again else tokens
+    normalised = 2 * h * tokens if model.post_norm else 0
+    if phase == Phase.RECOMPUTE:
+        return tokens * (f + 2 * h) + f * h + normalised
+    if phase == Phase.FORWARD:
+        of_mlp = (6 if again else 4) * h * tokens + (4 * f + h) * rows + f * h
+        return normalised + max(of_mlp, tokens * (3 * h + 2 * q) + q * h)
+    element = FP32 if rows < tokens else _RESULT
+    beside = {"none": 0, "pointwise": 2 * h * tokens, "mlp": 4 * h * tokens + 4 * f * rows + 3 * element * f * h}
+    operands = max((6 * f + 5 * h) * rows + f * h, (5 * f + 3 * h) * rows + element * f * h)
+    attention = tokens * (2 * (4 * q + 2 * kv + 2 * h) + FP32 * q)
+    return normalised + max(operands + beside[workload.recompute], attention)
 
 
 def _groups(model: ModelSpec, workload: Workload, parts: int) -> list[_Group]:

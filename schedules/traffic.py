@@ -215,7 +215,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     beside the residual.
 
     The block's templates take no more, compiled or not (tests/on_played_gpu.py), but for a recompute, whose backward
-    takes more still, and 2.4 % in an eager forward of experts.
+    takes more still, and 2.4 % in an eager forward of experts. With products in 8 bits: see
+    `schedules.fp8`.
     """
     if phase == Phase.ADAM:
         return step_workspace(model, workload, i)
@@ -231,26 +232,31 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         return model.hidden_bytes(workload)
     if not model.is_block(i):
         return 0
+    taken = _block_workspace_bytes(model, i, phase, workload, output)
+    if workload.matmul is None:
+        return taken
+    scaled = fp8.workspace_bytes(model, phase, workload, chunk=MLP_CHUNK_TOKENS)
+    return scaled if phase == Phase.BACKWARD else max(taken, scaled)
+
+
+def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
     h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
     copies = 2 * model.num_experts_per_tok * h
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
-    scaled = 0
-    if workload.matmul is not None:
-        scaled = fp8.workspace_bytes(model, phase, workload, chunk=min(tokens, MLP_CHUNK_TOKENS))
     if workload.recompute == "mlp":
-        return scaled + _chunked_workspace_bytes(model, i, phase, workload, output)
+        return _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         largest = min(largest, EXPERTS_CHUNK) if model.num_experts else largest
         per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
-        return scaled + largest * workload.bytes.grad + tokens * per_token
+        return largest * workload.bytes.grad + tokens * per_token
     turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
         per_token = (turned + (2 if output else 1) * h) * a
     else:
         normed = h if model.pre_norm else 0
         per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + 3 * f + copies) * a
-    return scaled + tokens * per_token
+    return tokens * per_token
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:

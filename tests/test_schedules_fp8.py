@@ -33,7 +33,7 @@ def test_operands_have_one_byte_and_results_two() -> None:
     assert product_bytes(MODEL, 0, Phase.FORWARD, FP8) == forward
     down = 16 * (48 + 2 * 32) + 48 * 32
     assert product_bytes(MODEL, 0, Phase.RECOMPUTE, FP8, output=False) == forward - down
-    normalised = replace(MODEL, norms="after")  # backward reads the MLP's output
+    normalised = replace(MODEL, pre_norm=False, post_norm=True)  # backward reads the MLP's output
     assert product_bytes(normalised, 0, Phase.RECOMPUTE, FP8, output=False) == forward
     of_inputs = outputs + 2 * inputs  # a gradient of the output makes one of the input,
     of_weights = outputs + inputs  # and with the input one of the weights, in bf16
@@ -49,7 +49,8 @@ def test_operands_are_made_once_for_all_products_of_an_input_and_again_for_backw
     inputs, outputs = 32 + 32 + 32 + 48, (32 + 16 + 16) + 32 + (48 + 48) + 32
     assert more(Phase.FORWARD) == 5 * (16 * inputs + MATRICES)
     assert more(Phase.RECOMPUTE, output=False) == 5 * (16 * (inputs - 48) + MATRICES - 48 * 32)
-    assert more(Phase.BACKWARD) == 16 * (6 * outputs + 5 * inputs) + (5 + 4) * MATRICES
+    further_terms = 2 * 32 + 32  # of the inputs of three and of two products
+    assert more(Phase.BACKWARD) == 16 * (6 * outputs + 5 * inputs + 6 * further_terms) + (5 + 4) * MATRICES
 
 
 def test_an_mlp_that_is_computed_again_scales_its_matrices_for_every_chunk() -> None:
@@ -63,14 +64,22 @@ def test_an_mlp_that_is_computed_again_scales_its_matrices_for_every_chunk() -> 
 
     assert of_matrices(once) == 5 * MATRICES
     assert of_matrices(thrice) == 5 * (MATRICES + 2 * of_mlp)
+    # matrices of attention are multiplied once, and the sum of the parts' gradients is in fp32
+    products = product_bytes(MODEL, 0, Phase.BACKWARD, thrice)
+    products -= 3 * product_bytes(MODEL, 0, Phase.BACKWARD, once)
+    attention = MATRICES - of_mlp
+    assert products == of_mlp * (3 * (1 + 4) - 3 * (1 + 2)) - 2 * attention * (1 + 2)
 
 
 def test_workspace_has_room_for_the_operands_of_one_product() -> None:
-    def more(phase: Phase) -> int:
-        return workspace_bytes(MODEL, 0, phase, FP8) - workspace_bytes(MODEL, 0, phase, BF16)
-
-    assert more(Phase.FORWARD) == 16 * 48 + 48 * 32
-    assert more(Phase.BACKWARD) == 16 * (32 + 2 * 48) + 32 * 48
+    """Of a wide MLP."""
+    wide, matrix = replace(MODEL, intermediate_size=96), 32 * 96
+    both_ways = 16 * (2 * 2 * 96 + 2 * 96 + 32 + 2 * 32 + 2 * 32) + matrix
+    one_way = 16 * (2 * 2 * 96 + 96 + 32 + 2 * 32) + 2 * matrix
+    assert workspace_bytes(wide, 0, Phase.BACKWARD, FP8) == max(both_ways, one_way)
+    residual_and_norm, gate_and_up = 2 * 2 * 32, 2 * 2 * 96
+    forward = 16 * (residual_and_norm + gate_and_up + 32) + matrix
+    assert workspace_bytes(wide, 0, Phase.FORWARD, FP8) == forward > workspace_bytes(wide, 0, Phase.FORWARD, BF16)
 
 
 def test_nothing_else_changes() -> None:
