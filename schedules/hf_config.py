@@ -252,12 +252,12 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     config |= {key: 0.0 for key in NOT_DONE if key in ARCHITECTURES[architecture]}  # silent, it would ask for them
     config[_activation(architecture)] = config.pop("hidden_act")
     if architecture == "Gemma3ForCausalLM":
-        config["query_pre_attn_scalar"] = spec["query_pre_attn_scalar"]
+        config["query_pre_attn_scalar"] = spec.get("query_pre_attn_scalar", spec["head_dim"])
     if architecture in TWO_ROPES:
         theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
         config["rope_parameters"] = {
             "full_attention": {**scaling, "rope_theta": theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": spec["rope_local_base_freq"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": spec.get("rope_local_base_freq", theta)},
         }
     if architecture == "GptOssForCausalLM" or architecture in TWO_ROPES:
         config["layer_types"] = spec["layer_types"]

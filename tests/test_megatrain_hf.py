@@ -251,11 +251,39 @@ def test_a_written_config_is_the_same_model(name: str, tmp_path: Path) -> None:
     assert replace(presets.load(tmp_path), name=name) == model
 
 
-def test_a_model_that_a_config_would_describe_as_another_is_told(tmp_path: Path) -> None:
-    odd = replace(TINY, attention_bias=True)  # Hugging Face's Llama has biases in all four projections or in none
-    with pytest.raises(ModelError, match=r"no config\.json of a LlamaForCausalLM describes it"):
+@pytest.mark.parametrize(
+    "odd",
+    [
+        replace(TINY, attention_bias=True),  # Hugging Face's Llama has biases in all four projections or in none
+        replace(TINY, no_rope_layers=(1, 0)),
+        replace(MODELS["gemma3"], query_pre_attn_scalar=None),
+        replace(MODELS["gemma3"], zero_centered_norms=False),
+        replace(MODELS["olmo3"], rope_local_base_freq=None),
+        replace(MODELS["phi3"], fused_projections=False),
+    ],
+)
+def test_a_model_that_a_config_would_describe_as_another_is_told(odd: ModelSpec, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"no config\.json of a {odd.architecture} describes it"):
         export.write(tmp_path / "out", odd, WORKLOAD, parameters(odd))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"no_rope_layers": [0, 1]}, "no_rope_layers is"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is gelu_pytorch_tanh, not silu"),
+    ],
+)
+def test_weights_that_other_blocks_were_trained_with_are_refused(
+    changes: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    model = MODELS["smollm3"]
+    export.write(tmp_path, model, WORKLOAD, parameters(model))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(WeightsError, match=f"of another model than {model.name}: {told}"):
+        hf.parameters(tmp_path, model)
 
 
 # ---- faults
