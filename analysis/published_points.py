@@ -397,7 +397,7 @@ def _llmq(
 
 _TYPING_ERROR = "its command line says e4m3; its figure, and its place under bf16, say bf16"
 _NEARLY_WHOLE = "recompute-ffn with recompute-att, all but one product of a block, is taken as the whole block"
-_SCALED_ONCE = "weights are scaled once a step there, here for each of 128 micro-batches: some 2 s of 31"
+_SCALED_ONCE = "weights are scaled once a step there, here for each of 128 micro-batches: some 2 s of 32"
 _INPUTS_ALONE = "blocks' inputs leave the device and its moments stay, which leave first here"
 _EIGHT_BIT_WEIGHTS = "no policy models this: weights in 8 bits on the device, their bf16 master on the host"
 _NOT_QKV = "recompute-ffn and recompute-norm, with recompute-qkv, which has no equal here"
