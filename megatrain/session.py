@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from megatrain import checkpoint, export, hf
 from megatrain.adam import Adam
@@ -27,7 +28,7 @@ from megatrain.this_machine import backend_of, machine_name
 from megatrain.token_file import from_file
 from megatrain.train import Debug, OnStep, Trainer, never, unheard
 from megatrain.way import PLAINLY, Way
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.evaluation import evaluation
 from schedules.model import ModelSpec
 from schedules.schedule import Schedule
@@ -143,7 +144,7 @@ def train(
         NotSaved, NotExported: there is no room, or at the end no longer.
         OpFailed: an op failed.
         InputError: what is asked for does not go together, or is not on this machine.
-        Refused, TemplateError: this schedule or model cannot be run here.
+        Refused, TemplateError: this schedule or model cannot be run here, or has no finite loss to begin with.
     """
     adapted = verified.schedule.workload.lora_rank is not None  # adapters are trained beside weights from elsewhere
     if adapted and files.adapters is not None:
@@ -175,9 +176,11 @@ def train(
         model, workload = schedule.model, schedule.workload
         data = _tokens(files, model, workload, seed, steps)
         held_out = _held_out(files, verified)
-        initial = hf.parameters(files.weights, model) if files.weights is not None else random_parameters(model, seed)
+        initial = random_parameters(model, seed)
+        if files.weights is not None:
+            initial = _finite(hf.parameters(files.weights, model), model, f"{files.weights} has weights")
         if files.adapters is not None:
-            initial = folded(initial, files.adapters, model)
+            initial = _finite(folded(initial, files.adapters, model), model, f"{files.adapters} makes weights")
         there = files.save is not None and files.save.is_dir()
         if files.save is not None and there:  # before it is looked at: another may be saving to it
             opened.enter_context(alone_in(files.save))
@@ -295,6 +298,20 @@ def _held_out(files: Files, verified: Verified) -> TokenSource | None:
     return found
 
 
+def _finite(source: Callable[[int], Tensor], model: ModelSpec, has: str) -> Callable[[int], Tensor]:
+    """`source`, which raises WeightsError where a layer's numbers are not finite: better known now than at a save."""
+
+    def parameters(i: int) -> Tensor:
+        found = source(i)
+        if not checkpoint.all_finite(found):
+            raise hf.WeightsError(
+                f"{has} that are not finite numbers, in layer {model.layer_name(i)}: take a copy that is whole"
+            )
+        return found
+
+    return parameters
+
+
 def _settings(
     workload: Workload, hyper: Adam | Callable[[int], Adam], seed: int, of_data: str, step: int
 ) -> dict[str, object]:
@@ -383,6 +400,11 @@ def _train_and_save(
         if files.save is not None:
             for bad in (after for after in saved if after >= step - schedule.staleness):
                 on_files("removed", checkpoint.drop(files.save, bad))
+        if schedule.workload.task == "evaluate" or step - first <= schedule.staleness:
+            raise Refused(
+                f"the loss of step {step + 1} is {loss}, and no step of this run had changed the weights before: "
+                "a lower learning rate is of no help; begin with other weights, or an older checkpoint"
+            )
         raise Diverged(f"the loss of step {step + 1} is {loss}")
 
     try:

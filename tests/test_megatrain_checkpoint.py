@@ -696,8 +696,12 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
-def test_the_last_of_many_weights_is_looked_at_too() -> None:
-    weights = torch.zeros(2 * checkpoint.FINITE_CHUNK)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    weights = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert checkpoint.all_finite(weights)
-    weights[-1] = float("nan")
-    assert not checkpoint.all_finite(weights)
+    for at in (0, 777, 1 << 19, len(weights) - 2, len(weights) - 1):
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            found = weights.clone()
+            found[at] = bad
+            assert not checkpoint.all_finite(found)

@@ -69,7 +69,6 @@ def test_what_is_counted_beside_the_buffers_is_what_it_takes(
     policy: str, precision: str, of_largest: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(adam.CHUNK, "cpu", 1 << 14)  # in proportion to the model
-    monkeypatch.setattr(checkpoint, "FINITE_CHUNK", 1 << 14)
     model = replace(presets.load("tiny"), vocab_size=1 << 16)
     workload = Workload(micro_batch_size=1, seq_len=16, precision=precision)
     step = verify(policies.build(policy, model, workload, BUDGET))

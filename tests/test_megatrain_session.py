@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatrain import checkpoint, initial, preflight, session
@@ -20,6 +21,7 @@ from megatrain.checkpoint import CheckpointError, Diverged, NotSaved
 from megatrain.cpu import CpuBackend, CpuEvent
 from megatrain.data import DataError, RandomTokens
 from megatrain.folder_lock import alone_in
+from megatrain.hf import WeightsError
 from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.errors import InputError, Refused
@@ -315,6 +317,39 @@ def test_what_is_held_out_may_show_that_the_training_has_diverged(tmp_path: Path
     files = session.Files(held_out=tmp_path / "text.npy", save=tmp_path / "run")
     with pytest.raises(Diverged, match=r"what is held out is nan after step 1: .*; no checkpoint was saved"):
         session.train(verified(), steps=1, hyper=Adam(lr=1e30), files=files)
+
+
+def test_weights_that_are_not_finite_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Of a token that the text has not, say: no loss would tell, and no checkpoint could be saved after hours."""
+    base, hyper = tmp_path / "base", Adam(lr=1e-3)
+    session.train(verified(), steps=1, hyper=hyper, files=session.Files(export=base))
+    file = base / "model-00002-of-00006.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][5, 3] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(WeightsError, match=r"base has weights that are not finite numbers, in layer 0: take a copy"):
+        session.train(verified(), steps=1, hyper=hyper, files=session.Files(weights=base))
+
+
+def test_adapters_that_are_not_finite_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    adapters, hyper = tmp_path / "adapters", Adam(lr=1e-3)
+    session.train(verified("lora_streamed"), steps=1, hyper=hyper, files=session.Files(export=adapters))
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"][2, 3] = float("inf")
+    save_file(tensors, adapters / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match=r"adapters makes weights that are not finite numbers, in layer 1"):
+        session.train(verified(), steps=1, hyper=hyper, files=session.Files(adapters=adapters))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_first_loss_that_is_not_finite_is_not_the_learning_rates_fault(tmp_path: Path) -> None:
+    """The weights are still those that the run began with: what made them so is in the past."""
+    run = tmp_path / "run"
+    session.train(verified(), steps=1, hyper=Adam(lr=1e30), files=session.Files(save=run))
+    for policy in ("streamed", "roundpipe", "flexgen_block"):
+        with pytest.raises(Refused, match=r"loss of step [12] is nan, and no step of this run had .* older") as refused:
+            session.train(verified(policy), steps=3, hyper=Adam(lr=1e-5), files=session.Files(resume=run))
+        assert not isinstance(refused.value, Diverged)
 
 
 def test_an_evaluation_that_is_interrupted_closes_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
