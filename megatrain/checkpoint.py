@@ -82,7 +82,8 @@ class Checkpoint:
         due = {"weights": (params, self.workload.bytes.weight), "state": (state_size, 1)}
         for name, part in (("weights", weights), ("state", state)):
             if (*part.shape, part.itemsize) != due[name] or part.is_floating_point() != (name == "weights"):
-                raise CheckpointError(f"{path} is damaged: its {name} are {part.dtype} {list(part.shape)}")
+                told = f"its {name} are {part.dtype} {list(part.shape)}"
+                raise CheckpointError(f"{path} is damaged: {told}{_hint(self.older)}")
             if checksum(part) != self.checksums[self.model.layer_name(i)][name]:
                 raise CheckpointError(f"{path} is damaged: what was saved differs from its {name}{_hint(self.older)}")
         return weights, state
@@ -164,7 +165,7 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
     if complete and (resumed is None or complete[-1].resolve() != resumed.folder.resolve()):
         raise CheckpointError(
             f"{complete[-1]} is a checkpoint that this training does not go on from, and would be removed: "
-            "resume from it, or save to another folder"
+            "resume from it, remove it if it is damaged, or save to another folder"
         )
     workload = schedule.workload
     needed = sum(
@@ -234,12 +235,15 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     if not complete:
         but = f" but {incomplete[-1].name}, which is incomplete: its save was interrupted" if incomplete else ""
         raise CheckpointError(f"there is no checkpoint in {folder}{but}")
-    try:
-        found = json.loads((complete[-1] / LAST).read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{complete[-1] / LAST} cannot be read: {error}") from None
+    last, older = complete[-1] / LAST, complete[-2] if complete[1:] else None
+
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"{last} is damaged: {what}{_hint(older)}")
+
+    with _readable(last, older):
+        found = json.loads(last.read_text())
     if not isinstance(found, dict):
-        raise CheckpointError(f"{complete[-1] / LAST} is damaged: it holds no JSON object")
+        raise damaged("it holds no JSON object")
     for key, value in _of(schedule).items():
         if found.get(key) != value:
             if key == "format":
@@ -268,16 +272,17 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
             raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
     step, frozen, began = found.get("step"), found.get("frozen") or {}, found.get("began")
     if not (type(step) is int and step >= 0 and isinstance(frozen, dict)):
-        raise CheckpointError(f"{complete[-1] / LAST} is damaged: its step is {step!r}, what is frozen {frozen!r}")
+        raise damaged(f"its step is {step!r}, what is frozen {frozen!r}")
+    if STEP.fullmatch(complete[-1].name) and _step(complete[-1]) != step:
+        raise damaged(f"its step is {step}, and its folder's another")
     if not isinstance(began, str | None):
-        raise CheckpointError(f"{complete[-1] / LAST} is damaged: it began with {began!r}")
+        raise damaged(f"it began with {began!r}")
     checksums = found.get("checksums")
     # an evaluation, which trains nothing, takes what a training saved
     layers = trained.layers(schedule.model, replace(schedule.workload, task="train", quantised=None))
     names = [schedule.model.layer_name(i) for i in layers]
     if not (isinstance(checksums, dict) and all(_are_checksums(checksums.get(name)) for name in names)):
-        raise CheckpointError(f"{complete[-1] / LAST} is damaged: it lacks checksums")
-    older = complete[-2] if complete[1:] else None
+        raise damaged("it lacks checksums")
     for i in layers:
         path = _file(complete[-1], schedule.model, i)
         with _readable(path, older), safetensors.safe_open(path, framework="pt"):
@@ -301,7 +306,7 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
 def _readable(path: Path, older: Path | None) -> Iterator[None]:
     try:
         yield
-    except (OSError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}{_hint(older)}") from None
 
 

@@ -461,6 +461,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         ("[]", "is damaged: it holds no JSON object"),
         (json.dumps({**body, "step": None}), "is damaged: its step is None"),
         (json.dumps({**body, "step": -1}), "is damaged: its step is -1"),
+        (json.dumps({**body, "step": 3}), "is damaged: its step is 3, and its folder's another"),
         (json.dumps({**body, "frozen": 3}), "is damaged: its step is 1, what is frozen 3"),
         (json.dumps({**body, "checksums": {**body["checksums"], "1": {}}}), "is damaged: it lacks checksums"),
     ):
@@ -479,6 +480,24 @@ def test_a_checkpoint_that_is_cut_off_is_told_with_the_one_before(tmp_path: Path
     with pytest.raises(CheckpointError, match=told):
         checkpoint.read(folder, of)
     assert checkpoint.read(folder / "step-00000001", of).step == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}'])
+def test_what_makes_a_checkpoint_may_be_damaged_too_and_the_one_before_is_told(text: str, tmp_path: Path) -> None:
+    """And whoever resumes from that is told how to save where both lie."""
+    of, folder = schedule(), tmp_path / "checkpoints"
+    train(of, 1, tmp_path, save=True)
+    train(of, 1, tmp_path, resume=checkpoint.read(folder, of), save=True)
+    last = folder / "step-00000002" / checkpoint.LAST
+    body = json.loads(last.read_text())
+    last.write_text(json.dumps(body | json.loads(text)) if "step" in text else text)
+    with pytest.raises(CheckpointError, match=r"step-00000002/training\.json .*; .*step-00000001 is older"):
+        checkpoint.read(folder, of)
+    before = checkpoint.read(folder / "step-00000001", of)
+    with pytest.raises(CheckpointError, match="would be removed: resume from it, remove it if it is damaged, or save"):
+        checkpoint.require_folder(folder, of, before, 1)
+    shutil.rmtree(folder / "step-00000002")
+    checkpoint.require_folder(folder, of, before, 1)
 
 
 @pytest.mark.parametrize("part", ["weights", "state"])
