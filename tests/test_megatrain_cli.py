@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -547,6 +548,14 @@ def test_a_log_goes_on_where_it_ended_and_stops_no_training(tmp_path: Path, monk
     of.trained(0, 5.5, 0.5)
     of.trained(1, 5.5, 0.5)
     assert said.getvalue().count("note: /dev/full cannot be written any longer, and ends: No space left on device") == 1
+    lines, (least, most) = log.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    of, said = shown(2, [0.0, 1.0, 2.0], monkeypatch, log=log)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines) + 10, most))  # in the middle of a line, as on a full drive
+    try:
+        of.trained(3, 5.5, 0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+    assert "cannot be written any longer" in said.getvalue() and log.read_bytes() == lines
     of, _ = shown(2, [0.0, 1.0], monkeypatch, log=tmp_path)
     with pytest.raises(IsADirectoryError):
         of.stage("allocating memory")

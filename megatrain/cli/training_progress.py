@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,9 +116,14 @@ class TrainingProgress:
         if self._log is None:
             return
         line = told | {"seconds": round(self._now - self._start, 3)}
+        whole: int | None = None  # bytes, of whole lines
         try:
             with self._log.open("a") as file:  # each time, so that all of it is there for whoever looks
+                whole = os.fstat(file.fileno()).st_size
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full drive, say: no reason to stop training
+            if whole is not None:  # a part of a line would spoil the first one of the run that goes on
+                with suppress(OSError):
+                    os.truncate(self._log, whole)
             self.say(f"note: {self._log} cannot be written any longer, and ends: {error.strerror}")
             self._log = None
