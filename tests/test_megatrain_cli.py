@@ -268,6 +268,7 @@ def test_the_same_command_begins_goes_on_and_ends(tmp_path: Path) -> None:
     assert losses == json.loads(whole.stdout)["losses"]
     again = megatrain(*job, "--until", "5")
     assert again.returncode == 0 and f"{folder} has 5 steps or more: nothing is left to train" in again.stderr
+    assert json.loads(again.stdout)["losses"] == []
     assert megatrain(*job, "--until", "5", "--steps", "5").returncode == 2
     assert megatrain(*job, "--steps", "0").returncode == 2
     for more, hf in (["--steps", "0"], "as_it_is"), (["--until", "5"], "ended"):

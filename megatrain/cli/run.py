@@ -207,6 +207,8 @@ def run(
     if until is not None and not steps and (export is None or _is_exported(export, files, schedule)):
         there = "" if export is None else f", and {export} its weights"
         print(f"{files.resume} has {until} steps or more{there}: nothing is left to train", file=sys.stderr)
+        if as_json:
+            print_json({**schedule.describe(), "losses": []})
         return
     way, timed = Way(fused=fused, graphs=graphs), measured_in(profile) if profile else None
     if timed not in (str(way), None):
