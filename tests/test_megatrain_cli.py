@@ -282,6 +282,8 @@ def test_the_same_command_begins_goes_on_and_ends(tmp_path: Path) -> None:
     of_checkpoint = ["--resume", folder, "--policy", "flexgen_block", "--steps", "2"]
     told = megatrain("run", "tiny", "--batch", "1", "--seq", "16", *of_checkpoint).stdout
     assert f"loss {evaluated['mean_loss']:.4f}, perplexity " in told and "over 32 tokens" in told
+    told = megatrain("run", "tiny", *of_checkpoint[:-2], "--until", "7")  # not two, which the checkpoint's five leave
+    assert told.returncode == 2 and "an evaluation begins anew: say how many with --steps" in told.stderr
     assert megatrain(*job, "--steps", "1").returncode == 0
     other = megatrain(*job, "--until", "6", "--export", str(tmp_path / "ended"))
     assert other.returncode == 2 and "ended has weights already" in other.stderr

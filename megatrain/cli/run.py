@@ -348,6 +348,8 @@ def _steps(steps: int | None, until: int | None, files: Files, schedule: Schedul
         return USUAL_STEPS if steps is None else steps
     if steps is not None:
         raise InputError("--steps says how many more, --until how many in all: give one of them")
+    if schedule.workload.task == "evaluate":
+        raise InputError("--until counts a checkpoint's steps, an evaluation begins anew: say how many with --steps")
     done = checkpoint.read(files.resume, schedule).step if files.resume is not None else 0
     return max(until - done, 0)
 
