@@ -13,6 +13,7 @@ from megatrain.ram import available_memory
 from megatrain.store import bytes_within_steps, filling_bytes, keeping_bytes
 from megatrain.this_machine import MAKING
 from schedules.errors import InputError, Refused
+from schedules.files import require_folder
 from schedules.op import Tier
 from schedules.verify import Verified
 from sim.prediction import estimated_workspace
@@ -57,7 +58,7 @@ def require_memory(
 
 
 def require_drive(verified: Verified, folder: Path | None) -> None:
-    """Raises InputError unless there is a folder for the buffers on NVMe, if any, Refused unless it has room."""
+    """Raises InputError unless buffers on NVMe, if any, have a folder that takes files, Refused unless it has room."""
     needed = verified.allocated_bytes()[Tier.NVME]
     if not needed:
         return
@@ -66,6 +67,7 @@ def require_drive(verified: Verified, folder: Path | None) -> None:
         raise InputError(f"{what}: give a folder on a drive, with --nvme FOLDER")
     if not folder.is_dir():
         raise InputError(f"{what}: there is no folder {folder}")
+    require_folder(folder)
     if needed > (free := shutil.disk_usage(folder).free):
         raise Refused(
             f"{what}, and {scaled(free, 'GB')} are free in {folder}: make room there or choose another folder"

@@ -248,6 +248,8 @@ def test_a_schedule_on_nvme_without_a_folder_is_refused(tmp_path: Path) -> None:
         require_drive(on_nvme(), None)
     with pytest.raises(InputError, match="there is no folder"):
         require_drive(on_nvme(), tmp_path / "nowhere")
+    with pytest.raises(InputError, match="cannot write /proc"):  # before memory is allocated, as of what is saved
+        require_drive(on_nvme(), Path("/proc"))
     with pytest.raises(DriveError, match="cannot keep buffers in"):
         Drive(tmp_path / "nowhere")
 
