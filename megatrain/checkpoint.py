@@ -322,7 +322,9 @@ def other_settings(resumed: Checkpoint, now: Mapping[str, object]) -> str:
     """What the checkpoint was trained with and this run is not, in words; empty if nothing."""
     was = {name: resumed.settings.get(name, value) for name, value in now.items()}
     differing = [name for name, value in now.items() if was[name] != value]
-    before, after = (", ".join(f"{name} {of[name]}" for name in differing) for of in (was, now))
+    before, after = (
+        ", ".join(f"no {name}" if of[name] is None else f"{name} {of[name]}" for name in differing) for of in (was, now)
+    )
     return f"{resumed.folder} was trained with {before}; this run goes on with {after}" if differing else ""
 
 

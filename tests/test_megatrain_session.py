@@ -141,6 +141,10 @@ def test_who_goes_on_with_other_settings_is_told(tmp_path: Path, recwarn: pytest
     told = r"-00000001 was trained with seed 3, learning rate 0\.001; this run goes on with seed 0, learning rate 0\.1"
     with pytest.warns(UserWarning, match=told):
         session.train(step, steps=1, hyper=Adam(lr=0.1), files=session.Files(resume=run))
+    clipped = replace(step.schedule.workload, grad_clip=1.0)
+    step = verify(policies.build("streamed", presets.load("tiny"), clipped, MEMORY))
+    with pytest.warns(UserWarning, match=r"was trained with no clipping; this run goes on with clipping 1\.0"):
+        session.train(step, steps=1, hyper=Adam(lr=1e-3), seed=3, files=session.Files(resume=run))
 
 
 def test_who_goes_on_with_another_text_by_the_same_name_is_told(tmp_path: Path) -> None:
