@@ -231,6 +231,8 @@ def files_of(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         if not folder.is_dir():
             raise WeightsError(f"there is no folder {folder}") from None
+        if (folder / WHOLE).exists():  # what safetensors raises for it, too
+            raise WeightsError(f"{folder / WHOLE} may not be read: check its permissions") from None
         others = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pth") for path in folder.glob(pattern))
         how = f", but {others[0]}: transformers' save_pretrained makes such files of it" if others else ""
         raise WeightsError(f"{folder} has neither {INDEX} nor {WHOLE}{how}") from None

@@ -498,6 +498,17 @@ def test_an_export_takes_what_it_says(tmp_path: Path) -> None:
         assert said <= taken <= said + 20_000
 
 
+def test_weights_that_may_not_be_read_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"any": torch.zeros(1)}, tmp_path / "model.safetensors")
+
+    def denied(*_: object, **__: object) -> None:
+        raise FileNotFoundError("No such file or directory")  # as safetensors has it, for whoever is not root
+
+    monkeypatch.setattr(hf.safetensors, "safe_open", denied)
+    with pytest.raises(WeightsError, match=r"model\.safetensors may not be read: check its permissions"):
+        hf.parameters(tmp_path, TINY)
+
+
 def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has neither model\.safetensors\.index\.json nor model\.safetensors"):
         hf.parameters(tmp_path, TINY)
