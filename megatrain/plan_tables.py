@@ -83,6 +83,7 @@ def what_if(found: Plan, note: Callable[[str], None]) -> WhatIf:
             precision=workload.precision,
             grad_clip=workload.grad_clip,
             optimizer=workload.optimizer,
+            matmul=workload.matmul,
             memory=memory,
             first=[found.schedule],
             effort=SOME,

@@ -256,6 +256,7 @@ NUMBERS: Mapping[str, Rule] = dict(_numbers(HardwareProfile))
 TIMED = (
     "gpu.matmul_flops",
     "gpu.fp32_flops",
+    "gpu.fp8_flops",
     "host.adam_params_per_s",
 )
 """Paths of what no op's time depends on where compute and Adam were timed; only a datasheet makes their times of it."""

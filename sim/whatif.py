@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.fp8 import ALIGNED
 from schedules.model import ModelSpec
 from schedules.op import Op, Phase, Tier
 from schedules.schedule import Knob
@@ -32,7 +33,7 @@ MORE = 1.25  # what a resource is multiplied with to see what more of it would b
 FASTER = 0.9  # what the ops of a class are multiplied with to see what they hold up
 SAMPLES = 200  # of a noisy step
 USUAL_NOISE = 0.02  # of an op on a quiet machine, for `spread` where it was not measured
-PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops"), ("gpu.memory_bandwidth",)
+PRODUCTS, DEVICE_MEMORY = ("gpu.matmul_flops", "gpu.fp32_flops", "gpu.fp8_flops"), ("gpu.memory_bandwidth",)
 HOST_ADAM = "host.adam_params_per_s"
 # a number -> what is in the signatures of passes over the memory that it is about, whose measured times go with it
 PASSES = {HOST_ADAM: ("/host/", "/issuer/"), "gpu.memory_bandwidth": ("/device/",)}
@@ -207,8 +208,13 @@ def longest_sequence(model: ModelSpec, profile: HardwareProfile, workload: Workl
 
 
 def largest_micro_batch(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> int:
-    """Sequences of the largest micro-batch that can be trained, at least; 0 if none can."""
-    return _largest(lambda n: _trains(model, profile, replace(workload, micro_batch_size=n, accumulation=1)))
+    """Sequences of the largest micro-batch that can be trained, at least; 0 if none can.
+
+    Of products in 8 bits those micro-batches count that have as many tokens as these need, see `schedules.fp8`.
+    """
+    each = 1 if workload.matmul is None else ALIGNED // math.gcd(workload.seq_len, ALIGNED)
+    one = replace(workload, accumulation=1)
+    return each * _largest(lambda n: _trains(model, profile, replace(one, micro_batch_size=n * each)))
 
 
 def _trains(model: ModelSpec, profile: HardwareProfile, workload: Workload) -> bool:

@@ -120,8 +120,12 @@ def test_what_if_is_in_words_and_narrow_enough_for_a_terminal(capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     "how",
-    [{"micro_batch_size": 2, "accumulation": 2, "grad_clip": 1.0}, {"tokens_per_step": 256, "optimizer": "muon"}],
-    ids=["as split", "however split"],
+    [
+        {"micro_batch_size": 2, "accumulation": 2, "grad_clip": 1.0},
+        {"tokens_per_step": 256, "optimizer": "muon"},
+        {"tokens_per_step": 256, "precision": "bf16", "matmul": "fp8"},
+    ],
+    ids=["as split", "however split", "in fp8"],
 )
 def test_what_more_memory_would_bring_is_planned_anew_for_the_same_step(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -155,7 +159,8 @@ def test_what_more_memory_would_bring_is_planned_anew_for_the_same_step(
         replace(have, host_bytes=have.host_bytes + 64 * 10**9),
     ]
     fixed = how.get("micro_batch_size")
-    step = {"tokens_per_step": 256, "micro_batch_size": fixed, "seq_len": 64, "precision": "fp32"}
+    step = {"tokens_per_step": 256, "micro_batch_size": fixed, "seq_len": 64}
+    step |= {"precision": how.get("precision", "fp32"), "matmul": how.get("matmul")}
     step |= {"grad_clip": how.get("grad_clip"), "optimizer": how.get("optimizer", "adamw")}
     assert all(step.items() <= more.items() for more in asked)
     assert [of.micro_batch_size for of in least_of] == [fixed or 1]

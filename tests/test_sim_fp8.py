@@ -16,7 +16,7 @@ from schedules.op import Kind, Phase
 from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import RECOMPUTED, Workload
-from sim import hardware
+from sim import hardware, whatif
 from sim.cost import MissingCost, Terms, demands
 from sim.placement_bound import placement_bound
 from sim.plan import plan
@@ -89,6 +89,18 @@ def test_no_policy_is_faster_than_its_bound_or_that_of_all_placements(policy: st
             placement_bound(MODEL, replace(workload, recompute=mode), PROFILE, PLENTY).period_ns for mode in RECOMPUTED
         )
         assert found.period_ns >= any_placement
+
+
+def test_what_if_a_gpu_multiplied_faster_is_asked_of_this_format_too() -> None:
+    """On a machine whose other resources an op of a block hardly uses."""
+    found = predict(built(FP8, "resident"), round_profile("gpu.fp8_flops=1TFLOP/s", "gpu.fp8_efficiency=25%"))
+    assert whatif.marginal_gains(found)["GPU, matrix products, +25%"] == pytest.approx(0.25, abs=0.02)
+
+
+def test_the_largest_micro_batch_has_a_multiple_of_tokens() -> None:
+    small, step = machine("h200", device_gb=4, host_gb=64), replace(FP8, micro_batch_size=2, seq_len=24)
+    found = whatif.largest_micro_batch(shallow(2), small, step)
+    assert found % 2 == 0 and found > whatif.largest_micro_batch(shallow(2), small, replace(step, seq_len=1024)) > 0
 
 
 def test_a_plan_is_of_the_step_asked_for() -> None:
