@@ -98,6 +98,7 @@ COMPARISON_NOTE = (
     "bound: no run of that schedule settles at a shorter step; gap: by what the step exceeds it. "
     "device, host: memory at the peak, workspace included; GB is 10^9 bytes, MB 10^6; 1 GiB = 1.074 GB."
 )
+FP8_NOTE = "MFU is of the bf16 peak where products are in fp8, too."
 TO_ANY_NOTE = "gap to any: to the bound of any exact schedule of these micro-batches that keeps this state."
 EACH_STATE_NOTE = "x zero3: to the row of ZeRO-3 that keeps the same state."
 OTHER_STATE_NOTE = "* to {}, which keeps other state than this row."
@@ -128,6 +129,7 @@ def comparison_note(frame: pd.DataFrame) -> str:
     starred = frame[frame["ratio_to_zero3_offload"].notna() & ~frame["same_state"].astype(bool)]
     told = (
         (True, COMPARISON_NOTE),
+        (frame["matmul"].ne("none").any(), FP8_NOTE),
         (frame["gap_to_any_schedule"].notna().any(), TO_ANY_NOTE),
         (several_baselines(frame), EACH_STATE_NOTE),
         (len(starred), OTHER_STATE_NOTE.format(" or ".join(starred["baseline"].unique()))),

@@ -63,6 +63,16 @@ def test_more_than_all_of_a_peak_is_not_told_without_a_word(command: str, here: 
     assert "100 %" not in megatrain(command, *step).stderr
 
 
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_more_than_all_of_the_bf16_peak_is_nothing_to_note_where_products_are_in_fp8(command: str) -> None:
+    step = ["qwen2.5-7b", "-H", "rtx4090", "-b", "4", "-p", "flexgen_block resident=30", "--matmul", "fp8"]
+    told = megatrain(command, *step, "--json")
+    found = json.loads(told.stdout)
+    assert (found["mfu"] if command == "simulate" else found[0]["mfu"]) > 1
+    assert "100 %" not in told.stderr
+    assert re.search(r"MFU (is )?of\s+the\s+bf16\s+peak", megatrain(command, *step).stdout)
+
+
 @pytest.mark.parametrize("name", policies.names())
 def test_activations_are_counted_once_whatever_becomes_of_them(name: str) -> None:
     step, room = Workload(micro_batch_size=2, accumulation=2, seq_len=16), MemoryBudget(device_bytes=0, host_bytes=0)

@@ -110,8 +110,8 @@ def compare(
         note_idle(load(name).name, at_one, list(axes))
     frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload, refused_too=policy is None)
     setting = varied.setting(workload, profile.name, axes)
-    shares = frame[["mfu", "hfu"]].max(axis=1).fillna(0.0)  # rows by point, and of each a row for every policy
-    highest = points[int(shares.argmax()) // len(chosen)]
+    shares = frame[["mfu", "hfu"]].max(axis=1).where(frame["matmul"].eq("none")).fillna(0.0)
+    highest = points[int(shares.argmax()) // len(chosen)]  # rows by point, and of each a row for every policy
     note_peak(highest.profile, highest.workload, shares.max())
     try:  # first to the file, see `plan`
         if out is not None:

@@ -161,11 +161,14 @@ def note_length(model: ModelSpec, seq_len: int) -> None:
 
 
 def note_peak(machine: HardwareProfile, workload: Workload, utilisation: float) -> None:
-    """Say so where MFU or HFU, the higher of which is `utilisation`, is above one: the peak they are of is too low."""
+    """Say so where MFU or HFU, the higher of which is `utilisation`, is above one: the peak they are of is too low.
+
+    Not of a step whose blocks multiply in fewer bits, faster than the peak that these refer to.
+    """
     from sim.cost import peak_flops
     from sim.units import scaled
 
-    if utilisation > 1:
+    if utilisation > 1 and workload.matmul is None:
         peak = scaled(peak_flops(machine, workload), "TFLOP/s")
         print(
             f"note: MFU or HFU is above 100 %: the peak of {machine.name}, {peak}, is less than its own ops attain; "
