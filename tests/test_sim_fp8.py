@@ -13,7 +13,8 @@ from schedules import policies, presets
 from schedules.errors import Refused
 from schedules.flops import attention_flops
 from schedules.op import Kind, Phase
-from schedules.schedule import Schedule
+from schedules.policies import PolicyError
+from schedules.schedule import Knob, Schedule
 from schedules.traffic import product_bytes
 from schedules.workload import RECOMPUTED, Workload
 from sim import hardware, whatif
@@ -79,8 +80,8 @@ def test_no_policy_is_faster_than_its_bound_or_that_of_all_placements(policy: st
     workload = replace(FP8, accumulation=2)
     try:
         schedule = built(workload, policy)
-    except ValueError as error:  # adapters
-        assert "fp8 products are of blocks whose own weights are trained" in str(error)
+    except PolicyError as error:
+        assert str(error) == "lora_streamed: adapters are not trained beside fp8 products: leave out matmul"
         return
     found = predict(schedule, PROFILE)
     assert found.period_ns >= found.bound_ns > 0
@@ -95,6 +96,12 @@ def test_what_if_a_gpu_multiplied_faster_is_asked_of_this_format_too() -> None:
     """On a machine whose other resources an op of a block hardly uses."""
     found = predict(built(FP8, "resident"), round_profile("gpu.fp8_flops=1TFLOP/s", "gpu.fp8_efficiency=25%"))
     assert whatif.marginal_gains(found)["GPU, matrix products, +25%"] == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("knob", [{"rank": 8}, {"quantised": "nf4"}])
+def test_an_evaluation_with_adapters_or_quantised_says_what_it_lacks(knob: dict[str, Knob]) -> None:
+    with pytest.raises(PolicyError, match=r"flexgen_block: .*fp8 products are of matrices in bf16.*: leave out matmul"):
+        policies.build("flexgen_block", MODEL, FP8, PLENTY, **knob)
 
 
 def test_the_largest_micro_batch_has_a_multiple_of_tokens() -> None:

@@ -62,6 +62,8 @@ def policy(
         raise ProgramError("a block has at least one micro-batch")
     if rank is not None:
         at_least_1("of the adapters", rank=rank)
+    if workload.matmul is not None and (rank is not None or quantised is not None):
+        raise ProgramError(f"{workload.matmul} products are of matrices in bf16, without adapters: leave out matmul")
     at_most(len(model.layers), "layers", resident=resident)
     at_most(len(model.blocks), "blocks", nvme=nvme)
     evaluated = replace(workload, task="evaluate", grad_clip=None)

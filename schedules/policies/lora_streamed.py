@@ -61,6 +61,8 @@ def policy(
     """
     if workload.multiplies_to_update:
         raise ProgramError(f"adapters are not trained by {workload.optimizer}: leave out the optimizer")
+    if workload.matmul is not None:
+        raise ProgramError(f"adapters are not trained beside {workload.matmul} products: leave out matmul")
     at_least_1("of the adapters", rank=rank)
     at_most(len(model.layers), "layers", resident=resident)
     at_most(len(model.blocks), "blocks", nvme=nvme)
