@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedules.model import FP32, ModelSpec
+from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.workload import Workload
 
@@ -37,6 +37,12 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
         if width % ALIGNED:
             return f"{model.name}: {workload.matmul} products need {what}, {width:,}, to be a multiple of {ALIGNED}"
     return None
+
+
+def require(model: ModelSpec, workload: Workload) -> None:
+    """Raises ModelError where this model's blocks cannot multiply so in this step."""
+    if lacks := unmet(model, workload):
+        raise ModelError(lacks)
 
 
 # Bytes an element: of a result and of an operand; and what scaling moves, which reads for the largest magnitude, then

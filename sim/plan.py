@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from schedules.errors import InputError, ProgramError
+from schedules import fp8
+from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.most_ops import require_few_ops
 from schedules.schedule import Schedule
@@ -226,13 +227,17 @@ def _all_ways(model: ModelSpec, steps: Iterable[Workload]) -> list[Workload]:
 
 
 def _that_can_be_written(model: ModelSpec, steps: Sequence[Workload]) -> list[Workload]:
-    """Without the steps of so many micro-batches that no schedule of them is built. Raises InputError if all are."""
+    """Without the steps of so many micro-batches, or of so few tokens each, that no schedule of them is built.
+
+    Raises InputError if all are.
+    """
     found: list[Workload] = []
     for workload in steps:
         try:
             require_few_ops(model, workload)
+            fp8.require(model, workload)
             found.append(workload)
-        except ProgramError:
+        except InputError:
             if workload is steps[-1] and not found:
                 raise
     return found

@@ -10,7 +10,7 @@ from test_sim_plan import machine, shallow
 from timed_profile import timed
 
 from schedules import policies, presets
-from schedules.errors import Refused
+from schedules.errors import InputError, Refused
 from schedules.flops import attention_flops
 from schedules.op import Kind, Phase
 from schedules.policies import PolicyError
@@ -102,6 +102,14 @@ def test_what_if_a_gpu_multiplied_faster_is_asked_of_this_format_too() -> None:
 def test_an_evaluation_with_adapters_or_quantised_says_what_it_lacks(knob: dict[str, Knob]) -> None:
     with pytest.raises(PolicyError, match=r"flexgen_block: .*fp8 products are of matrices in bf16.*: leave out matmul"):
         policies.build("flexgen_block", MODEL, FP8, PLENTY, **knob)
+
+
+def test_a_plan_leaves_out_micro_batches_whose_tokens_are_no_multiple() -> None:
+    small = machine("h200", device_gb=4, host_gb=64)
+    found = plan(shallow(2), small, seq_len=24, tokens_per_step=96, matmul="fp8", effort=1)
+    assert [step.micro_batch_size for step in found.asked] == [4, 2]
+    with pytest.raises(InputError, match="need a micro-batch's tokens, 24, to be a multiple of 16"):
+        plan(shallow(2), small, seq_len=24, tokens_per_step=24, matmul="fp8")
 
 
 def test_the_largest_micro_batch_has_a_multiple_of_tokens() -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from schedules import fp8, kept_activations
 from schedules.asked import another_step
 from schedules.errors import InputError
-from schedules.model import ModelError, ModelSpec
+from schedules.model import ModelSpec
 from schedules.most_ops import require_few_ops
 from schedules.program import Program
 from schedules.schedule import Knob, Schedule
@@ -183,8 +183,7 @@ def _built(
         raise PolicyError(f"{where}: knob {missing[0]} has no default; give it a value")
     chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
     model.require_recompute(workload.recompute)
-    if unmet := fp8.unmet(model, workload):
-        raise ModelError(unmet)
+    fp8.require(model, workload)
     with _Blame(name_or_path, values), redirect_stdout(sys.stderr):  # stdout is for results, such as --json
         require_few_ops(model, workload)
         program = function(model, workload, memory, **chosen)
