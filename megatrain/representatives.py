@@ -62,15 +62,22 @@ def timed_in(*schedules: Schedule, which: Which = "all") -> set[str]:
     return {op for schedule in schedules for op in timed(schedule, which).values()}
 
 
-def shapes_up_to(batch: int, seq: int) -> list[tuple[int, int]]:
-    """The largest shape and four smaller ones, from which those between can be told: (micro-batch, sequence)."""
+def shapes_up_to(batch: int, seq: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """The largest shape and four smaller ones, from which those between can be told: (micro-batch, sequence).
+
+    Of the smaller ones those of a `multiple` of tokens.
+    """
     short, middle = max(1, seq // 4), max(1, seq // 2)
-    return list(dict.fromkeys([(batch, seq), (1, seq), (max(1, batch // 2), middle), (batch, short), (1, short)]))
+    smaller = [(1, seq), (max(1, batch // 2), middle), (batch, short), (1, short)]
+    return list(dict.fromkeys([(batch, seq), *((b, s) for b, s in smaller if b * s % multiple == 0)]))
 
 
-def shapes_between(shapes: Sequence[tuple[int, int]], count: int = 4) -> list[tuple[int, int]]:
-    """So many sequences whose tokens lie evenly, in ratio, between the least and the most of some shapes."""
+def shapes_between(shapes: Sequence[tuple[int, int]], count: int = 4, multiple: int = 1) -> list[tuple[int, int]]:
+    """So many sequences whose tokens lie evenly, in ratio, between the least and the most of some shapes.
+
+    Each is rounded to a `multiple` of tokens; those that are there already are left out.
+    """
     tokens = sorted(batch * seq for batch, seq in shapes)
     ratio = (tokens[-1] / tokens[0]) ** (1 / (count + 1))
-    found = {round(tokens[0] * ratio**k) for k in range(1, count + 1)} - set(tokens)
+    found = {multiple * round(tokens[0] * ratio**k / multiple) for k in range(1, count + 1)} - {0, *tokens}
     return [(1, seq) for seq in sorted(found)]

@@ -126,6 +126,15 @@ def test_shapes_lie_around_those_that_are_asked_for() -> None:
     assert shapes_up_to(1, 16) == [(1, 16), (1, 8), (1, 4)]
 
 
+def test_shapes_are_of_a_multiple_of_tokens_where_products_need_that() -> None:
+    shapes = shapes_up_to(2, 24, 16)
+    assert shapes == [(2, 24)]
+    shapes = shapes_up_to(2, 64, 16)
+    assert shapes == [(2, 64), (1, 64), (1, 32), (2, 16), (1, 16)]
+    assert shapes_between(shapes) == [(1, 24), (1, 37), (1, 56), (1, 84)]
+    assert shapes_between(shapes, multiple=16) == [(1, 48), (1, 80)]  # 16, 32 and 64 are there
+
+
 def test_weights_that_are_only_timed_are_like_random_ones() -> None:
     model = replace(load("qwen2.5-0.5b"), num_hidden_layers=2)
     for i in model.layers:

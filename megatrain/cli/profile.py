@@ -80,6 +80,7 @@ def profile(
     from megatrain.way import Way
     from schedules import policies as known
     from schedules import presets
+    from schedules.fp8 import ALIGNED
     from schedules.model import ModelSpec
     from schedules.schedule import Schedule
     from sim.hardware import save
@@ -89,7 +90,8 @@ def profile(
     way, machine = Way(fused=fused, graphs=graphs), partial(backend_of, backend)
     here = machine_here(machine, nvme)
     way.require(on_gpu=here.on_gpu)
-    shapes = [shape_of(text) for text in listed(shape or [])] or shapes_up_to(batch, seq)
+    multiple = 1 if matmul is None else ALIGNED
+    shapes = [shape_of(text) for text in listed(shape or [])] or shapes_up_to(batch, seq, multiple)
     chosen = [known.with_knobs(text) for text in listed(policy or []) or known.comparable()]
 
     refused = dict[str, None]()
@@ -114,7 +116,7 @@ def profile(
     with stages() as begin:
         begin("choosing what to measure")
         timed, left = representatives(spec, partial(built, shapes), here)
-        others = shapes_between(shapes) if len(shapes) > 1 else []
+        others = shapes_between(shapes, multiple=multiple) if len(shapes) > 1 else []
         between, too = representatives(spec, partial(built, others), here, "computed")
     if refused:
         print(f"note: not timed, since they refuse such a step: {', '.join(refused)}", file=sys.stderr)
