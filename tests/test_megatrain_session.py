@@ -34,8 +34,8 @@ from schedules.workload import MemoryBudget, Workload
 MEMORY = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30, nvme_bytes=1 << 30)
 
 
-def verified(policy: str = "streamed") -> Verified:
-    workload = Workload(micro_batch_size=1, accumulation=1, seq_len=16, precision="fp32")
+def verified(policy: str = "streamed", precision: str = "fp32", matmul: str | None = None) -> Verified:
+    workload = Workload(micro_batch_size=1, accumulation=1, seq_len=16, precision=precision, matmul=matmul)
     return verify(policies.build(policy, presets.load("tiny"), workload, MEMORY))
 
 
@@ -145,6 +145,13 @@ def test_who_goes_on_with_other_settings_is_told(tmp_path: Path, recwarn: pytest
     step = verify(policies.build("streamed", presets.load("tiny"), clipped, MEMORY))
     with pytest.warns(UserWarning, match=r"was trained with no clipping; this run goes on with clipping 1\.0"):
         session.train(step, steps=1, hyper=Adam(lr=1e-3), seed=3, files=session.Files(resume=run))
+
+
+def test_who_goes_on_with_products_in_another_format_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    session.train(verified("streamed", "bf16", "fp8"), steps=1, hyper=Adam(lr=1e-3), files=session.Files(save=run))
+    with pytest.warns(UserWarning, match="was trained with matmul fp8; this run goes on with matmul None"):
+        session.train(verified("streamed", "bf16"), steps=1, hyper=Adam(lr=1e-3), files=session.Files(resume=run))
 
 
 def test_who_goes_on_with_another_text_by_the_same_name_is_told(tmp_path: Path) -> None:
