@@ -135,12 +135,12 @@ def rows(
             further = policies.parse_knobs(name, more.get(text, ()))
             schedule = policies.build(name, model, workload, budget, **knobs, **further)
             verify(schedule)
+            row = _row_of(schedule, profile, budget)
         except (InputError, Refused) as error:
             if not refused_too:
                 raise
             row = _not_built(name, model, workload, profile, error)
         else:
-            row = _row_of(schedule, profile, budget)
             if row.fits and is_bounded(schedule):
                 if (step := schedule.workload) not in bounds_ns:
                     bounds_ns[step] = bound_of_these_micro_batches(schedule, profile, budget)

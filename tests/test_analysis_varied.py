@@ -175,6 +175,12 @@ def test_a_policy_that_refuses_a_step_is_a_row_that_says_so(table: pd.DataFrame)
     assert cell == "-", "nothing is known of its memory"
 
 
+def test_a_machine_without_a_rate_of_products_in_fp8_is_a_row_of_its_own() -> None:
+    found = run(some(["hardware=rtx3090,h200", "matmul=none,fp8"], ["streamed"]))
+    assert found["tokens_per_s"].notna().tolist() == [True, False, True, True]
+    assert found["shortage"][1].startswith("not built: rtx3090 states no rate of fp8 products")
+
+
 def test_it_is_an_error_where_no_policy_takes_any_step() -> None:
     step = Workload(micro_batch_size=1, seq_len=64, precision="fp32")
     assert run(some(["batch=1,2"], workload=step))["fits"].isna().sum() == 2

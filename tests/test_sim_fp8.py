@@ -62,6 +62,8 @@ def test_all_else_costs_what_it_did() -> None:
 def test_a_machine_without_a_rate_refuses() -> None:
     with pytest.raises(Refused, match="a100-pcie states no rate of fp8 products: leave out matmul"):
         predict(built(FP8), hardware.load("a100-pcie"))
+    with pytest.raises(Refused, match=r"give it gpu\.fp8_efficiency$"):
+        predict(built(FP8), hardware.override(hardware.load("a100-pcie"), ["gpu.fp8_flops=1TFLOP/s"]))
 
 
 def test_a_measured_profile_knows_ops_by_the_format_of_their_products() -> None:
