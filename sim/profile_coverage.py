@@ -12,11 +12,14 @@ LISTED = 6  # shapes; of more, the least and the most are named
 
 
 def covered(profile: HardwareProfile) -> str:
-    """The models that a profile has times of, at which micro-batch x sequence and in which element types."""
+    """The models that a profile has times of, at which micro-batch x sequence and in which element types.
+
+    By their blocks: embedding and head are timed alike whatever format blocks multiply in.
+    """
     table = profile.measured.op_times if profile.measured else None
     shapes: dict[tuple[str, str], set[tuple[int, int]]] = {}  # by model and what follows the shape in a signature
     for key in table.values if table else ():
-        if match := SHAPE.search(key):
+        if (match := SHAPE.search(key)) and _is_of_block(key):
             of = shapes.setdefault((key.partition("/")[0], key[match.end() :]), set())
             of.add((int(match["batch"]), int(match["seq"])))
     alike: dict[tuple[str, str], list[str]] = {}
@@ -33,10 +36,14 @@ def lacks_kind(profile: HardwareProfile, signature: str) -> bool:
     return any(_kind_of_step(key) == _kind_of_step(signature) for key in table.values)
 
 
-def _kind_of_step(signature: str) -> tuple[str, str | None]:
-    """Model, and what follows the shape; None where there is none."""
+def _kind_of_step(signature: str) -> tuple[str, bool, str | None]:
+    """Model, whether it is of a block, and what follows the shape; None where there is none."""
     match = SHAPE.search(signature)
-    return signature.partition("/")[0], signature[match.end() :] if match else None
+    return signature.partition("/")[0], _is_of_block(signature), signature[match.end() :] if match else None
+
+
+def _is_of_block(signature: str) -> bool:
+    return signature.split("/")[1].startswith("block")
 
 
 def _listed(shapes: Sequence[tuple[int, int]]) -> str:

@@ -74,7 +74,10 @@ def test_a_measured_profile_knows_ops_by_the_format_of_their_products() -> None:
     predict(built(BF16), measured)
     with pytest.raises(MissingCost, match=r"no measured time for demo/block/forward.*/fp8.*--matmul fp8"):
         predict(schedule, measured)
-    predict(schedule, timed(MODEL, [FP8], names=["streamed"]))
+    measured = timed(MODEL, [FP8], names=["streamed"])
+    predict(schedule, measured)
+    with pytest.raises(MissingCost, match=r"forward.*/4x256/bf16; it covers demo at 4x256 in bf16, fp8; measure it"):
+        predict(built(BF16), measured)
 
 
 @pytest.mark.parametrize("policy", policies.names())
