@@ -100,6 +100,11 @@ def test_options_that_a_schedule_file_decides_are_refused(command: str, step: Pa
     assert f"step.json is a whole step: leave out {named}, or name a model" in done.stderr
 
 
+def test_an_option_beside_a_file_is_not_read_with_defaults_that_are_not_the_files(step: Path) -> None:
+    done = megatrain("run", str(step), "--matmul", "fp8")  # which fp32, where no precision is given, has not
+    assert done.returncode == 2 and "step.json is a whole step: leave out --matmul, or name a model" in done.stderr
+
+
 def test_options_that_a_schedule_file_does_not_decide_are_taken(step: Path, tmp_path: Path) -> None:
     done = megatrain("simulate", str(step), "-H", "rtx4090", "--set", "host.memory=64GB", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["machine"].startswith("rtx4090")

@@ -118,6 +118,12 @@ def is_schedule(target: str) -> bool:
     return path.is_file() and kind_of_file(path) == SCHEDULE
 
 
+def require_left_to_file(target: str, context: typer.Context, fixed: Sequence[str] = STEP) -> None:
+    """Raises InputError where the target is a file, and options say what a file itself says: those in `fixed`."""
+    if is_schedule(target) and (too := given(context, fixed)):
+        raise InputError(f"the file {target} is a whole step: leave out {', '.join(too)}, or name a model")
+
+
 def schedule_of(
     target: str,
     policy: str,
@@ -127,15 +133,11 @@ def schedule_of(
     context: typer.Context,
     fixed: Sequence[str] = STEP,
 ) -> Schedule:
-    """A schedule from its file, or built by a policy for a model.
-
-    Raises InputError where the target is a file, and options say what a file itself says: those in `fixed`.
-    """
+    """A schedule from its file, or built by a policy for a model; raises as `require_left_to_file` does."""
     from schedules import policies, presets
 
+    require_left_to_file(target, context, fixed)
     if is_schedule(target):
-        if too := given(context, fixed):
-            raise InputError(f"the file {target} is a whole step: leave out {', '.join(too)}, or name a model")
         schedule = schedule_to_prove(Path(target))
     else:
         name, chosen = policies.with_knobs(policy, knobs or [])

@@ -31,6 +31,7 @@ from megatrain.cli.options import (
     Target,
     machine_of,
     print_json,
+    require_left_to_file,
     require_outputs,
     schedule_of,
     usual_length,
@@ -165,6 +166,7 @@ def run(
     require_outputs(files=[trace, log], folders=[save, export])
     profile = machine_of(hardware, None) if hardware else None
     budget = memory_of(profile) if profile else machine_here(partial(backend_of, backend), nvme).budget
+    require_left_to_file(target, context)  # before a step is made of them, with defaults that are not the file's
     length = usual_length(target, 256) if seq is None else seq
     workload = workload_of(batch, accumulation, length, precision, clip, recompute, optimizer, matmul)
     schedule = schedule_of(target, policy, knob, workload, budget, context)
