@@ -326,7 +326,7 @@ def _settings(
         "betas": list(adam.betas),
         "eps": adam.eps,
         "clipping": workload.grad_clip,
-        "matmul": workload.matmul,
+        "products in": workload.matmul or "the activations' format",
     }
 
 

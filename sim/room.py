@@ -85,16 +85,18 @@ class Room:
     def holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none.
 
-        None where all are updated on the device: what is there for good is resident.
+        None where all are updated on the device: what is there for good is resident; nor where it cannot be built, of
+        too many ops.
         """
-        if start.workload.multiplies_to_update:
+        peaks = None if start.workload.multiplies_to_update else self.peaks(start.with_knobs({"keep": 0}))
+        if peaks is None:
             return []
         blocks, workload = self._model.num_hidden_layers, start.workload
         adding_up = start.value("order") == "microbatches"
         one = self._model.params(0) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
         kept = self._model.saved_bytes(0, workload) * (1 if adding_up else workload.accumulation)
-        taken = peak_bytes(self._built(start.with_knobs({"keep": 0})), self._profile)[Tier.DEVICE]
-        found = (int((self._budget.device_bytes - taken - kept * count) // one) for count in (blocks, 0))
+        spare = self._budget.device_bytes - peaks[Tier.DEVICE]
+        found = (int((spare - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})
 
     def stays(self, start: Candidate) -> int:

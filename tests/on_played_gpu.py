@@ -33,7 +33,7 @@ from megatrain.cuda import CudaBackend
 from megatrain.graphs import PHASES, replayed
 from megatrain.native import adam_gpu
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
-from megatrain.template import Embed, Head, templates
+from megatrain.template import Block, Embed, Head, templates
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Phase, Tier
@@ -242,6 +242,26 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - held
 
 
+def first_block(
+    model: ModelSpec, workload: Workload, pointwise: Pointwise
+) -> tuple[Block, dict[str, torch.Tensor], torch.Tensor, torch.Tensor, dict[str, autograd.Sink]]:
+    """With its parameters, an input, the gradient of its output, and where those of its parameters go."""
+    found = templates(
+        model,
+        seq_len=workload.seq_len,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        pointwise=pointwise,
+        pointwise_again=workload.recompute != "none",
+        mlp_chunk=MLP_CHUNK_TOKENS if workload.recompute == "mlp" else None,
+        matmul=workload.matmul,
+    )
+    params = {name: bf16(*shape) for name, shape in model.parameter_shapes(0).items()}
+    x, dy = (bf16(workload.micro_batch_size, workload.seq_len, model.hidden_size) for _ in range(2))
+    sinks = {name: autograd.Sink(torch.zeros_like(p), False) for name, p in params.items()}
+    return found.blocks[model.layer_kind(0)], params, x, dy, sinks
+
+
 @unsanitized
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled()], ids=["plain", "compiled"])
 @pytest.mark.parametrize(
@@ -266,18 +286,7 @@ def test_ops_of_a_large_block_take_no_more_than_is_counted(
     name: str, recompute: str, batch: int, pointwise: Pointwise
 ) -> None:
     model, workload = presets.load(name), Workload(micro_batch_size=batch, seq_len=4096, recompute=recompute)
-    found = templates(
-        model,
-        seq_len=4096,
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        pointwise=pointwise,
-        pointwise_again=recompute != "none",
-        mlp_chunk=MLP_CHUNK_TOKENS if recompute == "mlp" else None,
-    )
-    block, params = found.blocks[model.layer_kind(0)], {n: bf16(*s) for n, s in model.parameter_shapes(0).items()}
-    x, dy = bf16(batch, 4096, model.hidden_size), bf16(batch, 4096, model.hidden_size)
-    sinks = {name: autograd.Sink(torch.zeros_like(p), False) for name, p in params.items()}
+    block, params, x, dy, sinks = first_block(model, workload, pointwise)
 
     def alone() -> None:
         with torch.no_grad():
@@ -307,19 +316,7 @@ def test_products_in_fp8_hold_one_weight_and_its_operands_at_a_time(
 ) -> None:
     model = presets.load(name)
     workload = Workload(micro_batch_size=batch, seq_len=1024, recompute=recompute, matmul="fp8")
-    found = templates(
-        model,
-        seq_len=1024,
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        pointwise=pointwise,
-        pointwise_again=recompute != "none",
-        mlp_chunk=MLP_CHUNK_TOKENS if recompute == "mlp" else None,
-        matmul="fp8",
-    )
-    block, params = found.blocks[model.layer_kind(0)], {n: bf16(*s) for n, s in model.parameter_shapes(0).items()}
-    x, dy = bf16(batch, 1024, model.hidden_size), bf16(batch, 1024, model.hidden_size)
-    sinks = {name: autograd.Sink(torch.zeros_like(p), False) for name, p in params.items()}
+    block, params, x, dy, sinks = first_block(model, workload, pointwise)
 
     def alone() -> None:
         with torch.no_grad():

@@ -150,7 +150,7 @@ def test_who_goes_on_with_other_settings_is_told(tmp_path: Path, recwarn: pytest
 def test_who_goes_on_with_products_in_another_format_is_told(tmp_path: Path) -> None:
     run = tmp_path / "run"
     session.train(verified("streamed", "bf16", "fp8"), steps=1, hyper=Adam(lr=1e-3), files=session.Files(save=run))
-    with pytest.warns(UserWarning, match="was trained with matmul fp8; this run goes on with matmul None"):
+    with pytest.warns(UserWarning, match="with products in fp8; this run goes on with products in the act"):
         session.train(verified("streamed", "bf16"), steps=1, hyper=Adam(lr=1e-3), files=session.Files(resume=run))
 
 
