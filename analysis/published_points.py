@@ -395,6 +395,13 @@ def _llmq(
     )  # fmt: skip
 
 
+def _llmq_in_8_bits(machine: str, model: str, micro: int, accumulation: int, value: float) -> Point:
+    return Point(
+        system="LLM.Q, fp8", model=model, machine=machine, value=value, unit="tokens/s", micro_batch_size=micro,
+        accumulation=accumulation, source=_llmq_source(machine), lacking=_EIGHT_BIT_WEIGHTS,
+    )  # fmt: skip
+
+
 _TYPING_ERROR = "its command line says e4m3; its figure, and its place under bf16, say bf16"
 _NEARLY_WHOLE = "recompute-ffn with recompute-att, all but one product of a block, is taken as the whole block"
 _SCALED_ONCE = "weights are scaled once a step there, here for each of 128 micro-batches: some 2 s of 32"
@@ -448,28 +455,13 @@ LLMQ: tuple[Point, ...] = (
         _llmq("rtx5060ti", "qwen2.5-1.5b", 8, 64, 5768, offload="inputs", activations="recompute", matmul="fp8"),
         assumed=_INPUTS_ALONE,
     ),
-    *(
-        Point(
-            system="LLM.Q, fp8",
-            model=f"qwen2.5-{size}",
-            machine=machine,
-            value=value,
-            unit="tokens/s",
-            micro_batch_size=micro,
-            accumulation=accumulation,
-            source=_llmq_source(machine),
-            lacking=_EIGHT_BIT_WEIGHTS,
-        )
-        for machine, size, micro, accumulation, value in (
-            ("h100", "14b", 16, 32, 9365),
-            ("rtxpro6000", "14b", 8, 64, 6026),
-            ("rtx4090", "3b", 4, 128, 10668),
-            ("rtx4090", "7b", 16, 32, 4333),
-            ("rtx4090", "14b", 32, 16, 2001),
-            ("rtx5060ti", "3b", 16, 32, 3129),
-            ("rtx5060ti", "7b", 32, 16, 1456),
-        )
-    ),
+    _llmq_in_8_bits("h100", "qwen2.5-14b", 16, 32, 9365),
+    _llmq_in_8_bits("rtxpro6000", "qwen2.5-14b", 8, 64, 6026),
+    _llmq_in_8_bits("rtx4090", "qwen2.5-3b", 4, 128, 10668),
+    _llmq_in_8_bits("rtx4090", "qwen2.5-7b", 16, 32, 4333),
+    _llmq_in_8_bits("rtx4090", "qwen2.5-14b", 32, 16, 2001),
+    _llmq_in_8_bits("rtx5060ti", "qwen2.5-3b", 16, 32, 3129),
+    _llmq_in_8_bits("rtx5060ti", "qwen2.5-7b", 32, 16, 1456),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedules.hf_config import GPT_OSS_ACTIVATION
+from schedules.families import GPT_OSS_ACTIVATION
 
 
 def rms_forward(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:

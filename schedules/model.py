@@ -15,16 +15,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from schedules.hf_config import (
-    ACTIVATIONS,
-    ARCHITECTURES,
-    ModelError,
-    as_pairs,
-    check_rope,
-    positive,
-    read_config,
-    require_few_blocks,
-)
+from schedules.families import ACTIVATIONS, ARCHITECTURES
+from schedules.hf_config import ModelError, as_pairs, check_rope, positive, read_config, require_few_blocks
 from schedules.whole_numbers import fault
 from schedules.words import plain
 from schedules.workload import RECOMPUTED, Workload

@@ -15,7 +15,7 @@ from megatrain.autograd import Sink
 from megatrain.layer_parts import gated, rms_norm, rotate
 from megatrain.rotary import rotary_frequencies, rotary_tables
 from megatrain.template import Embed, Head, TemplateError, sinks, templates, views
-from schedules.hf_config import ACTIVATIONS
+from schedules.families import ACTIVATIONS
 from schedules.model import ModelError, ModelSpec
 
 TINY = ModelSpec(

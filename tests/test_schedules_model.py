@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
+from schedules.families import ARCHITECTURES
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -22,7 +23,7 @@ from schedules.flops import (
     op_flops,
     recomputed_flops,
 )
-from schedules.hf_config import ARCHITECTURES, NOT_DONE, REQUIRED, write_config
+from schedules.hf_config import NOT_DONE, REQUIRED, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
 from schedules.traffic import (

@@ -1,0 +1,129 @@
+"""The families of decoders that can be trained: what their configurations leave unsaid, as tables by architecture.
+
+Defaults are those of the configuration classes of Hugging Face transformers (`configuration_llama.py` and its
+neighbours); what those classes leave to the modelling code, such as which projections have a bias, is stated here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What config.json calls each.
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "Gemma3ForCausalLM": "gemma3_text",
+}
+# What gpt-oss' activation is computed with, by the names in its config (transformers, configuration_gpt_oss.py).
+GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+# Per architecture: what transformers assumes when config.json is silent, and what its code fixes.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
+    "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "GptOssForCausalLM": {
+        "attention_bias": True,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rms_norm_eps": 1e-5,
+    },
+    "SeedOssForCausalLM": {
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+        "max_position_embeddings": 524288,
+        "head_dim": 128,
+    },
+    "SmolLM3ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
+    "Phi3ForCausalLM": {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+    "Gemma3ForCausalLM": {
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
+}
+OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
+# Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
+FIXED: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"attention_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True},
+    "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
+    "Phi3ForCausalLM": {"fused_projections": True},
+    "Gemma3ForCausalLM": {"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
+    "Olmo2ForCausalLM": OLMO,
+    "Olmo3ForCausalLM": OLMO,
+}
+# Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
+# that of q, k and v is for o too.
+BIASES: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": ("attention_bias", "mlp_bias"),
+    "Qwen3ForCausalLM": ("attention_bias",),
+    "Qwen3MoeForCausalLM": ("attention_bias",),
+    "GptOssForCausalLM": ("attention_bias",),
+    "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
+    "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
+    "Olmo2ForCausalLM": ("attention_bias",),
+    "Olmo3ForCausalLM": ("attention_bias",),
+    "Gemma3ForCausalLM": ("attention_bias",),
+}
+WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM")
+# Blocks of these without a window have one rotary embedding, those with a window another.
+TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
+# These have as many key-value heads as query heads where their config is silent.
+KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+# These state a window, and switch it on apart.
+SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ENCODERS = (
+    "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
+)  # fmt: skip
+ENCODER_DECODERS = ("T5", "MT5", "Bart", "MBart", "Pegasus", "Whisper", "Marian")
