@@ -192,10 +192,10 @@ def predict(
     limit = limit or bound(schedule, profile)
     for steps in STEPS:
         trace = simulate(schedule, profile, steps=steps)
-        if length := repeats_after(trace):
+        if found := repeats(trace):
             break
-    span = length or trace.steps // 2
-    window = (int(trace.step_end_ns[-2 - span]), int(trace.step_end_ns[-2]))
+    last, span = found or (trace.steps - 2, trace.steps // 2)
+    window = (int(trace.step_end_ns[last - span]), int(trace.step_end_ns[last]))
     period_ns = (window[1] - window[0]) / span
     return Prediction(
         schedule=schedule,
@@ -203,26 +203,28 @@ def predict(
         trace=trace,
         bound=limit,
         # a mean over too few steps can fall short of what no long run can beat
-        period_ns=period_ns if length else max(period_ns, limit.period_ns),
+        period_ns=period_ns if found else max(period_ns, limit.period_ns),
         window=window,
         peak_bytes=peak_bytes(schedule, profile),
         does_not_fit=shortage(schedule, profile, budget),
     )
 
 
-def repeats_after(trace: Trace) -> int:
-    """After how many steps a run repeats itself, seen from its last step but one; 0 if it does not yet.
+def repeats(trace: Trace) -> tuple[int, int] | None:
+    """The last step that repeats an earlier one, and how many steps earlier that is; None if there is none yet.
 
     It does when every op ends later by the same time, and the host, which may run ahead, by no more. Equal
     times between the ends of steps would not do: a stream that is late may be about to be the slowest. The
-    last step does not count, because no step follows it with which it would have to share the machine.
+    last step does not count, because no step follows it with which it would have to share the machine; nor do those
+    before it through which a stream is that far behind: they repeat nothing.
     """
-    ends, issues = (column.reshape(trace.steps, -1) for column in (trace.end_ns, trace.issue_ns))
-    for length in range(1, trace.steps - 1):
-        later = ends[-2] - ends[-2 - length]
-        if (later == later[0]).all() and (issues[-2] - issues[-2 - length]).max() <= later[0]:
-            return length
-    return 0
+    issues, ends = (column.reshape(trace.steps, -1) for column in (trace.issue_ns, trace.end_ns))
+    for last in range(trace.steps - 2, 0, -1):
+        for length in range(1, last + 1):
+            later = ends[last] - ends[last - length]
+            if (later == later[0]).all() and (issues[last] - issues[last - length]).max() <= later[0]:
+                return last, length
+    return None
 
 
 def memory_of(profile: HardwareProfile) -> MemoryBudget:

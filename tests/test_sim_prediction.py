@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from strategies import MODEL, bare, round_profile, schedule_of
@@ -16,7 +17,7 @@ from schedules.workload import MemoryBudget, Workload
 from sim import hardware
 from sim.cost import DRAM, Demand, peak_flops
 from sim.engine import play
-from sim.prediction import DoesNotFit, memory_of, peak_bytes, predict, repeats_after, require_fit
+from sim.prediction import DoesNotFit, memory_of, peak_bytes, predict, repeats, require_fit
 
 PROFILE = round_profile()
 PLENTY = memory_of(PROFILE)
@@ -55,12 +56,12 @@ def test_a_run_repeats_itself_when_every_op_comes_as_much_later() -> None:
     costs = [Demand(duration_ns=ns) for ns in (11, 3, 7, 5)]
     trace = play(schedule_of(ops, waits), costs, steps=6)
     assert trace.step_end_ns.tolist() == [15, 25, 35, 45, 55, 66]
-    assert all(repeats_after(play(schedule_of(ops, waits), costs, steps=steps)) == 0 for steps in range(2, 7))
+    assert not any(repeats(play(schedule_of(ops, waits), costs, steps=steps)) for steps in range(2, 7))
     settled = play(schedule_of(ops[1:], waits), costs[1:], steps=3)
-    assert repeats_after(settled) == 1
+    assert repeats(settled) == (1, 1)
     behind = settled.issue_ns.copy()
     behind[5] += 11  # the host comes to the second D later by more than a period, and may soon be the slowest
-    assert repeats_after(replace(settled, issue_ns=behind)) == 0
+    assert repeats(replace(settled, issue_ns=behind)) is None
 
 
 def test_the_last_step_does_not_count_because_nothing_follows_it() -> None:
@@ -69,14 +70,26 @@ def test_the_last_step_does_not_count_because_nothing_follows_it() -> None:
     waits = [Wait(op="U", on="A")]
     trace = play(schedule_of(ops, waits), [Demand(duration_ns=10, usage={DRAM: 1.0})] * 2, steps=8)
     assert trace.step_end_ns.tolist() == [30, 50, 70, 90, 110, 130, 150, 160]
-    assert repeats_after(trace) == 1
+    assert repeats(trace) == (6, 1)
+
+
+def test_the_last_steps_of_a_stream_that_is_behind_do_not_count_either() -> None:
+    # A is two steps ahead of D, with which it shares the memory: D takes 10, and 5 more beside A, but not at the end
+    streams = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.CPU)
+    ops = [bare(name, stream) for name, stream in zip("ABCD", streams, strict=True)]
+    waits = [Wait(op=after, on=before, distance=0) for before, after in pairwise("ABCD")]
+    waits += [Wait(op=before, on=after, distance=1) for before, after in pairwise("ABCD")]
+    costs = [Demand(duration_ns=ns, usage={DRAM: share}) for ns, share in ((5, 1.0), (1, 0.0), (1, 0.0), (10, 1.0))]
+    trace = play(schedule_of(ops, waits), costs, steps=8)
+    assert trace.step_end_ns.tolist() == [26, 42, 58, 74, 90, 106, 117, 128]
+    assert repeats(trace) == (5, 1)
 
 
 def test_a_pattern_of_two_steps_repeats_after_two() -> None:
     ops = [bare("A", Stream.H2D), bare("B", Stream.COMPUTE), bare("C", Stream.D2H)]
     waits = [Wait(op="B", on="A"), Wait(op="C", on="B", distance=1), Wait(op="A", on="C", distance=1)]
     trace = play(schedule_of(ops, waits), [Demand(duration_ns=ns) for ns in (4, 5, 6)], steps=8)
-    assert repeats_after(trace) == 2
+    assert repeats(trace) == (6, 2)
     assert trace.step_end_ns[-1] - trace.step_end_ns[-3] == 15
 
 
