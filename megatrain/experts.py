@@ -35,14 +35,16 @@ ALIGNED = 64  # columns: grouped products want rows that begin at multiples of 1
 class Mixture:
     """The MLP of a block with experts.
 
-    `chosen` experts per token; their probabilities are divided by their sum if `normalised`. In gpt-oss' layout
-    (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are clamped; elsewhere
-    matrices are (out, in), gate before up, with SwiGLU between.
+    `chosen` experts per token, weighted as in `route`; `correction` names the parameter that it takes, None where there
+    is none. In gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and
+    both are clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between.
     """
 
     chosen: int
     normalised: bool
     interleaved: bool
+    correction: str | None = None
+    scale: float = 1.0
     pointwise: Pointwise = PLAIN
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
@@ -54,7 +56,8 @@ class Mixture:
         rows = x.flatten(0, -2)
         router = "mlp.router" if self.interleaved else "mlp.gate"
         logits = F.linear(rows, params[f"{router}.weight"], params.get(f"{router}.bias"))
-        weights, expert, order = route(logits, self.chosen, normalised=self.normalised)
+        correction = None if self.correction is None else params[self.correction]
+        weights, expert, order = route(logits, self.chosen, correction, normalised=self.normalised, scale=self.scale)
         copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
         with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
             both = self._product(params, "gate_up_proj", copies, expert, order)
@@ -74,40 +77,61 @@ class Mixture:
         return y
 
 
-def route(logits: Tensor, chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, chosen: int, correction: Tensor | None = None, *, normalised: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Which experts each row of logits [T, n] chooses: `weights` [T, k], `expert` [T, k] and `order` [T k].
 
-    Weights are probabilities, in at least fp32, of which the k chosen add up to one if `normalised`. The expert of
-    choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by expert in `order`. Both are int32.
+    Weights are probabilities, in at least fp32, of which the k chosen add up to one if `normalised`; with a
+    `correction` [n], sigmoids, which are chosen by their sum with that. It has no gradient: one of zeros. Then they are
+    multiplied by `scale`. The expert of choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by
+    expert in `order`. Both are int32.
     """
-    return _Route.apply(logits, chosen, normalised)  # type: ignore[no-any-return, no-untyped-call]
+    return _Route.apply(logits, chosen, correction, normalised, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
-        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        weights, index = probabilities.topk(chosen, dim=-1)
+    def forward(
+        ctx: Any, logits: Tensor, chosen: int, correction: Tensor | None, normalised: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if correction is None:
+            probabilities = wide.softmax(-1)
+            weights, index = probabilities.topk(chosen, dim=-1)
+        else:
+            probabilities = wide.sigmoid()
+            index = (probabilities + correction).topk(chosen, dim=-1).indices
+            weights = probabilities.gather(-1, index)
         if normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        if scale != 1:
+            weights = weights * scale
         order = index.flatten().argsort(stable=True).to(torch.int32)
         expert = index.to(torch.int32)
         ctx.save_for_backward(probabilities, expert)
-        ctx.normalised, ctx.dtype = normalised, logits.dtype
+        ctx.normalised, ctx.scale, ctx.dtype = normalised, scale, logits.dtype
+        ctx.corrected = None if correction is None else correction.dtype
         ctx.mark_non_differentiable(expert, order)
         return weights, expert, order
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, expert = ctx.saved_tensors
-        index, d_weights = expert.long(), grads[0]
+        index, d_weights = expert.long(), grads[0] if ctx.scale == 1 else grads[0] * ctx.scale
         if ctx.normalised:
             values = probabilities.gather(-1, index)
             total = values.sum(-1, keepdim=True)
             d_weights = (d_weights - (d_weights * values / total).sum(-1, keepdim=True)) / total
         d_logits = torch.zeros_like(probabilities).scatter_(-1, index, d_weights)
-        d_logits -= (d_logits * probabilities).sum(-1, keepdim=True)
-        return d_logits.mul_(probabilities).to(ctx.dtype), None, None
+        d_correction = None
+        if ctx.corrected is None:
+            d_logits -= (d_logits * probabilities).sum(-1, keepdim=True)
+        else:
+            d_logits *= 1 - probabilities
+            if ctx.needs_input_grad[2]:
+                d_correction = probabilities.new_zeros(probabilities.shape[-1], dtype=ctx.corrected)
+        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, None, None
 
 
 class _Copies(torch.autograd.Function):

@@ -8,6 +8,7 @@ at a time; `megatrain.export` writes them.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from schedules.model import ModelError, ModelSpec
 HEAD = "lm_head.weight"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
+PREDICT_MORE = ("Glm4MoeForCausalLM",)  # its files have a further block, which predicts the token after the next
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
@@ -45,7 +47,9 @@ def adapter_name(model: ModelSpec, i: int, name: str) -> str:
 # What files call experts' matrices, and what comes before them and the router, where it is not `mlp.experts.gate_proj`.
 EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
     "MixtralForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "MiniMaxM2ForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     "Qwen3MoeForCausalLM": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+    "Glm4MoeForCausalLM": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
 
 
@@ -147,6 +151,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
     "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
+    "sigmoid_router", "routed_scaling_factor",
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",
@@ -185,7 +190,9 @@ def _require_plain(config: dict[str, Any], folder: Path) -> None:
 
 
 def _not_needed(name: str, model: ModelSpec) -> bool:
-    """Of a tensor that no layer reads, whether the model has it otherwise."""
+    """Of a tensor that no layer reads, whether the model has it otherwise, or does without it as transformers does."""
+    if model.architecture in PREDICT_MORE and (found := re.match(r"model\.layers\.(\d+)\.", name)):
+        return int(found[1]) >= model.num_hidden_layers
     return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == HEAD)
 
 

@@ -27,7 +27,7 @@ from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
 from schedules.errors import InputError
-from schedules.model import ModelSpec, Norms
+from schedules.model import SHARED, ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
 CAUSAL = Attention()
@@ -166,19 +166,23 @@ class Block:
 
     def _mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         if self.mixture is not None:
-            return self.mixture.forward(params, x, self._derived, output=output)
+            y = self.mixture.forward(params, x, self._derived, output=output)
+            if f"{SHARED}.gate_proj.weight" not in params:
+                return y
+            return added(y, self._whole_mlp(params, x, output, SHARED), output)
         if self.mlp_chunk is None:
             return self._whole_mlp(params, x, output)
         own = {name: p for name, p in params.items() if name.startswith("mlp.")}
         return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk, output=output)
 
-    def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
-        gate, up = linears(params, ("mlp.gate_proj", "mlp.up_proj"), x, fused="mlp.gate_up_proj", in_fp8=self.in_fp8)
+    def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool, place: str = "mlp") -> Tensor:
+        names = f"{place}.gate_proj", f"{place}.up_proj"
+        gate, up = linears(params, names, x, fused=f"{place}.gate_up_proj", in_fp8=self.in_fp8)
         product = gated(gate, up, self.hidden_act, self.pointwise)
         derived = self._derived(product, self.pointwise.gate_forward(self.hidden_act), gate, up)
         del gate, up  # of which a forward that saves nothing has no more use
         with derived:
-            return linear(params, "mlp.down_proj", product, output=output, in_fp8=self.in_fp8)
+            return linear(params, f"{place}.down_proj", product, output=output, in_fp8=self.in_fp8)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
@@ -333,7 +337,6 @@ def templates(
         norm_offset=model.norm_offset,
         hidden_act=model.hidden_act,
         rotary=tables,
-        mixture=_mixture(model, pointwise) if model.num_experts else None,
         pointwise=pointwise,
         pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
@@ -346,6 +349,7 @@ def templates(
             kind: replace(
                 block,
                 attention=_attention(model, i, seq_len, device, dtype),
+                mixture=_mixture(model, pointwise) if model.has_experts(i) else None,
                 rotary=None if not model.has_rope(i) else tables if model.window(i) is None else local,
             )
             for kind, i in sorted(of_kind.items())
@@ -376,6 +380,8 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
     return Mixture(
         chosen=model.num_experts_per_tok,
         normalised=model.norm_topk_prob,
+        correction=model.score_correction,
+        scale=model.routed_scaling_factor,
         interleaved=model.architecture == "GptOssForCausalLM",
         pointwise=pointwise,
     )

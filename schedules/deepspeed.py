@@ -127,7 +127,8 @@ class Bucket:
         self, p: Program, *, size: int, count: int, leave: Callable[[Sequence[tuple[int, str]], int], None]
     ) -> None:
         self._program, self._size, self._leave = p, size, leave
-        room = min(max(size // p.model.params(0), 1), p.model.num_hidden_layers)
+        smallest = min(map(p.model.params, p.model.blocks))
+        room = min(max(size // smallest, 1), p.model.num_hidden_layers)
         self._ring = p.slots("bucket", count * room + 1)
         self._ends = end_buffers(p, "grad")
         self._gathered: list[tuple[int, str]] = []
@@ -172,7 +173,8 @@ class Fetch:
         model = p.model
         self._program, self._kept, self._stream, self._ahead = p, kept, stream, ahead
         self._blocking, self._stage = blocking, stage
-        self._slots = p.slots("weight", max(1 + ahead, min(max_live // model.params(0), model.num_hidden_layers)))
+        live = min(max_live // model.params(model.largest_block), model.num_hidden_layers)
+        self._slots = p.slots("weight", max(1 + ahead, live))
         self._ends = end_buffers(p, "weight")
         self._visits: deque[int] = deque()
         self._coming: deque[Held] = deque()

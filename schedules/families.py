@@ -17,6 +17,8 @@ MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
@@ -49,6 +51,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
         "rms_norm_eps": 1e-5,
+    },
+    "MiniMaxM2ForCausalLM": {"max_position_embeddings": 196608, "head_dim": 128, "rope_theta": 5e6},
+    "Glm4MoeForCausalLM": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
     },
     "SeedOssForCausalLM": {
         "attention_bias": True,
@@ -96,25 +107,31 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
+    "MiniMaxM2ForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True, "sigmoid_router": True},
+    "Glm4MoeForCausalLM": {"sigmoid_router": True},
     "Phi3ForCausalLM": {"fused_projections": True},
     "Gemma3ForCausalLM": {"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": OLMO,
 }
 # Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
-# that of q, k and v is for o too.
+# that of q, k and v is for o too, but in those WITHOUT_OUT_BIAS.
 BIASES: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("attention_bias", "mlp_bias"),
     "Qwen3ForCausalLM": ("attention_bias",),
     "Qwen3MoeForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
+    "Glm4MoeForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
     "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
     "Olmo2ForCausalLM": ("attention_bias",),
     "Olmo3ForCausalLM": ("attention_bias",),
     "Gemma3ForCausalLM": ("attention_bias",),
 }
-WINDOWLESS = ("LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM")
+WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM",)
+WINDOWLESS = (
+    "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
+)  # fmt: skip
 # Blocks of these without a window have one rotary embedding, those with a window another.
 TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.

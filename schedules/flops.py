@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from schedules.model import MLP_PROJECTIONS, ModelSpec
+from schedules.model import MLP_PROJECTIONS, SHARED, ModelSpec
 from schedules.op import Phase
 from schedules.workload import Workload
 
@@ -33,7 +33,8 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     if i == model.head:
         return 2 * tokens * h * model.vocab_size
     projections = 2 * h * model.q_width + 2 * h * model.kv_width
-    mlp = 3 * h * model.mlp_width + h * model.num_experts  # the router is a matrix of h x experts
+    mlp = MLP_PROJECTIONS * h * model.mlp_width(i)
+    mlp += h * model.num_experts if model.has_experts(i) else 0  # the router is a matrix of h x experts
     matrices = projections + mlp + _adapter_params(model, i, workload)
     return 2 * tokens * matrices + attention_flops(model, i, workload)
 
@@ -63,24 +64,27 @@ def recomputed_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     if workload.recompute != "mlp" or not model.is_block(i):
         return 0
     model.require_recompute("mlp")
-    again = 2 * model.hidden_size * model.mlp_width
-    again += _adapter_params(model, i, workload, "mlp.") - _adapter_params(model, i, workload, BEFORE_OUTPUT)
+    again = 2 * model.hidden_size * model.mlp_width(i)
+    again += _adapter_params(model, i, workload, "mlp.") - _adapter_params(model, i, workload, f"mlp.{BEFORE_OUTPUT}")
     return 2 * workload.tokens_per_microbatch * again
 
 
-def unread_flops(model: ModelSpec, workload: Workload) -> int:
-    """The part of a block's forward FLOPs that only its output needs, and nothing that it keeps.
+def unread_flops(model: ModelSpec, i: int, workload: Workload) -> int:
+    """The part of block i's forward FLOPs that only its output needs, and nothing that it keeps.
 
     The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
-    computes it again. None where backward reads that output.
+    computes it again; of experts those that are shared alone. None where backward reads that output.
     """
-    if model.keeps_mlp_output:
+    if model.post_norm:
         return 0
-    matrix, block = model.hidden_size * model.mlp_width, model.blocks[0]
-    if workload.recompute == "mlp":
-        per_token = MLP_PROJECTIONS * matrix + _adapter_params(model, block, workload, "mlp.")
+    if model.has_experts(i):
+        matrix, last = model.hidden_size * model.shared_width, f"{SHARED}.{BEFORE_OUTPUT}"
     else:
-        per_token = matrix + _adapter_params(model, block, workload, BEFORE_OUTPUT)
+        matrix, last = model.hidden_size * model.mlp_width(i), f"mlp.{BEFORE_OUTPUT}"
+    if workload.recompute == "mlp":
+        per_token = MLP_PROJECTIONS * matrix + _adapter_params(model, i, workload, "mlp.")
+    else:
+        per_token = matrix + _adapter_params(model, i, workload, last)
     return 2 * workload.tokens_per_microbatch * per_token
 
 
@@ -99,7 +103,7 @@ def model_flops_per_step(model: ModelSpec, workload: Workload) -> int:
     return workload.accumulation * once
 
 
-BEFORE_OUTPUT = "mlp.down_proj.lora_B."  # the adapter's matrix that only the MLP's output needs
+BEFORE_OUTPUT = "down_proj.lora_B."  # the adapter's matrix that only the output of an MLP needs
 
 
 def _adapter_params(model: ModelSpec, i: int, workload: Workload, of: str = "") -> int:
@@ -119,5 +123,5 @@ def op_flops(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, outp
         return backward_flops(model, i, workload) + recomputed_flops(model, i, workload)
     if phase == Phase.LOSS:
         return loss_flops(model, workload)
-    unread = 0 if output or phase != Phase.RECOMPUTE else unread_flops(model, workload)
+    unread = 0 if output or phase != Phase.RECOMPUTE else unread_flops(model, i, workload)
     return forward_flops(model, i, workload) - unread

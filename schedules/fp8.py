@@ -144,6 +144,6 @@ def _forward(model: ModelSpec, phase: Phase, workload: Workload, output: bool, p
     again = workload.recompute == "mlp"
     if phase == Phase.BACKWARD:
         return [widens] if again else []
-    if phase == Phase.RECOMPUTE and not output and not model.keeps_mlp_output:
+    if phase == Phase.RECOMPUTE and not output and not model.post_norm:
         return [attends, attended] if again else [attends, attended, widens]
     return [attends, attended, widens, narrows]

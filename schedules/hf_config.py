@@ -21,6 +21,7 @@ from schedules.families import (
     SWITCHED,
     TWO_ROPES,
     WINDOWLESS,
+    WITHOUT_OUT_BIAS,
 )
 from schedules.whole_numbers import fault
 
@@ -52,6 +53,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
 
+PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM")  # may turn a part of each head
 MOST = 3.4028234663852886e38  # in fp32
 MOST_BLOCKS = 1000  # eight times as many as the deepest models have
 # Fields without a default, whose names are ours as well.
@@ -107,7 +109,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
         "no_rope_layers": rotated,
-        "partial_rotary_factor": _partial(architecture, settings),
+        "partial_rotary_factor": _partial(architecture, settings, name),
         "query_pre_attn_scalar": settings["query_pre_attn_scalar"] if architecture == "Gemma3ForCausalLM" else None,
     }
 
@@ -155,8 +157,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["layer_types"] = spec["layer_types"]
     if architecture == "SmolLM3ForCausalLM":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
-    if architecture == "Phi3ForCausalLM":
+    if architecture in PARTIAL:
         config["partial_rotary_factor"] = spec.get("partial_rotary_factor", 1.0)
+    if architecture == "Phi3ForCausalLM":
         config[ORIGINAL] = spec["rope_scaling"].get(ORIGINAL, spec["max_position_embeddings"])
     if architecture in SWITCHED:
         config["use_sliding_window"] = spec["sliding_window"] is not None
@@ -165,6 +168,15 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if architecture == "Qwen3MoeForCausalLM":
         config |= {key: spec[key] for key in ("num_experts", "moe_intermediate_size", "norm_topk_prob")}
         config["num_experts_per_tok"] = spec["num_experts_per_tok"]
+    elif architecture == "Glm4MoeForCausalLM":
+        config |= {key: spec[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
+        config |= {
+            "n_routed_experts": spec["num_experts"],
+            "use_qk_norm": spec["qk_norm"],
+            "n_shared_experts": spec.get("n_shared_experts", 0),
+            "first_k_dense_replace": spec.get("first_k_dense_replace", 0),
+            "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
+        }
     elif spec["num_experts"]:
         config |= {"num_local_experts": spec["num_experts"], "num_experts_per_tok": spec["num_experts_per_tok"]}
         config["intermediate_size"] = spec["moe_intermediate_size"]
@@ -259,10 +271,12 @@ def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[An
     return theta, as_pairs(pairs)
 
 
-def _partial(architecture: str, settings: Mapping[str, Any]) -> Any:
-    if architecture != "Phi3ForCausalLM":
+def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
+    if architecture not in PARTIAL:
         return 1.0
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if architecture == "MiniMaxM2ForCausalLM" and "rotary_dim" in settings:  # as its first configs have it
+        return _count("rotary_dim", settings["rotary_dim"], name) / settings["head_dim"]
     return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
 
 
@@ -315,12 +329,13 @@ def _activation(architecture: str) -> str:
 def _biases(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: settings.get(key, False) for key in BIASES.get(architecture, ())}
     if "attention_bias" in stated:
-        stated.setdefault("attention_out_bias", stated["attention_bias"])
+        of_out = architecture not in WITHOUT_OUT_BIAS and stated["attention_bias"]
+        stated.setdefault("attention_out_bias", of_out)
     return stated
 
 
 def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
-    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM", "MiniMaxM2ForCausalLM"):
         for name, known in GPT_OSS_ACTIVATION.items() if architecture == "GptOssForCausalLM" else ():
             if settings.get(name, known) != known:
                 raise ModelError(f"{name} must be {known}, as gpt-oss' released models have it, not {settings[name]!r}")
@@ -339,6 +354,18 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
             "num_experts_per_tok": need("num_experts_per_tok"),
             "moe_intermediate_size": need("moe_intermediate_size"),
             "norm_topk_prob": settings.get("norm_topk_prob", False),
+        }
+    if architecture == "Glm4MoeForCausalLM":
+        for key in ("n_group", "topk_group"):
+            if settings.get(key, 1) != 1:
+                raise ModelError(f"{key} must be 1, as GLM-4.5 and GLM-4.6 have it, not {settings[key]!r}")
+        count = "n_routed_experts" if "n_routed_experts" in settings else "num_local_experts"
+        same = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts")
+        return {
+            "num_experts": need(count),
+            **{key: need(key) for key in (*same, "first_k_dense_replace")},
+            "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0),
+            "qk_norm": settings.get("use_qk_norm", False),
         }
     return {}
 

@@ -26,14 +26,19 @@ __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
+SHARED = "mlp.shared_experts"
 # Of one input, and in some families' files one matrix.
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 # Fields that files written before them lack.
 _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
-    "rope_local_base_freq", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
+    "rope_local_base_freq", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar", "sigmoid_router",
+    "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace",
 )  # fmt: skip
 _PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
+_MAY_BE_NONE = (  # counts that may be 0
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+)  # fmt: skip
 
 
 class Norms(NamedTuple):
@@ -55,7 +60,10 @@ class ModelSpec:
     `qk_norm_all_heads` over all of a token's together; with `zero_centered_norms` all norms multiply by 1 + their
     weight; `attention_sinks` is one learned logit per head; with `scale_embeddings` embeddings are multiplied by the
     root of `hidden_size`; with `fused_projections` q, k and v are one matrix in files and beside LoRA's adapters, and
-    so are gate and up. `layer_types` names each block's attention; empty means all blocks alike, sliding if
+    so are gate and up. With `sigmoid_router` experts are chosen by the sigmoids of their logits and a bias each, which
+    no gradient changes, and weighted by those sigmoids, times `routed_scaling_factor`; `n_shared_experts` are given all
+    tokens, as one MLP of their widths together; the first `first_k_dense_replace` blocks have an MLP instead of
+    experts. `layer_types` names each block's attention; empty means all blocks alike, sliding if
     `sliding_window` is set. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it;
     empty means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with
     `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
@@ -100,6 +108,10 @@ class ModelSpec:
     zero_centered_norms: bool = False
     scale_embeddings: bool = False
     query_pre_attn_scalar: int | None = None
+    sigmoid_router: bool = False
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -131,7 +143,7 @@ class ModelSpec:
         check_rope(self.rope_scaling, self.rope_theta, self.rotary_dim // 2, self.name)
 
     def _check_type(self, name: str, kind: str, value: object) -> None:
-        optional = name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        optional = name in _MAY_BE_NONE
         if kind == "bool" and not isinstance(value, bool):
             raise ModelError(f"{self.name}: {name} must be true or false, not {value!r}")
         counts = kind == "int" or (kind == "int | None" and value is not None)
@@ -146,6 +158,9 @@ class ModelSpec:
 
     def _check_experts(self) -> None:
         if not self.num_experts:
+            for key in ("sigmoid_router", "n_shared_experts", "first_k_dense_replace"):
+                if getattr(self, key):
+                    raise ModelError(f"{self.name}: {key} is {getattr(self, key)}, and num_experts is 0")
             return
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ModelError(
@@ -154,6 +169,15 @@ class ModelSpec:
             )
         if not self.moe_intermediate_size:
             raise ModelError(f"{self.name}: a mixture of experts needs moe_intermediate_size")
+        if self.routed_scaling_factor != 1 and not self.sigmoid_router:
+            raise ModelError(
+                f"{self.name}: routed_scaling_factor is {self.routed_scaling_factor}, without sigmoid_router"
+            )
+        if self.first_k_dense_replace > self.num_hidden_layers:
+            raise ModelError(
+                f"{self.name}: first_k_dense_replace is {self.first_k_dense_replace}, "
+                f"num_hidden_layers is {self.num_hidden_layers}"
+            )
 
     def _check_attention(self) -> None:
         if unknown := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
@@ -263,19 +287,26 @@ class ModelSpec:
         """Whether block i has rotary embedding."""
         return not self.no_rope_layers or bool(self.no_rope_layers[i])
 
+    def has_experts(self, i: int) -> bool:
+        """Whether layer i is a block with a mixture of experts."""
+        return self.num_experts > 0 and self.first_k_dense_replace <= i < self.num_hidden_layers
+
     def layer_kind(self, i: int) -> str:
         """Layers of one kind have the same parameters and the same computation, hence the same cost."""
         if not self.is_block(i):
             return self.layer_name(i)
         kind = "block" if self.window(i) is None else "block.sliding"
+        if self.num_experts and not self.has_experts(i):
+            kind += ".dense"
         return kind if self.has_rope(i) else f"{kind}.no_rope"
 
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
-        """The same model with these of its blocks alone."""
+        """The same model with these of its blocks alone, in their order."""
         per_block: dict[str, Any] = {
             key: tuple(found[i] for i in chosen) for key in _PER_BLOCK if (found := getattr(self, key))
         }
-        return replace(self, num_hidden_layers=len(chosen), **per_block)
+        dense = sum(i < self.first_k_dense_replace for i in chosen)
+        return replace(self, num_hidden_layers=len(chosen), first_k_dense_replace=dense, **per_block)
 
     @property
     def norms(self) -> Norms:
@@ -294,9 +325,13 @@ class ModelSpec:
         return 1.0 if self.zero_centered_norms else 0.0
 
     @property
-    def keeps_mlp_output(self) -> bool:
-        """Whether backward reads what the MLP, or each of its experts, returns."""
-        return self.num_experts > 0 or self.post_norm
+    def largest_block(self) -> int:
+        """The first of the blocks that have the most parameters: most blocks are like it."""
+        return max(self.blocks, key=self.params)
+
+    def keeps_mlp_output(self, i: int) -> bool:
+        """Whether backward reads what the MLP of block i, or each of its experts, returns."""
+        return self.has_experts(i) or self.post_norm
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
@@ -328,7 +363,7 @@ class ModelSpec:
             return {"norm.weight": (h,)} | ({} if self.tie_word_embeddings else {"lm_head.weight": (v, h)})
         self.layer_name(i)  # raises for a layer that is not there
         norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms]
-        mlp = self._expert_shapes() if self.num_experts else self._mlp_shapes()
+        mlp = self._expert_shapes() if self.has_experts(i) else self._mlp_shapes("mlp", self.intermediate_size)
         return norms[0] | self._attention_shapes() | norms[1] | norms[2] | mlp | norms[3]
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -348,13 +383,13 @@ class ModelSpec:
             shapes["self_attn.sinks"] = (self.num_attention_heads,)
         return shapes
 
-    def _mlp_shapes(self) -> dict[str, tuple[int, ...]]:
-        h, f = self.hidden_size, self.intermediate_size
+    def _mlp_shapes(self, place: str, f: int) -> dict[str, tuple[int, ...]]:
+        h = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for part, (rows, columns) in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
-            shapes[f"mlp.{part}_proj.weight"] = (rows, columns)
+            shapes[f"{place}.{part}_proj.weight"] = (rows, columns)
             if self.mlp_bias:
-                shapes[f"mlp.{part}_proj.bias"] = (rows,)
+                shapes[f"{place}.{part}_proj.bias"] = (rows,)
         return shapes
 
     def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -365,13 +400,25 @@ class ModelSpec:
         shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (n, h)}
         if self.router_bias:
             shapes[f"{router}.bias"] = (n,)
+        if self.score_correction is not None:
+            shapes[self.score_correction] = (n,)
         shapes["mlp.experts.gate_up_proj"] = (n, h, 2 * f) if transposed else (n, 2 * f, h)
         if self.expert_bias:
             shapes["mlp.experts.gate_up_proj_bias"] = (n, 2 * f)
         shapes["mlp.experts.down_proj"] = (n, f, h) if transposed else (n, h, f)
         if self.expert_bias:
             shapes["mlp.experts.down_proj_bias"] = (n, h)
+        if self.n_shared_experts:
+            shapes |= self._mlp_shapes(SHARED, self.shared_width)
         return shapes
+
+    @property
+    def score_correction(self) -> str | None:
+        """The parameter that is added to experts' scores where they are chosen; None without a `sigmoid_router`."""
+        if not self.sigmoid_router:
+            return None
+        place = "mlp" if self.architecture == "MiniMaxM2ForCausalLM" else "mlp.gate"
+        return f"{place}.e_score_correction_bias"
 
     def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """As `parameter_shapes`, with what `fused_projections` makes one matrix: its parts lie in a row as it is."""
@@ -434,12 +481,16 @@ class ModelSpec:
         """Of a head's dimensions those, the first, that rotary embedding turns."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @property
-    def mlp_width(self) -> int:
-        """Intermediate elements of one token: of all its experts together, where there are experts."""
-        if self.num_experts:
-            return self.num_experts_per_tok * self.moe_intermediate_size
+    def mlp_width(self, i: int) -> int:
+        """Intermediate elements of one token in block i: of all its experts together, where there are experts."""
+        if self.has_experts(i):
+            return self.num_experts_per_tok * self.moe_intermediate_size + self.shared_width
         return self.intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        """Of these, those of the experts that are given all tokens."""
+        return self.n_shared_experts * self.moe_intermediate_size
 
     # ---- bytes of one micro-batch
 
@@ -457,9 +508,10 @@ class ModelSpec:
           q + kv   queries and keys before their norm, with qk_norm only
           2h       attention's and the MLP's output before their norms, with post_norm only
           h        residual sum after attention, the second norm's input or the MLP's
-          h        its normalised value, read by gate and up; unless computed again; with pre_norm only
+          h        its normalised value, read by gate and up, or by the router, unless that is frozen and no expert is
+                   shared; unless computed again; with pre_norm only
           k h      copies of that, one per choice, with experts only; unless computed again
-          3f       gate, up, and their product; 2f if the product is computed again, none if all is
+          3f       gate, up, and their product, shared experts' too; 2f if the product is computed again, none if all is
           k h      the experts' outputs, weighted by the router, with experts only
           rank     per adapter, what lies between its two matrices
         and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
@@ -469,18 +521,19 @@ class ModelSpec:
         """
         if not self.is_block(i):
             return 0
-        h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width
+        h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width(i)
         heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
         elements = h + 2 * q + 2 * kv + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
         words = 2 * (self.pre_norm + self.post_norm) + heads
         if self.pre_norm and workload.recompute == "none":
-            elements += 2 * h
+            by_router_alone = self.has_experts(i) and not self.n_shared_experts
+            elements += h if by_router_alone and workload.lora_rank is not None else 2 * h
         if self.post_norm:
             elements += 2 * h
         if self.qk_norm:
             elements += q + kv
             words += 2 if self.qk_norm_all_heads else heads + kv_heads
-        if self.num_experts:
+        if self.has_experts(i):
             elements += (2 if workload.recompute == "none" else 1) * k * h
             words += self.num_experts + 3 * k
         if workload.lora_rank is not None:

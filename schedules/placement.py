@@ -83,7 +83,7 @@ class Places:
         self.nvme_weights = spread(sorted(on_nvme), nvme_weights)
         self.nvme_grads = {i for i in self.nvme_weights if i in self.late and self.landings[i] == 1}
         # embedding and head in as many parts as make these no larger than a block's
-        block = model.params(model.blocks[0])
+        block = model.params(model.largest_block)
         self._ways = {i: -(-model.params(i) * parts // block) if parts > 1 else 1 for i in self.ends}
 
     def parts_of(self, i: int) -> Sequence[Part | None]:

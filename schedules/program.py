@@ -443,7 +443,7 @@ class Program(Buffers):
         saves is counted once. What else changes where a block keeps them is not counted: `most_that_fit` writes the
         program again to see.
         """
-        one = self.nbytes(self.saved(0, 0))
+        one = self.nbytes(self.saved(self.model.largest_block, 0))
         spare = memory.device_bytes - self.device_bytes() + one
         return sum(needed * one <= spare for needed in itertools.accumulate(copies))
 

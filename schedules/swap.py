@@ -30,7 +30,7 @@ class Swap:
         self._grads, self._states = p.slots("swap.grad", count, Tier.HOST), p.slots("swap.state", count, Tier.HOST)
         self._updated = p.slots("swap.weight", count, Tier.HOST)
         # room for the layer that is fetched and the two after it
-        pool = min(POOL_PARAMETERS // model.params(0), model.num_hidden_layers)
+        pool = min(POOL_PARAMETERS // model.params(model.largest_block), model.num_hidden_layers)
         self._pool = p.slots("pool", max(pool, 3), Tier.HOST)
         self._ends = end_buffers(p, "pool", Tier.HOST)
 

@@ -48,10 +48,11 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     q + h       o projection
     2h + 2f     gate and up; with experts their input is one copy per choice, and a router comes before
     f + h       down; with experts one output per choice
+    3h          shared experts' gate, up and down, whose width is in f
     and all weights, read once; adapters move their input and output and what lies between. Backward: twice the
     activations, since each product has two in its backward, the weights read and their gradients written. What runs
     for its activations alone leaves out the down projection, and gate and up where backward computes them again, unless
-    the MLP's output is one of them.
+    the MLP's output is one of them; of experts', those that are shared alone.
     Loss, per chunk: the projection read twice (logits, d hidden) and its gradient read and written; logits written by
     one product, and their gradient read by two.
     """
@@ -66,10 +67,10 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         if workload.task == "evaluate":
             return chunks * matrix * b.weight + logits
         return chunks * matrix * 2 * (b.weight + (b.grad if workload.lora_rank is None else 0)) + 3 * logits
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
     elements, weights = 7 * h + 4 * q + 4 * kv + 3 * f, model.params(i) * b.weight
-    if model.num_experts:
-        elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h
+    if model.has_experts(i):
+        elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h + _of_shared(model, i)
     trained = params(model, workload, i)
     if workload.lora_rank is not None:
         elements += sum(sum(shape) for shape in model.adapter_shapes(i, workload.lora_rank).values())
@@ -82,9 +83,13 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     if phase == Phase.BACKWARD:
         elements = 2 * elements + (2 * h + 2 * f if again else 0)
         weights += trained * b.grad + (2 * h * f * b.weight if again else 0)
-    if phase == Phase.RECOMPUTE and not output and not model.keeps_mlp_output:
-        elements -= h + f + (2 * h + 2 * f if again else 0)
-        weights -= (3 if again else 1) * h * f * b.weight
+    if phase == Phase.RECOMPUTE and not output:
+        if model.has_experts(i) and not model.post_norm:  # those that are shared
+            elements -= _of_shared(model, i) // 3 + model.shared_width
+            weights -= h * model.shared_width * b.weight
+        elif not model.keeps_mlp_output(i):
+            elements -= h + f + (2 * h + 2 * f if again else 0)
+            weights -= (3 if again else 1) * h * f * b.weight
     return tokens * elements * b.activation + weights
 
 
@@ -105,6 +110,7 @@ def pointwise_bytes(
                                read, both gradients written
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
+    3h          3h             with shared experts the sum with their output; of their input's gradient and the others'
     The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
     `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
     Backward makes again what is computed again: norms with their copies for experts, and gate, up and their product.
@@ -116,7 +122,7 @@ def pointwise_bytes(
     and both gradients.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
     if i == model.embed:
         passes = 2 if model.scale_embeddings else 0
         if phase == Phase.EMBED:
@@ -128,30 +134,36 @@ def pointwise_bytes(
         if workload.task == "evaluate":
             return logits * FP32 + 2 * hidden
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
-    copied = summed = h + model.num_experts_per_tok * h if model.num_experts else 0
+    copied = summed = h + model.num_experts_per_tok * h if model.has_experts(i) else 0
+    shared = _of_shared(model, i)
     normed = q + kv if model.qk_norm else 0
     turned = q + kv if model.has_rope(i) else 0
     norms = 2 * (model.pre_norm + model.post_norm) * h
-    nbytes = (2 * norms + 6 * h + 2 * turned + 2 * normed + 3 * f + copied + summed) * b.activation
+    nbytes = (2 * norms + 6 * h + 2 * turned + 2 * normed + 3 * f + copied + summed + shared) * b.activation
     if not fused:
         nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
         if fused:
-            of_router = 3 * h if model.num_experts else 0
+            of_router = 3 * h if model.has_experts(i) else 0
             of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
-            elements = of_norms + 2 * turned + 3 * normed + 5 * f + copied + of_router + 2 * summed
+            elements = of_norms + 2 * turned + 3 * normed + 5 * f + copied + of_router + 2 * summed + shared
             nbytes = elements * b.activation
         else:
             nbytes *= 2
         if workload.recompute != "none":
             nbytes += ((4 * h if model.pre_norm else 0) + 3 * f + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
-        unread = summed + (3 * f if workload.recompute == "mlp" else 0)
+        unread = summed + shared + (3 * f if workload.recompute == "mlp" else 0)
         nbytes -= (3 * h + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
     if workload.matmul is not None:
         moved += fp8.scaling_bytes(model, phase, workload, output=output, parts=_mlp_parts(workload))
     return tokens * nbytes + moved
+
+
+def _of_shared(model: ModelSpec, i: int) -> int:
+    """Elements per token that shared experts' products move as wide as a hidden state; the sum with others' as many."""
+    return 3 * model.hidden_size if model.n_shared_experts and model.has_experts(i) else 0
 
 
 def _of_experts(model: ModelSpec, workload: Workload, i: int) -> int:
@@ -170,7 +182,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     rotary   x cos, minus half, concatenated, x sin, sum: 10 elements for 2 when fused
     gate     activation and product apart: 5 elements for 3 when fused
     """
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
     norm = 24 + 2 * a if a < FP32 else 20
     elements = (8 * (q + kv) if model.has_rope(i) else 0) + 2 * f
     norms = 2 * (model.pre_norm + model.post_norm) * h + (q + kv if model.qk_norm else 0)
@@ -240,27 +252,30 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
 
 
 def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
-    copies = 2 * model.num_experts_per_tok * h
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
+    wide = 3 * f
+    if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
+        chosen, beside = f - model.shared_width, h if model.n_shared_experts else 0
+        wide = beside + max(3 * chosen + 2 * model.num_experts_per_tok * h, 3 * model.shared_width)
     if workload.recompute == "mlp":
         return _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
-        largest = min(largest, EXPERTS_CHUNK) if model.num_experts else largest
-        per_token = max((3 * f + 2 * h + copies) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
+        largest = min(largest, EXPERTS_CHUNK) if model.has_experts(i) else largest
+        per_token = max((wide + 2 * h) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
         return largest * workload.bytes.grad + tokens * per_token
     turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
         per_token = (turned + (2 if output else 1) * h) * a
     else:
         normed = h if model.pre_norm else 0
-        per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + 3 * f + copies) * a
+        per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + wide) * a
     return tokens * per_token
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width
+    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     chunk = min(tokens, MLP_CHUNK_TOKENS)
     if phase == Phase.BACKWARD:

@@ -367,7 +367,8 @@ def _workspace(costs: LayerAreas, profile: HardwareProfile) -> float:
         return 0.0  # it may be smaller than the estimate
     model = costs.model
     of_block = (Phase.BACKWARD, Phase.ADAM)  # by Muon
-    phases = [(model.head, Phase.LOSS), *((model.blocks[0], phase) for phase in of_block)]
+    kinds = {model.layer_kind(i): i for i in model.blocks}.values()
+    phases = [(model.head, Phase.LOSS), *((i, phase) for i in kinds for phase in of_block)]
     return max(workspace_bytes(model, i, phase, costs.workload) for i, phase in phases)
 
 

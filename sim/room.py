@@ -46,8 +46,8 @@ def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
 
 
 def state_of_block(model: ModelSpec, workload: Workload) -> int:
-    """Bytes of a block's optimizer state."""
-    return tensor_bytes(named(STATE, "0"), model, workload)
+    """Bytes of the optimizer state of a block, the largest where they differ."""
+    return tensor_bytes(named(STATE, model.layer_name(model.largest_block)), model, workload)
 
 
 class Room:
@@ -93,8 +93,9 @@ class Room:
             return []
         blocks, workload = self._model.num_hidden_layers, start.workload
         adding_up = start.value("order") == "microbatches"
-        one = self._model.params(0) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
-        kept = self._model.saved_bytes(0, workload) * (1 if adding_up else workload.accumulation)
+        block = self._model.largest_block
+        one = self._model.params(block) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
+        kept = self._model.saved_bytes(block, workload) * (1 if adding_up else workload.accumulation)
         spare = self._budget.device_bytes - peaks[Tier.DEVICE]
         found = (int((spare - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})

@@ -413,9 +413,9 @@ class Search:
 
     def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
         """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
-        layers, one = len(self.found.model.layers), self.found.model.params(0)
-        weights = one * workload.bytes.weight
-        if (resident - 2) * (weights + state_of_block(self.found.model, workload)) > self.found.budget.device_bytes:
+        layers, model = len(self.found.model.layers), self.found.model
+        weights = model.params(model.largest_block) * workload.bytes.weight
+        if (resident - 2) * (weights + state_of_block(model, workload)) > self.found.budget.device_bytes:
             return False
         loads = (layers - resident) * (2 * workload.accumulation if order == "microbatches" else 1)
         return loads * weights / self.found.profile.links.h2d.bandwidth.value * 1e9 < self.found.cost_ns

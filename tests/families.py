@@ -47,6 +47,28 @@ GEMMA3 = replace(
     layer_types=("sliding_attention", "full_attention"),
     rope_local_base_freq=100.0,
 )
+MINIMAX_M2 = replace(
+    MOE,
+    architecture="MiniMaxM2ForCausalLM",
+    sigmoid_router=True,
+    qk_norm=True,
+    qk_norm_all_heads=True,
+    head_dim=16,
+    partial_rotary_factor=0.5,
+    intermediate_size=32,
+)
+GLM4_MOE = replace(
+    MOE,
+    architecture="Glm4MoeForCausalLM",
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+    sigmoid_router=True,
+    qk_norm=False,
+    attention_bias=True,
+    head_dim=16,
+    partial_rotary_factor=0.5,
+)
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -72,6 +94,16 @@ MODELS = {
         sliding_window=5,
         layer_types=("sliding_attention", "full_attention"),
         max_position_embeddings=512,
+    ),
+    "minimax-m2": MINIMAX_M2,
+    "glm-4.5-air": GLM4_MOE,
+    "glm-4.5": replace(
+        GLM4_MOE,
+        n_shared_experts=2,
+        first_k_dense_replace=2,
+        routed_scaling_factor=2.5,
+        qk_norm=True,
+        norm_topk_prob=False,
     ),
     "seed-oss": replace(TINY, architecture="SeedOssForCausalLM", attention_bias=True, head_dim=32),
     "seed-oss with all biases": replace(

@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from families import MODELS as FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -71,6 +72,46 @@ def test_every_token_has_its_likeliest_experts_and_choices_are_sorted(
 def test_the_routers_gradient_is_that_of_the_weights(normalised: bool) -> None:
     logits = randn(6, 5).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: route(t, 3, normalised=normalised)[0], logits)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_with_a_correction_experts_are_chosen_by_it_and_weighted_without(normalised: bool) -> None:
+    logits, correction = randn(40, 6).requires_grad_(), randn(6, seed=1).requires_grad_()
+    weights, expert, _ = route(logits, 3, correction, normalised=normalised, scale=2.5)
+    scores = logits.sigmoid()
+    assert torch.equal(expert.long(), (scores + correction).topk(3).indices)
+    assert not torch.equal(expert.long(), scores.topk(3).indices)
+    chosen = scores.gather(-1, expert.long())
+    torch.testing.assert_close(weights, 2.5 * (chosen / chosen.sum(-1, keepdim=True) if normalised else chosen))
+    few = randn(6, 5).requires_grad_()
+    bias = 3 * torch.arange(5.0, dtype=torch.float64)  # what is chosen stays chosen
+    assert torch.autograd.gradcheck(lambda t: route(t, 3, bias, normalised=normalised, scale=2.5)[0], few)
+    (grad,) = torch.autograd.grad(weights.sum(), correction)
+    assert torch.equal(grad, torch.zeros(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_8bit"])
+def test_training_leaves_the_correction_as_it_was(precision: str) -> None:
+    model = FAMILIES["glm-4.5-air"]
+    began = initial.random_parameters(model, 0)
+
+    def corrected(i: int) -> Tensor:
+        flat = began(i).clone()
+        if model.has_experts(i):
+            views(flat, model.parameter_shapes(i))["mlp.gate.e_score_correction_bias"].copy_(0.25 * torch.arange(8))
+        return flat
+
+    schedule = policies.build("streamed", model, workload(accumulation=2, precision=precision, grad_clip=1.0), ROOM)
+    with Trainer(
+        verify(schedule), CpuBackend(), text(schedule.workload), HYPER, initial=corrected, debug=Debug(poison=True)
+    ) as trainer:
+        trainer.run(3)
+        for i in model.blocks:
+            found, right = (views(flat, model.parameter_shapes(i)) for flat in (trainer.parameters(i), corrected(i)))
+            assert not torch.equal(found["self_attn.q_proj.weight"], right["self_attn.q_proj.weight"])
+            if model.has_experts(i):
+                name = "mlp.gate.e_score_correction_bias"
+                assert torch.equal(found[name], right[name])
 
 
 def test_with_normalised_weights_one_expert_each_gives_the_router_no_gradient() -> None:

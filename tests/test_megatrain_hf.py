@@ -122,7 +122,8 @@ def test_transformers_has_the_same_loss_and_gradients_with_what_is_written(name:
         torch.testing.assert_close(loss, right.detach(), rtol=1e-5, atol=0)
         for i in model.layers:
             for parameter, grad in views(grads[i], model.stored_shapes(i)).items():
-                expected = theirs.get_parameter(hf.global_name(model, i, parameter)).grad
+                held = theirs.get_parameter_or_buffer(hf.global_name(model, i, parameter))
+                expected = held.grad if isinstance(held, torch.nn.Parameter) else torch.zeros_like(grad)
                 assert (grad - expected).abs().max() < 1e-5 * expected.abs().max() + 1e-8, (i, parameter)
 
 
@@ -149,6 +150,21 @@ def test_experts_lie_in_files_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(tensors[f"{place}.experts.{e}.w1.weight"], gate)
         assert torch.equal(tensors[f"{place}.experts.{e}.w3.weight"], up)
         assert torch.equal(tensors[f"{place}.experts.{e}.w2.weight"], stacked["mlp.experts.down_proj"][e])
+
+
+def test_a_block_for_the_token_after_the_next_is_left_out(tmp_path: Path) -> None:
+    for name in ("glm-4.5-air", "minimax-m2"):
+        model, folder = MODELS[name], tmp_path / name
+        export.write(folder, model, WORKLOAD, parameters(model))
+        further = f"model.layers.{model.num_hidden_layers}.eh_proj.weight"
+        save_file({further: torch.zeros(2, 2)}, folder / "further.safetensors")
+        index = json.loads((folder / hf.INDEX).read_text())
+        index["weight_map"][further] = "further.safetensors"
+        (folder / hf.INDEX).write_text(json.dumps(index))
+    glm = MODELS["glm-4.5-air"]
+    assert torch.equal(hf.parameters(tmp_path / "glm-4.5-air", glm)(0), parameters(glm)(0))
+    with pytest.raises(hf.WeightsError, match="eh_proj"):
+        hf.parameters(folder, model)
 
 
 def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:

@@ -66,6 +66,12 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-14b": 14_768_307_200,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    # less the scales of its matrices in fp8, one for 128 x 128 elements
+    "minimax-m2": 228_703_644_928 - 62 * (256 * 3 * 24 * 12 + 2 * 48 * 24 + 2 * 8 * 24),
+    # less a further block, for the token after the next, with a table, a head, a matrix and three norms of its own
+    "glm-4.5-air": 110_468_824_832 - (2_341_492_864 + 2 * 151_552 * 4096 + 2 * 4096**2 + 3 * 4096),
+    "glm-4.5": 358_337_791_296 - (3_935_625_632 + 2 * 151_552 * 5120 + 2 * 5120**2 + 3 * 5120),
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "seed-oss-36b": 36_151_104_512,
@@ -126,7 +132,11 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("gpt-oss-20b", ["block", "block.sliding"]), ("smollm3-3b", ["block", "block.no_rope"])],
+    [
+        ("gpt-oss-20b", ["block", "block.sliding"]),
+        ("smollm3-3b", ["block", "block.no_rope"]),
+        ("glm-4.5", ["block", "block.dense"]),
+    ],
 )
 def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
     model = presets.load(name)
@@ -757,6 +767,7 @@ OURS_NEED = (  # that transformers has a default for, another in each class
     "num_key_value_heads",
     "num_local_experts",
     "num_experts",
+    "n_routed_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
@@ -768,12 +779,17 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     theirs = getattr(transformers, architecture).config_class()
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
     silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
+    whole = theirs.hidden_size % theirs.num_attention_heads == 0
+    silent |= {} if whole else {"head_dim": 128}  # which a GLM-4.5 always states
     ours = ModelSpec.from_hf_config(silent | {"architectures": [architecture]}, "silent")
+    for field in ("routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"):
+        assert getattr(ours, field) == getattr(theirs, field, getattr(spec(), field)), field
     for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window"):
         assert getattr(ours, field) == getattr(theirs, field, None), field
     assert ours.hidden_act == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
     assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    if whole:
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
     full = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert rope == {key: value for key, value in full.items() if key != "partial_rotary_factor"}
@@ -793,7 +809,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}])
 def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict[str, Any]) -> None:
-    config = CONFIG | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = CONFIG | dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
     more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
     if scaling and architecture == "Phi3ForCausalLM":
         with pytest.raises(ModelError, match="'linear' is not supported in a Phi-3"):
@@ -817,6 +834,17 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3ForCausalLM": [{"attention_bias": True}],
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
+        "MiniMaxM2ForCausalLM": [{"partial_rotary_factor": 0.25}],
+        "Glm4MoeForCausalLM": [
+            {"attention_bias": False},
+            {"use_qk_norm": not model.qk_norm},
+            {"n_shared_experts": 2},
+            {"n_shared_experts": 0},
+            {"first_k_dense_replace": 2},
+            {"routed_scaling_factor": 1.5},
+            {"norm_topk_prob": False},
+            {"partial_rotary_factor": 1.0},
+        ],
         "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
         "Gemma3ForCausalLM": [
             {"attention_bias": True},
@@ -850,6 +878,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "mixtral-8x7b",
         "qwen3-30b-a3b",
         "gpt-oss-20b",
+        "minimax-m2",
+        "glm-4.5-air",
         "seed-oss-36b",
         "smollm3-3b",
         "phi-3-mini-4k",
@@ -877,8 +907,9 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         for prefix in [f"layers.{i}." if i in model.blocks else ""]
         for key, shape in model.stored_shapes(i).items()
     }
-    assert ours == {key: tuple(value.shape) for key, value in theirs.named_parameters()}
-    assert model.total_params == sum(value.numel() for value in theirs.parameters())
+    kept = {**dict(theirs.named_parameters()), **{n: b for n, b in theirs.named_buffers() if "correction" in n}}
+    assert ours == {key: tuple(value.shape) for key, value in kept.items()}
+    assert model.total_params == sum(value.numel() for value in kept.values())
     assert model.head_dim == theirs.model.layers[0].self_attn.head_dim
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
     if model.architecture not in ("MistralForCausalLM", "Phi3ForCausalLM"):  # which build the window into their mask
@@ -891,7 +922,7 @@ def test_unfused_layers_move_more_by_hand() -> None:
     model = spec()
     workload = Workload(micro_batch_size=1, seq_len=10)
     fused, unfused = (op_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
-    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.kv_width) + 2 * model.mlp_width)
+    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.kv_width) + 2 * model.mlp_width(0))
     assert unfused - fused == 10 * per_token
     there, back = (pointwise_bytes(model, 0, p, workload, fused=False) for p in (Phase.FORWARD, Phase.BACKWARD))
     assert back == 2 * there

@@ -58,7 +58,7 @@ def models(
             f"{spec.hidden_size:,}",
             f"{spec.num_attention_heads}/{spec.num_key_value_heads}",
             f"{spec.vocab_size:,}",
-            f"{spec.params(0):,}",
+            f"{spec.params(spec.largest_block):,}",
             f"{spec.params(spec.embed):,}",
             "tied" if spec.tie_word_embeddings else f"{spec.params(spec.head):,}",
         ]
@@ -74,10 +74,17 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
     if spec.num_experts:
         each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
         mlp = f"{each}, {spec.num_experts_per_tok} for a token"
+        if spec.n_shared_experts:
+            mlp += f" and {spec.n_shared_experts} for all"
+    dense, count = spec.first_k_dense_replace, spec.num_hidden_layers
+    blocks = f"{count}, of {spec.params(spec.largest_block):,} parameters"
+    if dense:
+        rest = f"then {count - dense}, of {spec.params(spec.largest_block):,}"
+        blocks = f"{dense} without experts, of {spec.params(0):,} parameters, {rest}"
     heads = f"{spec.num_attention_heads} query heads, {spec.num_key_value_heads} key and value heads of {spec.head_dim}"
     return [
         ["parameters", f"{spec.total_params:,}"],
-        ["blocks", f"{spec.num_hidden_layers}, of {spec.params(0):,} parameters"],
+        ["blocks", blocks],
         ["hidden size", f"{spec.hidden_size:,}"],
         ["MLP", mlp],
         ["attention", heads],
