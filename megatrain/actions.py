@@ -163,7 +163,7 @@ def _copy(a: Actions, op: Op) -> Work:
     if move is not None:
         return _carry_saved(a, source, target, move) if parse(source.tensor).cls == tensors.SAVED else move
     if parse(source.tensor).cls == tensors.SAVED:
-        return _copy_saved(a, source, target)
+        return _copy_saved(a, op)
     return functools.partial(_copy_tensor, a.taken(op), a.store.tensor(target))
 
 
@@ -193,9 +193,10 @@ def _carry_saved(a: Actions, source: Access, target: Access, move: Work) -> Work
     return carry
 
 
-def _copy_saved(a: Actions, source: Access, target: Access) -> Work:
+def _copy_saved(a: Actions, op: Op) -> Work:
     """Activations saved in a layer leave the device as bytes, and come back into the buffer's memory."""
-    store, tiers = a.store, {name: buffer.tier for name, buffer in a.schedule.buffer.items()}
+    (source,), (target,) = op.reads, op.writes
+    store = a.store
 
     def leave(step: int) -> None:
         saved = store.saved(source)
@@ -212,7 +213,7 @@ def _copy_saved(a: Actions, source: Access, target: Access) -> Work:
         store.put_saved(target, saved)
 
     routes = {(Tier.DEVICE, Tier.HOST): leave, (Tier.HOST, Tier.DEVICE): come}
-    route = tiers[source.buffer], tiers[target.buffer]
+    route = a.schedule.route(op)
     if route not in routes:
         raise ValueError(f"{source.tensor} cannot be copied from {source.buffer} to {target.buffer}: same tier")
     return routes[route]

@@ -58,8 +58,7 @@ def _gather(found: Sequence[tuple[Schedule, Mapping[str, Any]]]) -> _Ops:
 
 
 def _direction(op: Op, schedule: Schedule) -> str | None:
-    source, target = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
-    return {(Tier.HOST, Tier.DEVICE): "h2d", (Tier.DEVICE, Tier.HOST): "d2h"}.get((source, target))
+    return {(Tier.HOST, Tier.DEVICE): "h2d", (Tier.DEVICE, Tier.HOST): "d2h"}.get(schedule.route(op))
 
 
 def profile_of(

@@ -67,7 +67,7 @@ class Store:
         self._on_drive: dict[str, DriveSlab] = {}
         self._views: dict[Access, Tensor] = {}
         self._saved: dict[str, tuple[str, Saved]] = {}  # buffer -> (tensor, activations)
-        self._copied = {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
+        self._copied = _copied(schedule)
         self._memory: dict[str, tuple[Tensor, ...]] = {}  # of activations in device buffers that copies touch
         classes: dict[str, set[str]] = {buffer.name: set() for buffer in schedule.buffers}
         for op in schedule.ops:
@@ -362,8 +362,13 @@ def keeping_bytes(verified: Verified, on_gpu: bool, *, state: bool = True) -> in
 def bytes_within_steps(schedule: Schedule) -> int:
     """Of the device's buffers, those of activations that no copy touches: they have no memory between steps."""
     held = {access.buffer for op in schedule.ops for access in op.accesses if parse(access.tensor).cls == tensors.SAVED}
-    copied = {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
-    return sum(b.nbytes for b in schedule.buffers if b.tier == Tier.DEVICE and b.name in held - copied)
+    of_none = held - _copied(schedule)
+    return sum(b.nbytes for b in schedule.buffers if b.tier == Tier.DEVICE and b.name in of_none)
+
+
+def _copied(schedule: Schedule) -> set[str]:
+    """The buffers that copies read or write."""
+    return {access.buffer for op in schedule.ops if op.phase == Phase.COPY for access in op.accesses}
 
 
 def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier], *, state: bool = True) -> int:

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.backend import Task
 from schedules.op import Buffer, Stream
-
-Ints = NDArray[np.int64]
+from schedules.trace import Ints
 
 
 @dataclass(frozen=True, slots=True)

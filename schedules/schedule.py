@@ -107,6 +107,11 @@ class Schedule:
         """Bytes of all buffers of a tier: what is allocated before the first step and held to the last."""
         return sum(buffer.nbytes for buffer in self.buffers if buffer.tier == tier)
 
+    def route(self, op: Op) -> tuple[Tier, Tier]:
+        """From which tier a copy comes and to which it goes."""
+        (source,), (target,) = op.reads, op.writes
+        return self.buffer[source.buffer].tier, self.buffer[target.buffer].tier
+
     def to_networkx(self) -> networkx.MultiDiGraph:
         """Ops as nodes (attribute `op`), stream order and waits as edges (attributes `why`, `distance`)."""
         import networkx

@@ -263,7 +263,7 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         largest = min(largest, EXPERTS_CHUNK) if model.has_experts(i) else largest
-        per_token = max((wide + 2 * h) * a, (4 * q + 2 * kv + 2 * h) * a + q * FP32)
+        per_token = max((wide + 2 * h) * a, _attention_backward_bytes(model, workload))
         return largest * workload.bytes.grad + tokens * per_token
     turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:
@@ -272,6 +272,12 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
         normed = h if model.pre_norm else 0
         per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + wide) * a
     return tokens * per_token
+
+
+def _attention_backward_bytes(model: ModelSpec, workload: Workload) -> int:
+    """What attention's backward has at once of one token."""
+    h, q, kv = model.hidden_size, model.q_width, model.kv_width
+    return (4 * q + 2 * kv + 2 * h) * workload.bytes.activation + q * FP32
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
@@ -283,7 +289,7 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         sums = sum(size for name, size in sizes.items() if name.startswith("mlp.")) * FP32
         largest = max(sizes.values(), default=0) * workload.bytes.grad
         mlp = tokens * (1 + model.pre_norm + model.post_norm) * h * a + chunk * (5 * f + h) * a + sums
-        attention = tokens * ((4 * q + 2 * kv + 2 * h) * a + q * FP32)
+        attention = tokens * _attention_backward_bytes(model, workload)
         return largest + max(mlp, attention)
     turned = q + kv if model.has_rope(i) else 0
     if phase == Phase.RECOMPUTE:

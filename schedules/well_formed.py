@@ -246,7 +246,7 @@ def _copied(schedule: Schedule, op: Op) -> Iterator[Violation]:
         of = f"layer {op.layer}, micro-batch {op.microbatch}"
         fix = f"give it layer {layer}, micro-batch {name.microbatch}"
         yield _wrong(op, f"{op.name} is of {of}, and copies {describe(source.tensor)}", fix)
-    here, there = (schedule.buffer[access.buffer].tier for access in (source, target))
+    here, there = schedule.route(op)
     kind = Kind.PREFETCH if _AWAY.index(there) < _AWAY.index(here) else Kind.OFFLOAD
     if here != there and op.kind != kind:
         yield _wrong(op, f"{op.name} is called {op.kind} and copies from {here} to {there}", f"call it {kind}")

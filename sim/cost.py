@@ -175,8 +175,7 @@ def _copy(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) ->
     """A copy goes at the pace of the slowest thing on its way; that one it occupies wholly. Within a tier it may have
     been timed.
     """
-    source, target = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
-    rates, latency_ns, half_size = _way(source, target, profile)
+    rates, latency_ns, half_size = _way(*schedule.route(op), profile)
     slowest = min(rates, key=lambda resource: rates[resource])  # the first of equals: the copy engine
     if not terms.size_dependent_bandwidth:
         latency_ns, half_size = 0.0, 0.0

@@ -148,12 +148,8 @@ class Prediction:
     @property
     def nvme_bytes_per_day(self) -> float:
         """Bytes written to NVMe in a day of training: what wears a drive out."""
-        buffers = self.schedule.buffer
-        written = sum(
-            op.nbytes
-            for op in self.schedule.ops
-            if op.phase == Phase.COPY and buffers[op.writes[0].buffer].tier == Tier.NVME
-        )
+        copies = [op for op in self.schedule.ops if op.phase == Phase.COPY]
+        written = sum(op.nbytes for op in copies if self.schedule.route(op)[1] == Tier.NVME)
         return written * DAY_NS / self.period_ns
 
     @property

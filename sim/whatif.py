@@ -142,7 +142,7 @@ def required_bandwidth(prediction: Prediction) -> dict[str, float | None]:
     moved = Counter[str]()  # bytes by link: whatever comes to the device or leaves it, a drive's too
     for op in schedule.ops:
         if op.phase == Phase.COPY:
-            source, to = (schedule.buffer[accesses[0].buffer].tier for accesses in (op.reads, op.writes))
+            source, to = schedule.route(op)
             if (source == Tier.DEVICE) != (to == Tier.DEVICE):
                 moved["H2D" if to == Tier.DEVICE else "D2H"] += op.nbytes
     for name, path in LINKS:
