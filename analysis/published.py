@@ -204,7 +204,7 @@ def _of_fit(compared: pd.DataFrame) -> str:
     return f"By prediction {count} of them would not fit the machine that they ran on and count all the same{others}. "
 
 
-def in_unit(prediction: Prediction, unit: Unit, formula: str = "") -> float:
+def in_unit(prediction: Prediction, unit: Unit, formula: str) -> float:
     """What a prediction says in the unit of a point; TFLOP/s by its formula."""
     seconds = prediction.period_ns / 1e9
     if unit == "s":

@@ -32,7 +32,7 @@ def legend(schedule: Schedule) -> str:
     return ", ".join(f"{letter} {name}" for name, letter in LETTERS.items() if name in there) + ", . idle"
 
 
-def text_gantt(schedule: Schedule, trace: Trace, columns: int | None = None) -> list[str]:
+def text_gantt(schedule: Schedule, trace: Trace, columns: int | None) -> list[str]:
     """One line per stream; a letter is what ran for most of its span, a dot where nothing took a tenth of it.
 
     Small letters stand for what ran for less than half of the span: it would be lost otherwise. A line has 88 letters,

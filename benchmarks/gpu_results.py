@@ -128,7 +128,7 @@ class Results:
         begun = datetime.datetime.fromisoformat(self.body["runs"][row["run"]]["date"])
         return datetime.datetime.now(datetime.UTC) - begun > LEASE
 
-    def begins(self, part: str, key: str, *, takes_s: float = 0.0) -> bool:
+    def begins(self, part: str, key: str, *, takes_s: float) -> bool:
         """Whether rows are still to be measured, and there is the time."""
         return not self.there(part, key) and time.monotonic() + takes_s <= self._end
 

@@ -70,11 +70,11 @@ class Actions:
 
     def read(self, op: Op, cls: str) -> Tensor:
         """The memory of the only tensor of a class that `op` reads."""
-        return self.store.tensor(_one(op, op.reads, cls))
+        return self.store.tensor(_one(op.reads, cls))
 
     def written(self, op: Op, cls: str) -> Tensor:
         """The memory of the only tensor of a class that `op` writes."""
-        return self.store.tensor(_one(op, op.writes, cls))
+        return self.store.tensor(_one(op.writes, cls))
 
     def shapes(self, i: int) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of layer i's parameters."""
@@ -129,11 +129,9 @@ def _all(accesses: tuple[Access, ...], *classes: str) -> list[Access]:
     return [access for access in accesses if parse(access.tensor).cls in classes]
 
 
-def _one(op: Op, accesses: tuple[Access, ...], *classes: str) -> Access:
-    found = _all(accesses, *classes)
-    if len(found) != 1:
-        raise ValueError(f"{op.name} ({op.phase}) must name one tensor of {'|'.join(classes)}, not {len(found)}")
-    return found[0]
+def _one(accesses: tuple[Access, ...], *classes: str) -> Access:
+    (found,) = _all(accesses, *classes)  # verified: there is one
+    return found
 
 
 def _named(accesses: tuple[Access, ...], tensor: str) -> Access:
@@ -212,11 +210,7 @@ def _copy_saved(a: Actions, op: Op) -> Work:
             saved.bind(memory)
         store.put_saved(target, saved)
 
-    routes = {(Tier.DEVICE, Tier.HOST): leave, (Tier.HOST, Tier.DEVICE): come}
-    route = a.schedule.route(op)
-    if route not in routes:
-        raise ValueError(f"{source.tensor} cannot be copied from {source.buffer} to {target.buffer}: same tier")
-    return routes[route]
+    return come if a.schedule.route(op)[1] == Tier.DEVICE else leave
 
 
 # ---- compute
@@ -302,7 +296,7 @@ def _backward(a: Actions, op: Op) -> Work:
 
         return run_embed
     params, x, dx = a.weights(op, i), a.read(op, tensors.OUTPUT), a.written(op, tensors.OUTPUT_GRAD)
-    kept = _one(op, op.reads, tensors.SAVED)
+    kept = _one(op.reads, tensors.SAVED)
 
     def run(step: int) -> None:
         dx.copy_(autograd.backward(a.store.saved(kept), params, x, dy, grads))
@@ -366,7 +360,7 @@ def _scale(a: Actions, op: Op) -> Work:
 
 def _adam(a: Actions, op: Op) -> Work:
     i = _layer(op)
-    source, of = _one(op, op.reads, *tensors.GRADIENTS), a.span(op)
+    source, of = _one(op.reads, *tensors.GRADIENTS), a.span(op)
     grad = a.store.tensor(source) if parse(source.tensor).part else a.store.tensor(source)[of]
     weights, state = a.written(op, trained.cls(a.schedule.workload)), a.written(op, tensors.STATE)
     decay, clipping = adam.within(adam.decayed(a.trained_shapes(i)), of), a.clipping(op)

@@ -161,7 +161,7 @@ def _expanded_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) ->
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def attention_again(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def attention_again(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention that keeps no more than its inputs: for fp32 on a GPU, a type for checks, not for speed.
 
     No fp32 kernel there shares keys among heads, so they are repeated, and it keeps one number per head and

@@ -8,7 +8,7 @@ from pathlib import Path
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def folders(controller: str, proc: Path = PROC, groups: Path = GROUPS) -> Iterator[tuple[Path, int]]:
+def folders(controller: str, proc: Path, groups: Path) -> Iterator[tuple[Path, int]]:
     """(folder, version 1 or 2 of its files) of the groups with that controller that this process is in.
 
     Each is in the one after it, as far as they can be seen from here.

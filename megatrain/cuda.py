@@ -103,7 +103,7 @@ class DeviceEvent(CpuEvent):
         stream: torch.cuda.Stream,
         clock: Clock,
         failed: Callable[[BaseException], None],
-        delay: Callable[[], None] | None = None,
+        delay: Callable[[], None] | None,
     ) -> None:
         super().__init__()
         self._stream, self._clock, self._failed, self._delay = stream, clock, failed, delay

@@ -48,9 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN
     return norm_beside(x, weight, eps, pointwise, offset=offset)[1]
 
 
-def norm_beside(
-    x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise = PLAIN, *, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def norm_beside(x: Tensor, weight: Tensor, eps: float, pointwise: Pointwise, *, offset: float) -> tuple[Tensor, Tensor]:
     """x and its `rms_norm`, to be read in its place where both are read: backward need not sum their gradients then."""
     return _RMSNorm.apply(x, weight, eps, offset, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -70,7 +68,7 @@ class _Gate(torch.autograd.Function):
         return *ctx.backward(grads[0], gate, up), None, None
 
 
-def gated(gate: Tensor, up: Tensor, hidden_act: str = "silu", pointwise: Pointwise = PLAIN) -> Tensor:
+def gated(gate: Tensor, up: Tensor, hidden_act: str, pointwise: Pointwise = PLAIN) -> Tensor:
     """hidden_act(gate) * up, element by element."""
     return _Gate.apply(gate, up, hidden_act, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 

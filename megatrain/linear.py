@@ -35,7 +35,7 @@ def linears(
     *,
     fused: str = "",
     output: bool = True,
-    in_fp8: Pointwise | None = None,
+    in_fp8: Pointwise | None,
 ) -> list[Tensor]:
     """As `linear`, several of one input, whose gradients are summed by the products that make them.
 

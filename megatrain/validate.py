@@ -132,7 +132,7 @@ def named(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def usual(backend: str | None = None) -> Grid:
+def usual(backend: str | None) -> Grid:
     """What is worth validating: on a CPU models that train in a blink, on a GPU, where there is one, real ones.
 
     Raises:

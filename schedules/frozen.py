@@ -28,7 +28,7 @@ class Frozen:
         visits: Sequence[int],
         *,
         staying: Collection[int],
-        on_drive: Collection[int] = (),
+        on_drive: Collection[int],
         slots: int,
     ) -> None:
         self._program, self._staying, self._on_drive = p, staying, on_drive

@@ -164,7 +164,7 @@ class Travel:
     tensors go on to a drive, and are read from there one visit earlier.
     """
 
-    def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int, deep: Collection[str] = ()) -> None:
+    def __init__(self, p: Program, returns: Iterable[Sequence[str]], *, slack: int, deep: Collection[str]) -> None:
         self._program, self._slack, self._deep = p, slack, deep
         self._returns = deque(returns)
         self._reads = deque(self._returns)

@@ -159,7 +159,7 @@ class Program(Buffers):
         self._run_block(Phase.RECOMPUTE, i, m, weights, keep, output=output, blocking=blocking)
 
     def _run_block(
-        self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool = False
+        self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool
     ) -> None:
         if keep not in get_args(Keep):
             raise ProgramError(f"keep is {listed(get_args(Keep))}, not {keep!r}")
@@ -477,7 +477,7 @@ class Program(Buffers):
         *,
         layer: int | None = None,
         microbatch: int | None = None,
-        reads: Sequence[Held] = (),
+        reads: Sequence[Held],
         writes: Sequence[Held] = (),
         nbytes: int = 0,
         flops: int = 0,

@@ -23,8 +23,8 @@ def grid(schedule: Schedule) -> str:
     return _rows(schedule, range(len(schedule.ops)), mark=None)
 
 
-def excerpt(schedule: Schedule, op: str, on: str = "") -> str:
-    """The neighbourhood of `op`, marked, and of `on`, the other op that a violation speaks of."""
+def excerpt(schedule: Schedule, op: str, on: str) -> str:
+    """The neighbourhood of `op`, marked, and of `on`, the other op of a violation, "" where there is none."""
     at = schedule.index[op]
     rows = set(range(at - 1, at + 2))
     if on in schedule.index:

@@ -72,7 +72,7 @@ class Tensor:
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # 0.0 is no micro-batch, and must not name that of 0
-def named(cls: str, layer: str = "", of: int | Part | None = None) -> str:
+def named(cls: str, layer: str, of: int | Part | None = None) -> str:
     """The name that `parse` reads, of a micro-batch or part; schedules ask for the same ones all the time."""
     words = [cls, layer] if layer else [cls]
     return ".".join(words if of is None else [*words, str(of)])

@@ -94,7 +94,7 @@ class Trace:
             raise TraceError(f"{self.steps} steps are too few for a period after {warmup} of warm-up")
         return np.diff(ends)
 
-    def window(self, warmup: int = 1) -> tuple[int, int]:
+    def window(self, warmup: int) -> tuple[int, int]:
         """From the end of the warm-up to the end of the last step: the span of all that `step_ns` tells."""
         return int(self.step_end_ns[warmup]), int(self.step_end_ns[-1])
 
