@@ -41,6 +41,12 @@ def progress_bar(*, left: bool = True) -> Iterator[Progress]:
             progress.stop()
 
 
+def part_of(progress: Progress, name: str) -> Callable[[float, str], None]:
+    """A bar for one part of some work, to be told what fraction of it is done, and what is under way."""
+    task = progress.add_task(name, total=1.0, note="")
+    return lambda done, note: progress.update(task, completed=done, note=note)
+
+
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
     """To be told each stage of some work as it begins, which is shown where it takes long: on a terminal until it is

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatrain.cli.bars import progress_bar
-from megatrain.cli.options import command_line, require_outputs
+from megatrain.cli.bars import part_of, progress_bar
+from megatrain.cli.options import (
+    Backend,
+    command_line,
+    require_outputs,
+)
 
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("results/demo"),
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps to train with each policy.")] = 40,
-    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    backend: Backend = None,
 ) -> None:
     """Measure this machine, simulate five policies, train with each, and compare the two.
 
@@ -31,11 +35,7 @@ def demo(
     for line in told_left_out(schedules, left):
         print(f"note: {line}", file=sys.stderr)
     with progress_bar() as progress:
-
-        def stage(name: str) -> Callable[[float, str], None]:
-            task = progress.add_task(name, total=1.0, note="")
-            return lambda done, note: progress.update(task, completed=done, note=note)
-
+        stage = partial(part_of, progress)
         profile = demonstration.measure_machine(out, schedules, stage("measuring this machine"), backend)
         results = demonstration.run_all(out, schedules, profile, steps, stage("training with every policy"), backend)
         finish = stage("writing results")

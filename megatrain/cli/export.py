@@ -7,11 +7,16 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.options import require_input, require_outputs, schedule_to_show
+from megatrain.cli.options import (
+    ScheduleFile,
+    require_input,
+    require_outputs,
+    schedule_to_show,
+)
 
 
 def export(
-    schedule: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)],
+    schedule: ScheduleFile,
     chakra: Annotated[Path, typer.Option(help="Write a Chakra execution trace: protobuf if .et, else JSON.")],
     trace: Annotated[Path | None, typer.Option(help="Export this run of the schedule, with its times.")] = None,
 ) -> None:

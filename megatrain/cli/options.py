@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sim.machine import HardwareProfile
 
 Target = Annotated[str, typer.Argument(help="A model's name, its config.json, or a schedule file.", show_default=False)]
+Model = Annotated[str, typer.Argument(help="A model's name, or its config.json.", show_default=False)]
 Policy = Annotated[
     str, typer.Option("--policy", "-p", help='A policy\'s name, with any knobs: "streamed slots=3"; or your own file.')
 ]
@@ -35,6 +36,7 @@ Knob = Annotated[list[str] | None, typer.Option("--knob", "-k", help="Set a poli
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch.")]
 Accumulation = Annotated[int, typer.Option("--accumulation", "-a", min=1, help="Micro-batches per step.")]
 Seq = Annotated[int, typer.Option("--seq", "-s", min=1, help="Tokens per sequence.")]
+Tokens = Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")]
 Precision = Annotated[str, typer.Option("--precision", help=", ".join(PRECISIONS))]
 Optimizer = Annotated[
     str, typer.Option("--optimizer", help="adamw; or muon for blocks' matrices, which is computed on the GPU.")
@@ -53,6 +55,10 @@ Models = Annotated[
 ModelsToo = Annotated[
     list[str] | None, typer.Option("--models", "--model", "-m", help="The same as an option. Repeatable.")
 ]
+Backend = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+ScheduleOut = Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")]
+ScheduleFile = Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)]
+ResumedOut = Annotated[Path, typer.Option("--out", "-o", help="Folder for results; rerun the same command to resume.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 # what makes a schedule

@@ -15,10 +15,13 @@ from megatrain.cli.options import (
     Hardware,
     Json,
     Matmul,
+    Model,
     Optimizer,
     Precision,
+    ScheduleOut,
     Seq,
     Set,
+    Tokens,
     machine_of,
     note_length,
     note_peak,
@@ -33,9 +36,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model's name, or its config.json.", show_default=False)],
+    model: Model,
     hardware: Hardware = "h200",
-    tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
+    tokens: Tokens = 65536,
     seq: Seq = 4096,
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", min=1, help="Sequences per micro-batch; the best if left out.")
@@ -64,7 +67,7 @@ def plan(
         list[Path] | None,
         typer.Option("--start", help="Start from this schedule file: if it fits, the plan is no slower. Repeatable."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
+    out: ScheduleOut = None,
     as_json: Json = False,
 ) -> None:
     """Find the best schedule for a model on a machine, and how much better any could be.

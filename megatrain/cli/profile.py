@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.bars import goes_on, progress_bar, stages
+from megatrain.cli.bars import goes_on, part_of, progress_bar, stages
 from megatrain.cli.options import (
     Accumulation,
+    Backend,
     Batch,
     Clip,
     Matmul,
@@ -58,7 +59,7 @@ def profile(
             "all if left out.",
         ),
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    backend: Backend = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, to measure that too.")] = None,
     fused: Annotated[bool, typer.Option("--fused", help="Time ops as run --fused computes them.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Time ops as run --graphs launches them.")] = False,
@@ -125,10 +126,9 @@ def profile(
     if not timed:
         raise Refused(f"nothing to measure: no step of {spec.name} fits this machine")
     with goes_on(), progress_bar() as progress:
-        task = progress.add_task("measuring", total=1.0, note="")
         measured = measure(
             timed,
-            progress=lambda done, note: progress.update(task, completed=done, note=note),
+            progress=part_of(progress, "measuring"),
             machine=machine,
             nvme=nvme,
             way=way,

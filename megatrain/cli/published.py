@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.bars import progress_bar
+from megatrain.cli.bars import part_of, progress_bar
 from megatrain.cli.options import Json, print_json, require_outputs
 
 
@@ -21,8 +21,7 @@ def published(
 
     require_outputs(folders=[out])
     with progress_bar() as progress:
-        task = progress.add_task("simulating", total=1.0, note="")
-        frame = points.reproduce(progress=lambda done, note: progress.update(task, completed=done, note=note))
+        frame = points.reproduce(progress=part_of(progress, "simulating"))
         phases = points.phases()
     try:  # first to the files, see `plan`
         if out is not None:

@@ -19,6 +19,7 @@ from megatrain.cli.bars import progress_bar
 from megatrain.cli.interrupt import Interrupt
 from megatrain.cli.options import (
     Accumulation,
+    Backend,
     Batch,
     Clip,
     Json,
@@ -149,7 +150,7 @@ def run(
         typer.Option(help="Refuse a schedule whose fingerprint, as `verify` tells it, does not start with this."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Poison free buffers and delay streams at random.")] = False,
-    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    backend: Backend = None,
     nvme: Annotated[Path | None, typer.Option(help="A folder on the drive, for what the schedule keeps there.")] = None,
     fused: Annotated[bool, typer.Option("--fused", help="Compile norms, rotations, gates and the loss.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Replay blocks as CUDA graphs.")] = False,

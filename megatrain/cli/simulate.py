@@ -17,10 +17,13 @@ from megatrain.cli.options import (
     Json,
     Knob,
     Matmul,
+    Model,
     Optimizer,
     Policy,
     Precision,
     Recompute,
+    ScheduleFile,
+    ScheduleOut,
     Seq,
     Set,
     Target,
@@ -98,7 +101,7 @@ def simulate(
 
 def build(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="A model's name, or its config.json.", show_default=False)],
+    target: Model,
     policy: Policy = "streamed",
     hardware: Annotated[
         str, typer.Option("--hardware", "-H", "--profile", help="The machine whose memory the schedule should fit.")
@@ -113,7 +116,7 @@ def build(
     recompute: Recompute = "none",
     knob: Knob = None,
     change: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the schedule file here.")] = None,
+    out: ScheduleOut = None,
     show: Annotated[bool, typer.Option("--show", help="Print the schedule as a grid: one column per stream.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -151,9 +154,7 @@ def build(
     print_fit(schedule, profile, lacking)
 
 
-def verify(
-    file: Annotated[Path, typer.Argument(help="A schedule file.", show_default=False)], as_json: Json = False
-) -> None:
+def verify(file: ScheduleFile, as_json: Json = False) -> None:
     """Prove a schedule file safe, or report everything wrong with it."""
     from megatrain.tables import age_of_weights, print_summary
     from schedules.verify import ScheduleError

@@ -16,7 +16,9 @@ from megatrain.cli.options import (
     Models,
     ModelsToo,
     Precision,
+    ResumedOut,
     Seq,
+    Tokens,
     command_line,
     listed,
     models_of,
@@ -54,16 +56,14 @@ def sweep(
             help='A policy, with any knobs: "streamed nvme=4"; or several: a,b. Repeatable; the best plan if left out.',
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", "-t", min=1, help="Tokens per step.")] = 65536,
+    tokens: Tokens = 65536,
     seq: Seq = 4096,
     precision: Precision = "bf16",
     clip: Clip = None,
     train_tokens: Annotated[
         float, typer.Option(min=1.0, max=1e18, help="Tokens to train on, for time and cost.")
     ] = 1e9,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for results; rerun the same command to resume.")
-    ] = Path("results/sweep"),
+    out: ResumedOut = Path("results/sweep"),
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core if left out.")] = None,
     dask: Annotated[str | None, typer.Option(help="Run on this Dask cluster: tcp://host:port.")] = None,
     as_json: Json = False,

@@ -8,16 +8,23 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.bars import goes_on, progress_bar
-from megatrain.cli.options import Json, command_line, listed, print_json, require_outputs, shape_of
+from megatrain.cli.bars import goes_on, part_of, progress_bar
+from megatrain.cli.options import (
+    Backend,
+    Json,
+    ResumedOut,
+    command_line,
+    listed,
+    print_json,
+    require_outputs,
+    shape_of,
+)
 
 Shapes = list[str] | None
 
 
 def validate(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for results; rerun the same command to resume.")
-    ] = Path("results/validation"),
+    out: ResumedOut = Path("results/validation"),
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,7 +47,7 @@ def validate(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each point.")] = 2,
     steps: Annotated[int, typer.Option(min=5, help="Optimizer steps per run.")] = 10,
     nvme: Annotated[Path | None, typer.Option(help="A folder on a drive, for policies that use one.")] = None,
-    backend: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    backend: Backend = None,
     fused: Annotated[bool, typer.Option("--fused", help="Profile and run as run --fused does.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Profile and run as run --graphs does.")] = False,
     as_json: Json = False,
@@ -70,21 +77,9 @@ def validate(
         way=Way(fused=fused, graphs=graphs),
     )
     with goes_on(), progress_bar() as bar:
-        tasks = {name: bar.add_task(name, total=1.0, note="") for name in ("profiling", "running", "reporting")}
-        profile, points = grids.profile_and_run(
-            grid,
-            out,
-            lambda done, note: bar.update(tasks["profiling"], completed=done, note=note),
-            lambda done, note: bar.update(tasks["running"], completed=done, note=note),
-        )
-        table = validation_report.write(
-            out,
-            grid,
-            points,
-            profile,
-            command_line(),
-            lambda done, note: bar.update(tasks["reporting"], completed=done, note=note),
-        )
+        profiling, running, reporting = (part_of(bar, name) for name in ("profiling", "running", "reporting"))
+        profile, points = grids.profile_and_run(grid, out, profiling, running)
+        table = validation_report.write(out, grid, points, profile, command_line(), reporting)
     if as_json:
         print_json(tables.records(table))
         return
