@@ -27,7 +27,8 @@ from torch.autograd import DeviceType
 from megatrain import adam
 from megatrain.adam import Adam
 from megatrain.backend import Work
-from megatrain.cuda import LOADED_S, CudaBackend, handed_over, kept_at_work, spinning
+from megatrain.busy_work import spinning
+from megatrain.cuda import LOADED_S, CudaBackend, handed_over, kept_at_work
 from megatrain.data import RandomTokens
 from megatrain.executor import Executor, in_turn
 from megatrain.initial import repeated_parameters

@@ -24,7 +24,7 @@ import gpu_rows
 import gpu_steps
 import torch
 
-from megatrain import cuda, rates, readings, this_machine, way
+from megatrain import busy_work, cuda, rates, readings, this_machine, way
 from megatrain.pointwise import PLAIN
 from schedules import presets
 from schedules.model import ModelSpec
@@ -133,7 +133,7 @@ def install(gpu: Any) -> None:
     for name in ("_cuda_clearCublasWorkspaces", "_host_emptyCache"):
         setattr(torch._C, name, _always(None))
     cpu = torch.device("cpu")
-    cuda.PRODUCT = 8
+    busy_work.PRODUCT = 8
     cuda.CudaBackend.device = property(lambda backend: cpu)  # type: ignore[assignment, method-assign]
     gpu_machine.DEVICE = cpu
     gpu_machine.SHEETS[REHEARSED] = "h200"

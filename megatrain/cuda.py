@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import statistics
 import sys
 import time
 import warnings
@@ -19,75 +18,28 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.backend import Backend, Task, Work
+from megatrain.backend import Backend, Task
+from megatrain.busy_work import Products, Spin
 from megatrain.cores import usable_cores
 from megatrain.cpu import CpuBackend, CpuEvent, Queue, use_threads
+from megatrain.device_clock import Clock, timed_event
 from megatrain.pinned import PinError, cpus_beside, pinned
 from megatrain.sanitizer import sanitized
 from schedules.errors import Refused
-from schedules.op import DEVICE_STREAMS, Buffer, Kind, Op, Phase, Stream, Tier
+from schedules.op import DEVICE_STREAMS, Buffer, Op, Stream, Tier
 from schedules.schedule import Schedule
-from schedules.tensor import SAVED, parse
 from sim.cost import issue_kind
 from sim.units import scaled
 
 IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
-SYNCHRONISATIONS = 5  # times that the two clocks are read side by side; the closest pair counts
-READINGS = 4  # of the clocks that are remembered: those that the steps in flight lie between
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `kept_at_work`; tokens of a micro-batch
-PRODUCT = 4096  # rows and columns: 0.2 ms of an H100, 100 MB
 LOADED_S = 1.0  # after which the clock of a GPU at work has settled
-SPIN_CYCLES = 20_000_000  # of a calibrating kernel, about 10 ms
 QUEUES = 32  # the most that CUDA makes
 SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said
-
-
-class Clock:
-    """Maps moments on the GPU to `time.perf_counter_ns`.
-
-    The two clocks are read side by side as a first moment is asked for that lies after the last reading; between two
-    readings time is a straight line. So the order of moments is kept, and no drift adds up.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream  # with nothing else on it: its events are reached at once
-        self.within_ns = 0  # of which two moments that belong together were read, the worst reading so far
-        self._readings = deque[tuple[torch.cuda.Event, int]](maxlen=READINGS)
-        self._since_ms: list[float] = []  # of the readings, from the oldest on
-        self._read()
-
-    def ns(self, event: torch.cuda.Event) -> int:
-        """When an event was reached that the host knows has been."""
-        if self._readings[0][0].elapsed_time(event) > self._since_ms[-1]:
-            self._read()
-        oldest, oldest_ns = self._readings[0]
-        since_ns = [ns - oldest_ns for _, ns in self._readings]
-        return oldest_ns + round(float(np.interp(oldest.elapsed_time(event), self._since_ms, since_ns)))
-
-    def _read(self) -> None:
-        pairs = []
-        for _ in range(SYNCHRONISATIONS):
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            before = time.perf_counter_ns()
-            event.record(self._stream)
-            while not event.query():  # type: ignore[no-untyped-call]  # to sleep would add the time of waking up
-                pass
-            after = time.perf_counter_ns()
-            pairs.append((after - before, (before + after) // 2, event))
-        within, ns, event = min(pairs, key=lambda pair: pair[:2])
-        self.within_ns = max(self.within_ns, within)
-        self._readings.append((event, ns))
-        self._since_ms = [self._readings[0][0].elapsed_time(event) for event, _ in self._readings]
-
-
-def _timed() -> torch.cuda.Event:
-    """An event with a time; a host thread that waits for it sleeps."""
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
 
 class DeviceEvent(CpuEvent):
@@ -107,7 +59,7 @@ class DeviceEvent(CpuEvent):
     ) -> None:
         super().__init__()
         self._stream, self._clock, self._failed, self._delay = stream, clock, failed, delay
-        self._start, self._end = _timed(), _timed()
+        self._start, self._end = timed_event(), timed_event()
         self.host_ns = 0  # what handing over took
 
     def span(self) -> tuple[int, int]:
@@ -334,81 +286,3 @@ def pci_address(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
     domain, bus, device = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
     return "" if bus is None or device is None else f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"
-
-
-# ---- kernels that merely last
-
-
-class Products:
-    """Keeps the current stream at work: bf16 products of numbers from N(0, 1), which draw as much power as training."""
-
-    def __init__(self, device: torch.device) -> None:
-        shape = (PRODUCT, PRODUCT)
-        self._a, self._b = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
-        self._result = torch.empty(shape, device=device, dtype=torch.bfloat16)
-        start, end = (_timed(), _timed())
-        self._queue(1)  # cuBLAS begins
-        start.record()
-        self._queue(SYNCHRONISATIONS)
-        end.record()
-        end.synchronize()
-        self._lasts_ns = start.elapsed_time(end) * 1e6 / SYNCHRONISATIONS
-
-    def __call__(self, duration_ns: int) -> None:
-        """As many as take about so long, queued on the current stream."""
-        self._queue(max(1, round(duration_ns / self._lasts_ns)))
-
-    def until(self, reached: Callable[[], bool]) -> None:
-        """One after another, two of them queued ahead of the GPU."""
-        ahead = deque[torch.cuda.Event]()
-        while not reached():
-            self._queue(1)
-            ahead.append(_timed())
-            ahead[-1].record()
-            if len(ahead) > 2:
-                ahead.popleft().synchronize()
-
-    def _queue(self, count: int) -> None:
-        for _ in range(count):
-            torch.mm(self._a, self._b, out=self._result)
-
-
-class Spin:
-    """Keeps the current stream busy for a time, without touching memory."""
-
-    def __init__(self) -> None:
-        rates = []
-        for _ in range(SYNCHRONISATIONS):
-            start, end = (_timed(), _timed())
-            start.record()
-            torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
-            end.record()
-            end.synchronize()
-            rates.append(SPIN_CYCLES / (start.elapsed_time(end) * 1e6))
-        self._cycles_per_ns = statistics.median(rates)
-
-    def __call__(self, duration_ns: int) -> None:
-        """A kernel of that length, queued on the current stream."""
-        torch.cuda._sleep(max(1, round(duration_ns * self._cycles_per_ns)))  # type: ignore[no-untyped-call]
-
-
-def spinning(schedule: Schedule, works: Sequence[Work], durations_ns: Sequence[int], spin: Spin) -> list[Work]:
-    """The works of a run in which all but copies merely lasts: kernels on the GPU, sleep on the host.
-
-    What is then slower than predicted is due to copies and to issuing, not to kernels. Copies of activations
-    saved in layers last too: there are none to copy.
-    """
-
-    def lasting(op: Op, duration_ns: int) -> Work:
-        if op.on_device:
-            return lambda step: spin(duration_ns)
-        return lambda step: time.sleep(duration_ns / 1e9)
-
-    return [
-        work if op.phase == Phase.COPY and not _of_saved(op) else lasting(op, duration_ns)
-        for op, work, duration_ns in zip(schedule.ops, works, durations_ns, strict=True)
-    ]
-
-
-def _of_saved(op: Op) -> bool:
-    return op.kind != Kind.COMPUTE and any(parse(access.tensor).cls == SAVED for access in op.reads)

@@ -18,7 +18,7 @@ import torch
 from hand_written import small
 from torch import Tensor
 
-from megatrain import cuda, initial
+from megatrain import busy_work, cuda, initial
 from megatrain.adam import Adam
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
@@ -175,8 +175,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: FakeStream(fake))
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
-    monkeypatch.setattr(cuda, "PRODUCT", 8)
-    monkeypatch.setattr(cuda.Products, "_queue", lambda products, count: fake.compute(count))
+    monkeypatch.setattr(busy_work, "PRODUCT", 8)
+    monkeypatch.setattr(busy_work.Products, "_queue", lambda products, count: fake.compute(count))
     monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.write(("host waits for all",)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)

@@ -40,11 +40,12 @@ from hand_written import WRITERS, small
 from quick_readings import hurry
 from torch import Tensor
 
-from megatrain import adam, cuda, profile, readings
+from megatrain import adam, cuda, device_clock, profile, readings
 from megatrain import pinned as pinning
 from megatrain.backend import OpFailed, Task
+from megatrain.busy_work import SPIN_CYCLES, Products, Spin, spinning
 from megatrain.cpu import CpuBackend
-from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend, Spin, spinning
+from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend
 from megatrain.executor import Executor, in_turn, serial
 from megatrain.graphs import PHASES, NotCaptured, Pool, replayed
 from megatrain.lifetime import released
@@ -187,7 +188,8 @@ def test_no_thread_of_the_host_poisons_the_device(gpu: FakeGpu, monkeypatch: pyt
 
 def test_times_of_the_gpu_and_of_the_host_are_on_one_clock(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the run: a tick is a millisecond of the host, and the GPU's clock is a hundredth too fast."""
-    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter_ns=lambda: gpu.tick() * 10**6))
+    for module in (cuda, device_clock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=lambda: gpu.tick() * 10**6))
     backend = FakeBackend(gpu)
     op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
     spans, ticks = [], []
@@ -211,7 +213,7 @@ def test_a_reading_in_which_the_host_was_held_up_does_not_count(gpu: FakeGpu, mo
             gpu._ticks += 50
         return gpu.tick() * 10**6
 
-    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter_ns=now_ns))
+    monkeypatch.setattr(device_clock, "time", SimpleNamespace(perf_counter_ns=now_ns))
     backend = FakeBackend(gpu)
     op = Op(name="op", kind=Kind.UPDATE, phase=Phase.SYNC, stream=Stream.COMPUTE)
     event = backend.submit(Task(op, 0, 0, lambda step: None), ())
@@ -229,7 +231,7 @@ def test_the_clock_is_read_anew_in_later_steps_alone(gpu: FakeGpu) -> None:
         trace = run.trace()
     trace.check(schedule)
     assert (np.diff(trace.start_ns[trace.rows_of(schedule, Stream.COMPUTE)]) > 0).all()
-    assert gpu.log.count(("record", "clock", "calibration")) - read <= STEPS * cuda.SYNCHRONISATIONS
+    assert gpu.log.count(("record", "clock", "calibration")) - read <= STEPS * device_clock.SYNCHRONISATIONS
 
 
 def test_host_memory_is_pinned_and_device_memory_is_the_devices(gpu: FakeGpu) -> None:
@@ -247,7 +249,7 @@ def test_an_artificial_delay_lasts_as_long_on_the_gpu(gpu: FakeGpu) -> None:
     backend.host_wait(backend.submit(Task(op, 0, 0, lambda step: None, delay_s=3e-3), ()))
     backend.spin(3_000_000)
     backend.close()
-    cycles = round(3 * cuda.SPIN_CYCLES / FAST)  # a calibrating kernel lasts from one tick to the next
+    cycles = round(3 * SPIN_CYCLES / FAST)  # a calibrating kernel lasts from one tick to the next
     assert gpu.spun[-2:] == [(Stream.H2D, cycles), ("default", cycles)]
 
 
@@ -266,7 +268,7 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
         before = "product" if stream == Stream.COMPUTE else "spin"
         assert [line for line, _ in itertools.groupby(lines[len(gaps) :])] == [before, "record"] * (steps * ops)
         assert lines[: len(gaps)] == gaps and lines.count("record") == len(gaps) + 2 * steps * ops
-    cycles = round(cuda.AHEAD_S * 1e9 / 1e6 * cuda.SPIN_CYCLES / FAST)
+    cycles = round(cuda.AHEAD_S * 1e9 / 1e6 * SPIN_CYCLES / FAST)
     copies = {op.stream for op in on_device} - {Stream.COMPUTE}
     assert {line for line in gpu.spun if line[0] != "default"} == {(stream, cycles) for stream in copies}
     enough = round(profile.ENOUGH_S * 1e9)
@@ -1147,7 +1149,7 @@ def test_trace_of_a_gpu_keeps_the_order_of_each_stream_and_wait() -> None:
 
 @real
 def test_spin_lasts_as_long_as_asked() -> None:
-    for lasting, within in ((Spin(), 0.1), (cuda.Products(torch.device("cuda")), 0.5)):  # whose clock is not always one
+    for lasting, within in ((Spin(), 0.1), (Products(torch.device("cuda")), 0.5)):  # whose clock is not always one
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         lasting(20_000_000)
