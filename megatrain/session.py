@@ -13,24 +13,19 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
-from megatrain import checkpoint, export, hf
+from megatrain import checkpoint, export
 from megatrain.adam import Adam
-from megatrain.adapters import folded
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
-from megatrain.data import ByteText, DataError, TokenSource, read_bytes, shares, standard_library, whole_steps
 from megatrain.folder_lock import alone_in
-from megatrain.initial import random_adapters, random_parameters
-from megatrain.preflight import require_drive, require_memory, require_room
+from megatrain.initial import random_adapters
+from megatrain.preflight import require_drive, require_memory
 from megatrain.this_machine import backend_of, machine_name
-from megatrain.token_file import from_file
 from megatrain.train import Debug, OnStep, Trainer, never, unheard
+from megatrain.training_files import Files
 from megatrain.way import PLAINLY, Way
 from schedules.errors import InputError, Refused
-from schedules.evaluation import evaluation
-from schedules.model import ModelSpec
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified
@@ -38,8 +33,6 @@ from schedules.workload import Workload
 
 FileEvent = Literal["skipped", "resumed", "saved", "removed", "exported"]
 
-OWN_SOURCES = "Python's own sources"
-TEXT_BYTES = 8_000_000  # of source text; a demonstration sees a fraction of it
 DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
 
 
@@ -65,52 +58,6 @@ class Trained:
         return [ns for step, ns in periods if step not in self.paused]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """What a training begins with and leaves behind.
-
-    weights: a folder of Hugging Face's with the parameters to begin with; random ones if left out. Not with `resume`,
-        unless adapters are trained.
-    adapters: a folder of peft's, whose adapters are folded into those parameters. Not with `resume`, and not where
-        adapters are trained: these would belong to weights that nobody has.
-    tokens: see `megatrain.token_file.from_file`; the standard library's source text, a token per byte, if left out.
-    loss_mask: a file beside that of tokens, see `megatrain.token_file.TokenFile`; all are learned if left out.
-    held_out: a file as that of tokens, whose loss is told before the first step, after the last and, if given, after
-        every `held_out_every`; held_out_mask: its mask.
-    resume: a folder of checkpoints, from the newest of which to go on.
-    save: a folder for a checkpoint at the end, and `every` so many steps.
-    export: a folder for weights, or adapters, as Hugging Face has them, at the end.
-    """
-
-    weights: Path | None = None
-    adapters: Path | None = None
-    tokens: Path | None = None
-    loss_mask: Path | None = None
-    held_out: Path | None = None
-    held_out_mask: Path | None = None
-    held_out_every: int | None = None
-    resume: Path | None = None
-    save: Path | None = None
-    every: int | None = None
-    export: Path | None = None
-
-
-def _require_room_for(files: Files, schedule: Schedule, resumed: checkpoint.Checkpoint | None, steps: int) -> None:
-    """Raises what `train` does of what it is to write."""
-    if files.every is not None and files.save is None:
-        raise InputError("--every saves checkpoints on the way: say where to, with --save FOLDER")
-    wanted = []
-    if files.save is not None and steps:
-        every = files.every or steps
-        saves, apart = -(-steps // every), min(every, steps % every or every)
-        needed = checkpoint.require_folder(files.save, schedule, resumed, saves, apart=apart)
-        wanted.append(("to save", files.save, needed))
-    if files.export is not None:
-        export.require_writable(files.export, schedule.model, schedule.workload)
-        wanted.append(("to export", files.export, export.written_bytes(schedule.model, schedule.workload)))
-    require_room(wanted)
-
-
 def train(
     verified: Verified,
     *,
@@ -128,14 +75,21 @@ def train(
     on_held_out: Callable[[int, float, int], None] = unheard,
     stop: Callable[[], bool] = never,
 ) -> Trained:
-    """Train so many steps, more of them where `files` say to resume; none where a checkpoint is only to be exported.
+    """Train so many steps, on top of those of the checkpoint that `files` may name; with no steps, only export it.
 
-    `backend` is as in `backend_of`, `hyper` and `nvme` as in Trainer, and ops are computed in this `way`. `on_stage` is
-    told what begins before the first step, the first time when all has been checked, and how far an evaluation is;
-    `on_step` is as in Trainer.run; `on_files` is told what happens to a folder, and `on_held_out` the loss of what is
-    held out after so many steps, and of how many tokens. Once `stop` says so, the steps under way are finished, a
-    checkpoint is saved where `files` say where, and nothing is exported. Where no steps are to be trained, a checkpoint
-    is exported as it is: nothing is allocated for that, and no weights or text are read.
+    To export a checkpoint as it is, nothing is allocated, and neither weights nor text are read.
+
+    Args:
+        hyper, nvme: as in Trainer.
+        backend: as in `backend_of`.
+        way: how ops are computed.
+        on_stage: told what begins before the first step, for the first time once all has been checked, and how far an
+            evaluation is.
+        on_step: as in Trainer.run.
+        on_files: told what happened to a folder.
+        on_held_out: told after how many steps a held-out text was evaluated, its loss, and over how many tokens.
+        stop: asked before each step. Once it says so, the steps under way are finished, a checkpoint is saved where
+            `files` have a folder for it, and nothing is exported.
 
     Raises:
         CheckpointError, DataError, WeightsError: a file is missing, or is not of this training; or another training
@@ -146,51 +100,34 @@ def train(
         InputError: what is asked for does not go together, or is not on this machine.
         Refused, TemplateError: this schedule or model cannot be run here, or has no finite loss to begin with.
     """
-    adapted = verified.schedule.workload.lora_rank is not None  # adapters are trained beside weights from elsewhere
-    if adapted and files.adapters is not None:
-        raise InputError(
-            "--adapters become part of the weights: take a policy that trains or evaluates all of these; what was "
-            "trained beside them goes on with --resume"
-        )
-    if verified.schedule.workload.quantised is not None and files.adapters is not None:
-        raise InputError("--adapters become part of the weights, and would be rounded with them: leave out quantised")
-    for option, beginning in (("--weights", files.weights), ("--adapters", files.adapters)):
-        if files.resume is not None and beginning is not None and not adapted:
-            raise InputError(
-                f"--resume goes on with the checkpoint's weights: leave out {option}, or begin anew without it"
-            )
+    schedule = verified.schedule
+    model, workload = schedule.model, schedule.workload
+    files.require_beginning(workload)
     if not steps:
-        return _export_as_it_is(verified.schedule, files, on_files)
+        return _export_as_it_is(schedule, files, on_files)
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         way.require(on_gpu=machine.device.type == "cuda")
         require_memory(
             verified,
             machine.device,
-            begins=files.resume is None or adapted,
+            begins=files.resume is None or workload.lora_rank is not None,
             saves=files.save is not None,
             exports=files.export is not None,
         )
         require_drive(verified, nvme)
-        schedule = verified.schedule
-        model, workload = schedule.model, schedule.workload
-        data = _tokens(files, model, workload, seed, steps)
-        held_out = _held_out(files, verified)
-        initial = random_parameters(model, seed)
-        if files.weights is not None:
-            initial = _finite(hf.parameters(files.weights, model), model, f"{files.weights} has weights")
-        if files.adapters is not None:
-            initial = _finite(folded(initial, files.adapters, model), model, f"{files.adapters} makes weights")
+        data = files.text(model, workload, seed, steps)
+        held_out = files.held_out_text(verified)
+        initial = files.parameters(model, seed)
         there = files.save is not None and files.save.is_dir()
         if files.save is not None and there:  # before it is looked at: another may be saving to it
             opened.enter_context(alone_in(files.save))
         resumed = checkpoint.read(files.resume, schedule) if files.resume is not None else None
-        began = _began(files, resumed)
-        _require_room_for(files, schedule, resumed, steps)
+        began = files.began(resumed)
+        files.require_room(schedule, resumed, steps)
         if files.save is not None and not there:
             opened.enter_context(alone_in(files.save))
-        of_data = f"{files.tokens.resolve() if files.tokens else OWN_SOURCES} ({data.known_by})"
-        settings = functools.partial(_settings, schedule.workload, hyper, seed, of_data)
+        settings = functools.partial(_settings, workload, hyper, seed, files.told_of(data))
         if resumed is not None:
             for folder in resumed.skipped:
                 on_files("skipped", folder)
@@ -238,8 +175,8 @@ def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileE
         for folder in resumed.skipped:
             on_files("skipped", folder)
         on_files("resumed", resumed.folder)
-        _require_room_for(files, schedule, resumed, 0)
-        began = _began(files, resumed)
+        files.require_room(schedule, resumed, 0)
+        began = files.began(resumed)
         export.write(files.export, schedule.model, schedule.workload, lambda i: resumed.layer(i)[0], began)
         on_files("exported", files.export)
     none = np.empty(0, dtype=np.int64)
@@ -248,68 +185,6 @@ def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileE
         start_ns=none, end_ns=none, waited_on=none,
     )  # fmt: skip
     return Trained(losses=[], learned=[], trace=trace)
-
-
-def _tokens(files: Files, model: ModelSpec, workload: Workload, seed: int, steps: int) -> TokenSource:
-    """What is read in so many steps. Raises DataError."""
-    found: TokenSource
-    if files.loss_mask is not None and files.tokens is None:
-        raise DataError("a loss mask says which tokens of a file are learned: give the file, with --data")
-    if files.tokens is not None:
-        found = from_file(files.tokens, model.vocab_size, workload, seed, loss_mask=files.loss_mask)
-    elif model.vocab_size < ByteText.vocab_size:
-        raise DataError(
-            f"{model.name} knows {model.vocab_size} tokens, fewer than there are bytes: give a .npy file of its "
-            "tokens, with --data"
-        )
-    elif files.weights is not None and model.vocab_size != ByteText.vocab_size:
-        raise DataError(
-            f"{files.weights} was trained on tokens, not on bytes of {OWN_SOURCES}: give a .npy file made by its "
-            "tokenizer, with --data, as docs/training.md shows"
-        )
-    else:
-        found = ByteText(text=read_bytes(standard_library(), TEXT_BYTES), workload=workload, seed=seed)
-    of_a_step = workload.accumulation * workload.micro_batch_size
-    if workload.task == "evaluate" and found.sequences is not None and steps * of_a_step > found.sequences:
-        raise DataError(
-            f"there are {found.sequences:,} sequences of {workload.seq_len:,} tokens, and {steps:,} steps would read "
-            f"some again: evaluate up to {found.sequences // of_a_step:,} steps of {of_a_step:,}"
-        )
-    return found
-
-
-def _held_out(files: Files, verified: Verified) -> TokenSource | None:
-    """The text that is evaluated between steps. Raises DataError, InputError, and Refused as `evaluation` does."""
-    if files.held_out is None:
-        if files.held_out_mask is not None or files.held_out_every is not None:
-            raise InputError("what is held out is a file of tokens: give it, with --held-out")
-        return None
-    model, workload = verified.schedule.model, verified.schedule.workload
-    if workload.task == "evaluate":
-        raise InputError("--held-out is evaluated while something is trained: give the text as --data")
-    of = evaluation(verified).schedule.workload
-    found = from_file(files.held_out, model.vocab_size, of, loss_mask=files.held_out_mask)
-    try:
-        steps = whole_steps(found, of)
-    except DataError as error:
-        raise DataError(f"{files.held_out}: {error}") from None
-    if not any(shares(found, step, of).any() for step in range(steps)):
-        raise DataError(f"{files.held_out_mask} has no token to learn in the {steps:,} whole steps that are evaluated")
-    return found
-
-
-def _finite(source: Callable[[int], Tensor], model: ModelSpec, has: str) -> Callable[[int], Tensor]:
-    """`source`, which raises WeightsError where a layer's numbers are not finite: better known now than at a save."""
-
-    def parameters(i: int) -> Tensor:
-        found = source(i)
-        if not checkpoint.all_finite(found):
-            raise hf.WeightsError(
-                f"{has} that are not finite numbers, in layer {model.layer_name(i)}: take a copy that is whole"
-            )
-        return found
-
-    return parameters
 
 
 def _settings(
@@ -328,17 +203,6 @@ def _settings(
         "clipping": workload.grad_clip,
         "products in": workload.matmul or "the activations' format",
     }
-
-
-def _began(files: Files, resumed: checkpoint.Checkpoint | None) -> Path | None:
-    """The folder of the weights that the training began with; warns where an export will lack what lies there."""
-    if files.weights is not None or resumed is None or resumed.began is None:
-        return files.weights
-    if files.export is not None and not resumed.began.is_dir():
-        warnings.warn(
-            f"{resumed.began}, which the training began with, is gone: the export has no tokenizer", stacklevel=2
-        )
-    return resumed.began
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from scipy.stats import norm
 from megatrain import initial, nf4, session
 from megatrain.adam import Adam
 from megatrain.checkpoint import CheckpointError
-from megatrain.session import Files
 from megatrain.template import views
+from megatrain.training_files import Files
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.hazards import minimal_waits

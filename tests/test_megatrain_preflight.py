@@ -16,9 +16,10 @@ from megatrain.checkpoint import NotSaved
 from megatrain.cpu import CpuBackend
 from megatrain.initial import random_parameters
 from megatrain.nvme import Drive
-from megatrain.session import Files, train
+from megatrain.session import train
 from megatrain.store import Store, bytes_within_steps, filling_bytes, keeping_bytes
 from megatrain.this_machine import MAKING
+from megatrain.training_files import Files
 from megatrain.workspace import peak_bytes
 from schedules import policies, presets
 from schedules.errors import Refused

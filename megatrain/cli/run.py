@@ -43,7 +43,8 @@ from schedules.errors import InputError, Refused
 
 if TYPE_CHECKING:
     from megatrain.adam import Adam
-    from megatrain.session import FileEvent, Files, Trained
+    from megatrain.session import FileEvent, Trained
+    from megatrain.training_files import Files
     from megatrain.way import Way
     from schedules.schedule import Schedule
     from schedules.workload import Workload
@@ -186,7 +187,8 @@ def run(
 
     from megatrain import checkpoint
     from megatrain.neighbours import Neighbours
-    from megatrain.session import Files, train
+    from megatrain.session import train
+    from megatrain.training_files import Files
     from megatrain.way import Way, measured_in
 
     if min_lr and decay_until is None:
