@@ -244,32 +244,9 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
         found = json.loads(last.read_text())
     if not isinstance(found, dict):
         raise damaged("it holds no JSON object")
-    for key, value in _of(schedule).items():
-        if found.get(key) != value:
-            if key == "format":
-                raise CheckpointError(f"{complete[-1]} has the format {found.get(key)!r}; this version reads {value}")
-            was, now = _short(key, found.get(key), value), _short(key, value, found.get(key))
-            if key == "lora_rank":
-                saved, needs = _trained(found.get(key)), _trained(value)
-                does = "evaluates" if schedule.workload.task == "evaluate" else "trains"
-                how = "; --export its adapters with a policy that trains them, and add these with --adapters"
-                raise CheckpointError(
-                    f"{complete[-1]} is of another training: it has {saved}, the schedule {does} {needs}"
-                    f"{how if value is None else ''}"
-                )
-            if key == "quantised":
-                was, now = (f"quantised={of}" if of else "whole" for of in (found.get(key), value))
-                raise CheckpointError(
-                    f"{complete[-1]} has adapters that were trained beside weights that were {was}, the schedule's are "
-                    f"{now}"
-                )
-            if key == "optimizer":
-                was, now = found.get(key) or ADAMW, schedule.workload.optimizer
-                raise CheckpointError(
-                    f"{complete[-1]} has the state of {was}, the schedule's optimizer is {now}: give --optimizer {was}"
-                )
-            what = f"{complete[-1]} is of another training: its {key} is {was}, the schedule's {now}"
-            raise CheckpointError(what + (_remedy(found.get(key), schedule) if key == "precision" else ""))
+    for key, now in _of(schedule).items():
+        if (was := found.get(key)) != now:
+            raise CheckpointError(f"{complete[-1]} {_differs(key, was, now, schedule)}")
     step, frozen, began = found.get("step"), found.get("frozen") or {}, found.get("began")
     if not (type(step) is int and step >= 0 and isinstance(frozen, dict)):
         raise damaged(f"its step is {step!r}, what is frozen {frozen!r}")
@@ -350,6 +327,27 @@ def _of(schedule: Schedule) -> dict[str, Any]:
         "lora_rank": workload.lora_rank,
         "quantised": workload.quantised if workload.lora_rank is not None else None,
     }
+
+
+def _differs(key: str, was: Any, now: Any, schedule: Schedule) -> str:
+    """Why a checkpoint is of no use to a schedule, as what is said of it: `was` is its value of a key of `_of`."""
+    if key == "format":
+        return f"has the format {was!r}; this version reads {now}"
+    if key == "lora_rank":
+        does = "evaluates" if schedule.workload.task == "evaluate" else "trains"
+        how = "; --export its adapters with a policy that trains them, and add these with --adapters"
+        said = f"is of another training: it has {_trained(was)}, the schedule {does} {_trained(now)}"
+        return said + (how if now is None else "")
+    if key == "quantised":
+        kept = [f"quantised={of}" if of else "whole" for of in (was, now)]
+        return f"has adapters that were trained beside weights that were {kept[0]}, the schedule's are {kept[1]}"
+    if key == "optimizer":
+        of = was or ADAMW
+        return (
+            f"has the state of {of}, the schedule's optimizer is {schedule.workload.optimizer}: give --optimizer {of}"
+        )
+    said = f"is of another training: its {key} is {_short(key, was, now)}, the schedule's {_short(key, now, was)}"
+    return said + (_remedy(was, schedule) if key == "precision" else "")
 
 
 def _remedy(precision: object, schedule: Schedule) -> str:
