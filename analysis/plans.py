@@ -22,8 +22,9 @@ from schedules.op import Tier
 from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim.machine import HardwareProfile
-from sim.plan import plan, splits
+from sim.plan import plan
 from sim.prediction import memory_of, predict, shortage
+from sim.splits import splits
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -31,8 +31,9 @@ from sim import hardware
 from sim.candidate import cost
 from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
-from sim.plan import bound_of_any_split, is_bounded, plan, splits
+from sim.plan import bound_of_any_split, is_bounded, plan
 from sim.prediction import Prediction, memory_of, predict
+from sim.splits import splits
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from schedules import fp8
-from schedules.errors import InputError
 from schedules.model import ModelSpec
-from schedules.most_ops import require_few_ops
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import ADAMW, MemoryBudget, Workload
@@ -24,7 +20,8 @@ from sim.machine import HardwareProfile
 from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction, memory_of
 from sim.profile_coverage import command
-from sim.search import EFFORT, NothingFits, Search, by_bound
+from sim.search import EFFORT, NothingFits, Search
+from sim.splits import Bounded, all_ways, by_bound, splits, that_can_be_written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +130,10 @@ def plan(
     begun = time.perf_counter()
     budget = memory or memory_of(profile)
     asked = splits(seq_len, tokens_per_step, micro_batch_size, accumulation, precision, grad_clip, optimizer, matmul)
-    steps = _that_can_be_written(model, _all_ways(model, asked))
+    steps = that_can_be_written(model, all_ways(model, asked))
     finished = True
     limit: PlacementBound | None = None
-    bounded: list[tuple[PlacementBound, Workload]] = []
+    bounded: list[Bounded] = []
     unmeasured: list[Unmeasured] = []
     with rarely_collecting_garbage(), judges(Case(model, profile, budget), workers) as judge:
         search = Search(model, profile, budget, judge, progress, effort)
@@ -190,7 +187,7 @@ def bound_of_any_split(
     too long.
     """
     steps = splits(seq_len, tokens_per_step, None, None, precision, grad_clip)
-    return _least_bound(model, profile, _that_can_be_written(model, _all_ways(model, steps)))
+    return _least_bound(model, profile, that_can_be_written(model, all_ways(model, steps)))
 
 
 def bound_of_these_micro_batches(
@@ -203,7 +200,7 @@ def bound_of_these_micro_batches(
     """
     if not is_bounded(schedule):
         return 0.0
-    return _least_bound(schedule.model, profile, _all_ways(schedule.model, [schedule.workload]), budget)
+    return _least_bound(schedule.model, profile, all_ways(schedule.model, [schedule.workload]), budget)
 
 
 def is_bounded(schedule: Schedule) -> bool:
@@ -219,77 +216,3 @@ def _least_bound(
     except TooLong:
         return 0.0
     return 0.0 if unmeasured else min((found.period_ns for found, _ in bounded), default=0.0)
-
-
-def _all_ways(model: ModelSpec, steps: Iterable[Workload]) -> list[Workload]:
-    """Each split with every mode of recompute."""
-    return [replace(workload, recompute=mode) for workload in steps for mode in model.recompute_modes]
-
-
-def _that_can_be_written(model: ModelSpec, steps: Sequence[Workload]) -> list[Workload]:
-    """Without the steps of so many micro-batches, or of so few tokens each, that no schedule of them is built.
-
-    Raises InputError if all are.
-    """
-    found: list[Workload] = []
-    for workload in steps:
-        try:
-            require_few_ops(model, workload)
-            fp8.require(model, workload)
-            found.append(workload)
-        except InputError:
-            if workload is steps[-1] and not found:
-                raise
-    return found
-
-
-def splits(
-    seq_len: int,
-    tokens_per_step: int | None,
-    micro_batch_size: int | None,
-    accumulation: int | None,
-    precision: str,
-    grad_clip: float | None,
-    optimizer: str = ADAMW,
-    matmul: str | None = None,
-) -> Iterator[Workload]:
-    """The ways to split a step into equal micro-batches, largest micro-batch first.
-
-    Raises:
-        InputError: there is none.
-    """
-
-    def workload(size: int, count: int) -> Workload:
-        try:
-            return Workload(
-                micro_batch_size=size,
-                accumulation=count,
-                seq_len=seq_len,
-                precision=precision,
-                optimizer=optimizer,
-                grad_clip=grad_clip,
-                matmul=matmul,
-            )
-        except ValueError as error:
-            raise InputError(str(error)) from None
-
-    if tokens_per_step is None:
-        if micro_batch_size is None:
-            raise InputError("say how long a step is: tokens per step, or a micro-batch size")
-        yield workload(micro_batch_size, 1 if accumulation is None else accumulation)
-        return
-    sequences, rest = divmod(tokens_per_step, max(seq_len, 1))
-    if rest or sequences < 1 or seq_len < 1:
-        raise InputError(f"{tokens_per_step:,} tokens per step is no whole number of sequences of {seq_len:,} tokens")
-    small = [count for count in range(1, math.isqrt(sequences) + 1) if sequences % count == 0]
-    counts = [
-        count
-        for count in sorted({*small, *(sequences // count for count in small)})
-        if micro_batch_size in (None, sequences // count) and accumulation in (None, count)
-    ]
-    if not counts:
-        asked = f"{'' if accumulation is None else f'{accumulation:,} '}micro-batches"
-        of_size = "" if micro_batch_size is None else f" of {micro_batch_size:,}"
-        raise InputError(f"{sequences:,} sequences a step do not divide into {asked}{of_size}")
-    for count in counts:
-        yield workload(sequences // count, count)

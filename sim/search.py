@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from schedules import policies
 from schedules.errors import InputError, Refused
@@ -24,19 +21,17 @@ from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import few_placements
 from sim.candidate import OURS, Candidate, Case, Judge, judge
-from sim.cost import MissingCost, TooLong, Unmeasured
 from sim.findings import Findings, Progress
 from sim.machine import HardwareProfile
-from sim.placement_bound import NoPlacement, PlacementBound, placement_bound
+from sim.placement_bound import PlacementBound
 from sim.prediction import Prediction
 from sim.refine import fewer_micro_batches, refine, shake
 from sim.room import orders, state_of_block, ways_to_part
+from sim.splits import NEARLY_LEAST, Bounded, by_bound, worth_searching
 
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SHALLOW = 8  # blocks; of a deeper model each takes too long for that
-SPLITS = 6  # ways to split a step into micro-batches that are looked at
 FAR_OFF = 0.1  # by what fraction above the least bound a search may be in a wrong place
-NEARLY_LEAST = 0.01  # of bounds: by what fraction one may be above the least
 WORTH_A_LOOK = 1.0  # of the best period: a split with a lower bound is tried, in the likeliest mode of recompute
 WORTH_A_LOOK_TOO = 0.97  # the same in the other modes
 ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
@@ -78,52 +73,12 @@ def _words(workload: Workload) -> str:
     return f"{size}, {workload.precision}{multiplied}, {workload.optimizer}, {clip}"
 
 
-def _likeliest_first(bounded: list[tuple[PlacementBound, Workload]]) -> list[str]:
+def _likeliest_first(bounded: list[Bounded]) -> list[str]:
     """The modes of recompute: where not all activations can stay as they are, what costs next to nothing goes first."""
     plain = [found for found, workload in bounded if workload.recompute == "none"]
     best = min(plain, key=lambda found: found.period_ns, default=None)
     ample = best is not None and best.placed["activations kept"] > 1.0 - ALL
     return sorted({workload.recompute for _, workload in bounded}, key=(RECOMPUTED if ample else SHORT_OF_ROOM).index)
-
-
-def by_bound(
-    model: ModelSpec, profile: HardwareProfile, budget: MemoryBudget, steps: Sequence[Workload]
-) -> tuple[list[tuple[PlacementBound, Workload]], list[Unmeasured]]:
-    """The splits that could fit, in the order of `steps`, each with its bound.
-
-    And of those that a measured profile has no times for, what it lacks. Raises TooLong where all splits have ops that
-    take too long.
-    """
-    found, unmeasured, too_long = [], list[Unmeasured](), list[TooLong]()
-    for workload in steps:
-        try:
-            found.append((placement_bound(model, workload, profile, budget), workload))
-        except NoPlacement:
-            pass
-        except MissingCost as error:
-            unmeasured.append(replace(error.what, workload=workload))  # the bound asks about fewer micro-batches
-        except TooLong as error:  # smaller micro-batches have shorter ops
-            too_long.append(error)
-    if len(too_long) == len(steps) > 0:
-        raise too_long[-1]
-    return found, unmeasured
-
-
-def worth_searching(bounded: list[tuple[PlacementBound, Workload]]) -> list[tuple[PlacementBound, Workload]]:
-    """Of many ways to split a step some: smaller micro-batches move more for what they do, and take longer to look at.
-
-    They are spread from the fewest micro-batches that could fit to the fewest that have nearly the least bound, which
-    falls with their number where memory is short.
-    """
-    counts = sorted({workload.accumulation for _, workload in bounded})
-    if len(counts) <= SPLITS:
-        return bounded
-    least = min(found.period_ns for found, _ in bounded)
-    enough = min(w.accumulation for found, w in bounded if found.period_ns <= least * (1.0 + NEARLY_LEAST))
-    counts = counts[: max(counts.index(enough) + 1, SPLITS)]
-    even = np.geomspace(counts[0], counts[-1], SPLITS)
-    some = counts if len(counts) == SPLITS else [min(counts, key=lambda n: abs(math.log(n / at))) for at in even]
-    return [(found, workload) for found, workload in bounded if workload.accumulation in some]
 
 
 class Search:
@@ -152,7 +107,7 @@ class Search:
         self.begun = False  # these are known
         self.one_block = False  # weights and gradients may come one block at a time
 
-    def all_of(self, steps: list[Workload], bounded: list[tuple[PlacementBound, Workload]]) -> None:
+    def all_of(self, steps: list[Workload], bounded: list[Bounded]) -> None:
         """Search the splits that could fit, `bounded`, and at the end every named policy."""
         some, begun_ns = worth_searching(bounded), self.found.cost_ns  # the best that it begins with
         if max((workload.accumulation for _, workload in some), default=1) >= LONG:
@@ -204,7 +159,7 @@ class Search:
         if schedule.policy == OURS:
             self.found.evaluate(as_it_is.with_knobs({}))
 
-    def splits(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+    def splits(self, bounded: list[Bounded]) -> None:
         """Search with our own knobs all splits that could fit; if none does, once more with one block at a time."""
         self.modes(bounded)
         if not self._has_begun(bounded):
@@ -219,7 +174,7 @@ class Search:
             if self.found.best is not None:
                 return
 
-    def modes(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+    def modes(self, bounded: list[Bounded]) -> None:
         """Search all modes of recompute, the likeliest first."""
         modes = _likeliest_first(bounded)
         self.ways = len(bounded)
@@ -233,11 +188,11 @@ class Search:
                 self.in_mode(place, [(limit, workload) for limit, workload in bounded if workload.recompute == mode])
             self.found.effort = max(self.found.effort, 0) + aside
 
-    def _has_begun(self, bounded: list[tuple[PlacementBound, Workload]]) -> bool:
+    def _has_begun(self, bounded: list[Bounded]) -> bool:
         """Whether there is a place to search from, not merely a schedule of a part of the step."""
         return self.found.at is not None and (self.begun or not bounded or self.few(bounded[0][1]))
 
-    def in_mode(self, place: int, some: list[tuple[PlacementBound, Workload]]) -> None:
+    def in_mode(self, place: int, some: list[Bounded]) -> None:
         """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
         for number, (limit, workload) in enumerate(some):
             self.found.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
@@ -431,7 +386,7 @@ class Search:
         """From the best candidate on, see `sim.refine`."""
         refine(self.found, begun=self.start, hold=hold, stride=stride)
 
-    def improve(self, bounded: list[tuple[PlacementBound, Workload]]) -> None:
+    def improve(self, bounded: list[Bounded]) -> None:
         """From the best candidate on by larger steps, then several knobs together, unless it is near the bound.
 
         Where it is far off, as many blocks held as have room come first, of every split: one knob at a time does not

@@ -36,11 +36,12 @@ from sim.candidate import DRIVE_GAIN, Case, judges
 from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
 from sim.machine import HardwareProfile, Measured
 from sim.placement_bound import SOLVED_TO, NoPlacement, PlacementBound, placement_bound
-from sim.plan import Plan, bound_of_any_split, bound_of_these_micro_batches, plan, splits
+from sim.plan import Plan, bound_of_any_split, bound_of_these_micro_batches, plan
 from sim.prediction import memory_of, peak_bytes, predict, shortage
 from sim.room import Room
-from sim.search import EFFORT, LONG, PART, NothingFits, Search, by_bound, worth_searching
+from sim.search import EFFORT, LONG, PART, NothingFits, Search
 from sim.signature import timed as timed_ops
+from sim.splits import by_bound, splits, worth_searching
 
 ROOMY = MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40)
 MACHINES = ("h200", "gh200", "a100-pcie", "rtx4090")
