@@ -1,10 +1,10 @@
 """The search of the planner: over the knobs of `streamed`, and every exact policy beside it.
 
-A candidate is a policy with knobs and a split of the step into micro-batches. It is built, dropped if it does not
-fit, dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the
-best period known, and else simulated. Where there are few placements all are tried (`sim.few_placements`); elsewhere
-a coarse grid is, and what the bound over all placements suggests. The best point is improved one knob at a time, in the
-end several together, until no step helps, or the effort is spent.
+A candidate is a policy with knobs and a split of the step into micro-batches. It is built; dropped if it does not fit;
+dropped if a bound of it (area, then cycle ratio: the limit of the longest-path engine) already exceeds the best period
+known; otherwise simulated. Where there are few placements, all of them are candidates (`sim.few_placements`). Elsewhere
+the first candidates are a coarse grid and what the bound over all placements suggests, and from the best of these the
+search goes on: one knob at a time, in the end several together, until no change helps or the effort is spent.
 """
 
 from __future__ import annotations
@@ -31,33 +31,36 @@ from sim.splits import NEARLY_LEAST, Bounded, by_bound, worth_searching
 
 EXHAUSTIVE = 2700  # placements of all splits and modes together; no more are all tried
 SHALLOW = 8  # blocks; of a deeper model each takes too long for that
-FAR_OFF = 0.1  # by what fraction above the least bound a search may be in a wrong place
-WORTH_A_LOOK = 1.0  # of the best period: a split with a lower bound is tried, in the likeliest mode of recompute
+FAR_OFF = 0.1  # a best schedule that is further above the least bound, by this fraction, may be in a wrong place
+WORTH_A_LOOK = 1.0  # in the likeliest mode of recompute a split is tried if its bound is below this, of the best period
 WORTH_A_LOOK_TOO = 0.97  # the same in the other modes
-ASIDE = 3  # of so many parts of the effort that is left, one is kept for the modes that are less likely
-LAST = 6  # of so many parts of the effort, one is kept for a last refinement
-MORE = 2  # times as much effort as all of that is there in the end, to improve what is best by then
-MORE_STRIDE = 4  # values by which a knob is changed there, to begin with
-LONG, PART, STARTS = 16, 4, 3  # micro-batches, of which a part is planned first; how many of its splits are tried
+ASIDE = 3  # one in so many parts of the remaining effort is kept for the less likely modes
+LAST = 6  # one in so many parts of the effort is kept for a last refinement
+MORE = 2  # at the end there is so many times as much effort again, to improve what is best by then
+MORE_STRIDE = 4  # values by which a knob is changed at first in that
+LONG = 16  # micro-batches of a step of which a part is planned first
+PART = 4  # that part has a PARTth of the micro-batches
+STARTS = 3  # of the part's splits, the best so many are tried for the whole step
 GRID = 4  # values of residency on the coarse grid
-MANY_SLABS = 16  # where blocks are updated late, to begin with
-FEW_PARTS = 4  # that states pass through the device in, to begin with
-EARLY = 4  # device buffers for weights on a link that states come by, too, to begin with
-SLACK = 4  # visits that activations may take to leave or to come, to begin with
-ALL = 1e-6  # activations kept but for this fraction are all kept
+# Knobs that a candidate starts from, before it is refined:
+MANY_SLABS = 16  # slabs, where blocks are updated late
+FEW_PARTS = 4  # parts of a state that passes through the device
+EARLY = 4  # slots for weights, where states come by the same link
+SLACK = 4  # visits that activations may take to leave or to come
+ALL = 1e-6  # if no more than this fraction of activations is not kept, all are
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
-# where a drive is the limit: what buffers and blocks' inputs do not take stays off it
+# Where a drive is the limit, memory that buffers and blocks' inputs do not take holds state that then stays off it:
 FEW_BUFFERS: tuple[dict[str, Knob], ...] = (
     {"slabs": 2},
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3},
     {"slabs": 1, "grad_slots": 1, "nvme_slots": 3, "slots": 1},
 )
-# blocks that run forward again from one input, to begin with: for all that backward needs, or nested
+# how many blocks run forward again from one kept input, by whether that is nested
 SHARED_INPUTS: dict[bool, tuple[int, ...]] = {False: (1, 2, 4), True: (4, 8)}
-THRIFTIEST = {False: 6, True: 3}  # how many of these are tried, those that leave least on the drive
+THRIFTIEST = {False: 6, True: 3}  # of these, so many are tried: those that leave least on the drive
 MANY = 100  # candidates judged at once where few are expected to beat the best
-LATE = (24, 8)  # of so many blocks, one is updated late, to begin with; or none is
-EFFORT = 90  # candidates as large as one micro-batch's that are simulated at most, or twice as many only bounded
+LATE = (24, 8)  # one block in so many is updated late; or none is
+EFFORT = 90  # simulations at most, each of a candidate of one micro-batch; one that is only bounded counts half
 
 _NO_STEP = Workload(micro_batch_size=1, seq_len=1)
 
@@ -74,7 +77,11 @@ def _words(workload: Workload) -> str:
 
 
 def _likeliest_first(bounded: list[Bounded]) -> list[str]:
-    """The modes of recompute: where not all activations can stay as they are, what costs next to nothing goes first."""
+    """The modes of recompute, in the order in which they are searched.
+
+    If even the bound's placement cannot keep all activations, what costs next to nothing goes first: to compute
+    pointwise outputs again.
+    """
     plain = [found for found, workload in bounded if workload.recompute == "none"]
     best = min(plain, key=lambda found: found.period_ns, default=None)
     ample = best is not None and best.placed["activations kept"] > 1.0 - ALL
@@ -84,8 +91,8 @@ def _likeliest_first(bounded: list[Bounded]) -> list[str]:
 class Search:
     """Where to look, in which order, and for how long; what comes of it is in `found`.
 
-    `effort` is how many candidates, each as large as one of a single micro-batch, may be looked at, and
-    then MORE times as many to improve the best of these.
+    `effort` is how many candidates may be simulated, counted as if each were of a single micro-batch; then MORE times
+    as many again to improve the best of them.
     """
 
     def __init__(
@@ -102,14 +109,15 @@ class Search:
         self.found = Findings(model, profile, budget, judge, self.effort, progress)
         self.thorough = effort >= EFFORT  # few placements are all tried
         self.start = Candidate(policy=OURS, workload=_NO_STEP)
-        self.ways = 1  # splits and modes of the step
-        self.least = self.most = 0  # layers that must live on the device, and that may
-        self.begun = False  # these are known
-        self.one_block = False  # weights and gradients may come one block at a time
+        self.ways = 1  # splits of the step, times modes of recompute
+        # how many layers must live on the device, and may, beside the buffers of `start`
+        self.least_resident = self.most_resident = 0
+        self.start_fits = False  # whether `start` has been found, and has room
+        self.one_block = False  # whether weights and gradients may come one block at a time
 
     def all_of(self, steps: list[Workload], bounded: list[Bounded]) -> None:
         """Search the splits that could fit, `bounded`, and at the end every named policy."""
-        some, begun_ns = worth_searching(bounded), self.found.cost_ns  # the best that it begins with
+        some, begun_ns = worth_searching(bounded), self.found.cost_ns  # of the schedules that the search began with
         if max((workload.accumulation for _, workload in some), default=1) >= LONG:
             self.a_part_first([workload for _, workload in some])
         aside = self.found.effort // LAST
@@ -160,14 +168,14 @@ class Search:
             self.found.evaluate(as_it_is.with_knobs({}))
 
     def splits(self, bounded: list[Bounded]) -> None:
-        """Search with our own knobs all splits that could fit; if none does, once more with one block at a time."""
+        """Search these splits with our own knobs; if none fits, once more with weights coming one block at a time."""
         self.modes(bounded)
         if not self._has_begun(bounded):
             self.one_block = True
             self.modes(bounded)
 
     def thriftiest(self, steps: list[Workload]) -> None:
-        """Try what takes the least memory, until something fits: smaller micro-batches than were searched may."""
+        """Try what takes the least memory, the smallest micro-batches first, until something fits."""
         for workload in reversed(steps):
             for least in self.found.room.thriftiest(workload):
                 self.found.evaluate(*dict.fromkeys((least, *self.found.room.filled(least))))
@@ -189,19 +197,25 @@ class Search:
             self.found.effort = max(self.found.effort, 0) + aside
 
     def _has_begun(self, bounded: list[Bounded]) -> bool:
-        """Whether there is a place to search from, not merely a schedule of a part of the step."""
-        return self.found.at is not None and (self.begun or not bounded or self.few(bounded[0][1]))
+        """Whether a candidate of ours fits and, unless all placements are tried, `start` does.
+
+        If `start` does not, what fits was only found from a schedule to begin with, or from a part of the step.
+        """
+        return self.found.at is not None and (self.start_fits or not bounded or self.few(bounded[0][1]))
 
     def in_mode(self, place: int, some: list[Bounded]) -> None:
-        """Search the splits of one mode of recompute; with the likeliest known, the bound rules out most others."""
+        """Search the splits of one mode of recompute, which is the `place`th to be searched.
+
+        Once the best of the likeliest mode is known, the bound rules out most splits of the others.
+        """
         for number, (limit, workload) in enumerate(some):
             self.found.share = (place + number / (2 * len(some))) / len(RECOMPUTED)
             hope = WORTH_A_LOOK_TOO if place > 0 and not self.few(workload) else WORTH_A_LOOK
             if limit.period_ns < hope * self.found.cost_ns:
-                if self.begun and self.found.at is not None and self.found.at.value("nvme"):
+                if self.start_fits and self.found.at is not None and self.found.at.value("nvme"):
                     self.as_best(workload)
                 else:
-                    self.look(workload, whole=self.found.best is None or not self.begun)
+                    self.look(workload, whole=self.found.best is None or not self.start_fits)
                     self.as_placed(workload, limit)
                 if not number:
                     self.refine(hold=False)  # fewer of the other splits are worth a look then
@@ -218,7 +232,7 @@ class Search:
         self.refine(hold=True)
 
     def a_part_first(self, steps: list[Workload]) -> None:
-        """Search a step of 1 / PART as many micro-batches, in as much less time, and try here what is best there."""
+        """Search a step of a PARTth of the micro-batches, in a PARTth of the time, and try its best knobs here."""
         parts = [replace(w, accumulation=w.accumulation // PART) for w in steps if w.accumulation % PART == 0]
         progress, share = self.found.progress, 0.1
 
@@ -240,7 +254,7 @@ class Search:
             self.found.evaluate(*(whole.with_knobs({"order": order}) for order in ("layers", "microbatches")))
 
     def as_before(self, mode: str) -> None:
-        """Try the best schedule with blocks that compute more or less again, so that fewer or more must go away."""
+        """Try the best schedule in another mode of recompute, and activations of fewer and of more blocks offloaded."""
         at = self.found.at
         assert at is not None
         other = replace(at, workload=replace(at.workload, recompute=mode))
@@ -250,16 +264,17 @@ class Search:
         self.found.evaluate(*(other.with_knobs({"offload": offload}) for offload in sorted(offloads)))
 
     def as_best(self, workload: Workload) -> None:
-        """Try the best schedule, which waits for a drive, with other micro-batches, and what these leave room for.
+        """Try the best schedule, which waits for a drive, with micro-batches of another size, and with as many states
+        on the device as these leave room for.
 
-        They make little difference to a drive, so that no more is worth the time.
+        Their size makes little difference to a drive, so no more candidates are worth the time.
         """
         assert self.found.at is not None
         same = replace(self.found.at, workload=workload)
         self.found.evaluate(same, same.with_knobs({"stay": self.found.room.stays(same)}))
 
     def few(self, workload: Workload) -> bool:
-        """Whether all placements of a step are tried. Of many micro-batches or blocks each would take long."""
+        """Whether all placements of this split are tried; not where each would take long to simulate."""
         every = few_placements.placements(self.found.model, workload, begun=self.start)
         placements = math.prod(map(len, every.values()))
         quick = workload.accumulation < LONG and self.found.model.num_hidden_layers <= SHALLOW
@@ -273,10 +288,11 @@ class Search:
         start, blocks = Candidate(policy=OURS, workload=workload), self.found.model.num_hidden_layers
         if whole:
             self.start = self.found.room.begin(start, one_block=self.one_block)
-            self.least, self.most = self.found.room.residents(self.start)
-            self.begun = self.least <= self.most  # or these micro-batches have no room, and smaller ones may
+            self.least_resident, self.most_resident = self.found.room.residents(self.start)
+            # if not, these micro-batches have no room, and smaller ones may
+            self.start_fits = self.least_resident <= self.most_resident
         start = replace(self.start, workload=workload)
-        least, most = self.least, max(self.least, self.most)
+        least, most = self.least_resident, max(self.least_resident, self.most_resident)
         # smaller micro-batches leave room for more: all but the head
         residents = [most, blocks + 1]
         if blocks <= SHALLOW:  # where it takes no time to know, what these have room for
@@ -299,12 +315,12 @@ class Search:
 
     def as_placed(self, workload: Workload, bound: PlacementBound) -> None:
         """Try what the bound's placement would be in whole blocks; of several micro-batches, both orders at once."""
-        if self.most < self.least:
+        if self.most_resident < self.least_resident:
             return  # not even what must be on the device has room there
         blocks, placed = self.found.model.num_hidden_layers, bound.placed
         start = replace(self.start, workload=workload)
         on_device = round(placed.get("state on device", 0.0) * len(self.found.model.layers))
-        resident = min(self.most, max(self.least, on_device))
+        resident = min(self.most_resident, max(self.least_resident, on_device))
         late: dict[str, Knob] = {"defer": blocks * 3 // 8, "slabs": MANY_SLABS}
         sent = placed.get("activations on host", 0.0) + placed.get("activations on NVMe", 0.0)
         away: dict[str, Knob] = {"offload": math.floor(sent * blocks)}
@@ -325,36 +341,37 @@ class Search:
             self.found.evaluate(*(start.with_knobs({**both, "hold": hold}) for hold in (0, blocks // 6)))
 
     def stay(self, start: Candidate, most: int, late: dict[str, Knob]) -> None:
-        """Try one split with so many parts of blocks' states on the device, whose weights and gradients stream, if they
-        have room there, and with as many as have.
+        """Try one split with parts of blocks' states on the device, while these blocks' weights and gradients stream:
+        `most` parts if they have room there, and as many as have room.
 
-        Where a drive holds what has no room, with as many as have room alone: each spares the drive two ways.
+        Where a drive holds what has no room elsewhere, only as many as have room are tried: each part spares the drive
+        a read and a write.
         """
         if start.workload.grad_clip is not None:
             return
         if not start.value("nvme"):
-            there = start.with_knobs({"resident": self.least, **late})
+            there = start.with_knobs({"resident": self.least_resident, **late})
             room = self.found.room.stays(there) if most else 0
             self.found.evaluate(*(there.with_knobs({"stay": n}) for n in sorted({min(most, room), room} - {0})))
             return
         thrifty: list[Candidate] = []
         for nested, inputs in SHARED_INPUTS.items():
-            ways = itertools.product(sorted({0, 1, self.least}), inputs, FEW_BUFFERS)
+            ways = itertools.product(sorted({0, 1, self.least_resident}), inputs, FEW_BUFFERS)
             some = [
                 self._staying(start.with_knobs({"resident": resident, "every": every, "nested": nested, **few}))
                 for resident, every, few in ways
             ]
             thrifty += sorted(some, key=self.found.room.on_the_drive)[: THRIFTIEST[nested]]
-        usual = [self._staying(start.with_knobs({"resident": self.least, **few})) for few in FEW_BUFFERS]
+        usual = [self._staying(start.with_knobs({"resident": self.least_resident, **few})) for few in FEW_BUFFERS]
         effort, blocks = self.found.effort, self.found.model.num_hidden_layers
         for there in dict.fromkeys((*usual, *thrifty)):
             self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, *(blocks // of for of in LATE))))
         self.found.effort = effort  # there are few: what follows may still take its own
 
     def _stay_and_pass(self, start: Candidate, passing: int, late: dict[str, Knob]) -> None:
-        """As many as have room, where so many blocks' states pass through the device, half as many, or a third.
+        """Try as many states on the device as have room beside those of `passing` blocks, half, or a third, that pass.
 
-        They come in parts, since buffers take room from what stays, and by the link that weights come by.
+        States that pass come in parts: their buffers take room from what stays, and weights need the same link.
         """
         blocks = self.found.model.num_hidden_layers
         parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
@@ -363,11 +380,14 @@ class Search:
             self.stay(both, blocks * parts, {**late, "slabs": MANY_SLABS * parts})
 
     def _staying(self, candidate: Candidate) -> Candidate:
-        """With as many parts of blocks' states on the device as have room there."""
+        """The candidate with as many parts of blocks' states on the device as have room there."""
         return candidate.with_knobs({"stay": self.found.room.stays(candidate)})
 
     def _hopeful(self, workload: Workload, resident: int, order: str) -> bool:
-        """Whether so many resident layers could fit, and the others' weights come in time: sums, not a schedule."""
+        """Whether so many resident layers could fit, and the others' weights arrive sooner than the best period.
+
+        A sum of bytes, before any schedule is built.
+        """
         layers, model = len(self.found.model.layers), self.found.model
         weights = model.params(model.largest_block) * workload.bytes.weight
         if (resident - 2) * (weights + state_of_block(model, workload)) > self.found.budget.device_bytes:
@@ -376,9 +396,10 @@ class Search:
         return loads * weights / self.found.profile.links.h2d.bandwidth.value * 1e9 < self.found.cost_ns
 
     def hold(self, workload: Workload, *residents: int) -> None:
-        """Try one split with as many blocks' weights on the device as it has room for, beside so many resident layers,
-        the fewest if left out."""
-        for resident, order in itertools.product(residents or (self.least,), orders(workload)):
+        """Try one split with as many blocks' weights held on the device as have room beside each number of resident
+        layers; beside the fewest if left out.
+        """
+        for resident, order in itertools.product(residents or (self.least_resident,), orders(workload)):
             start = replace(self.start, workload=workload).with_knobs({"order": order, "resident": resident})
             self.found.evaluate(*(start.with_knobs({"hold": hold}) for hold in self.found.room.holds(start)))
 
@@ -387,19 +408,20 @@ class Search:
         refine(self.found, begun=self.start, hold=hold, stride=stride)
 
     def improve(self, bounded: list[Bounded]) -> None:
-        """From the best candidate on by larger steps, then several knobs together, unless it is near the bound.
+        """Improve the best candidate by larger changes of one knob, then by several knobs together, unless it is near
+        the bound.
 
-        Where it is far off, as many blocks held as have room come first, of every split: one knob at a time does not
-        lead there from many that are resident.
+        Where it is far from the bound, each split is first tried with as many blocks' weights held as have room:
+        changing one knob at a time does not lead there from a candidate with many resident layers.
         """
         least_ns = min(found.period_ns for found, _ in bounded)
-        if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.begun and self.effort:
+        if self.found.cost_ns > least_ns * (1.0 + FAR_OFF) and self.start_fits and self.effort:
             effort = self.found.effort
-            # of few blocks two more that are resident are many, which a search of one knob at a time does not pass
+            # of few blocks, two more that are resident are many: one knob at a time does not get that far
             more = 3 if self.found.model.num_hidden_layers <= SHALLOW else 1
             for limit, workload in bounded:
                 if limit.period_ns < self.found.cost_ns:
-                    self.hold(workload, *range(self.least, self.least + more))
+                    self.hold(workload, *range(self.least_resident, self.least_resident + more))
             self.found.effort = effort  # there are few
         if self.found.cost_ns > least_ns * (1.0 + NEARLY_LEAST):
             self.found.effort = MORE * self.effort
