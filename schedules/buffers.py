@@ -23,7 +23,10 @@ MOST_BUFFERS = 400_000  # of a step: twice as many as it may have ops, few of wh
 
 
 def index(number: SupportsIndex, call: str) -> int:
-    """A layer or micro-batch as `call` was given it, maybe one of numpy's. Raises ProgramError: no True, 1.0 or "1"."""
+    """The number of a layer or micro-batch that `call` was given; numpy's integers count as such.
+
+    Raises ProgramError for anything else: True, 1.0, "1".
+    """
     try:
         if isinstance(number, bool):
             raise TypeError
@@ -131,7 +134,7 @@ class Buffers:
         return Ring(self, [self.buffer(slot, tier) for slot in names])
 
     def _of_activations(self, name: str, tier: Tier) -> str:
-        """A buffer for activations, which are put there without a word."""
+        """A buffer for activations, which a program takes by itself: the policy never names it."""
         if name in self._tiers:
             raise ProgramError(f"activations need a buffer {name}, and there is one already; give yours another name")
         return self.buffer(name, tier)
@@ -158,7 +161,7 @@ class Buffers:
         return self._homes[tensor]
 
     def at_home(self, tensor: str) -> Held:
-        """That buffer and the tensor, as ops take them that touch it there."""
+        """(home, tensor): the pair by which ops name a tensor in its home."""
         return self.home(tensor), tensor
 
     def holds(self, buffer: str) -> str | None:
@@ -173,7 +176,7 @@ class Buffers:
         return {buffer for buffer, held in self._holds.items() if held == tensor}
 
     def _access(self, op: str, buffer: str, tensor: str) -> Access:
-        """That an op touches a tensor in a buffer, which is made large enough for it."""
+        """The access of an op to a tensor in a buffer, which is made large enough for it."""
         if (buffer, tensor) not in self._accesses:
             if not isinstance(buffer, str):
                 due = f"a buffer for {tensor}, as .next() or load() of a ring gives"

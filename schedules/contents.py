@@ -29,13 +29,13 @@ class Content:
     version: int
     passes: tuple[str, ...] = ()  # gradients: the backward passes in it, sorted
     scaled: bool = False  # gradients: multiplied by the clipping coefficient
-    layers: tuple[str, ...] = ()  # norm: those whose gradients are in it, sorted; of what is not whole, the parts
-    updated: tuple[str, ...] = ()  # weights: the parts of them that are ahead of `version`, sorted
-    ended_by: str = ""  # saved activations: the op after which they are there no longer
+    layers: tuple[str, ...] = ()  # norm: layers whose gradients are in it, sorted; parts, where not all parts are
+    updated: tuple[str, ...] = ()  # weights: the parts that have had one update more than `version` says, sorted
+    ended_by: str = ""  # saved activations: the op that used them up, or moved them elsewhere
     writer: str = ""  # the op that wrote it, for messages
 
     def updated_in(self, part: Part | None) -> Content:
-        """These weights after an update of a part of them, or of all: of the next version once all parts are."""
+        """These weights after an update of `part` of them, or of all: the next version, once every part is updated."""
         due = sorted(map(str, tensors.parts(part.of))) if part else []
         updated = sorted({*self.updated, str(part)}) if part else []
         whole = updated == due
@@ -51,23 +51,25 @@ class Contents:
         self._trained_cls = trained.cls(schedule.workload)
         self._coverage = Coverage(schedule)
         self._held: dict[str, Content] = {}
-        self._may_hold: dict[str, set[str]] = {}  # saved activations -> all buffers that they are ever written to
+        self._may_hold: dict[str, set[str]] = {}  # saved activations -> all buffers that they are written to in a step
         for op in schedule.ops:
             for access in op.writes:
                 if parse(access.tensor).cls == tensors.SAVED:
                     self._may_hold.setdefault(access.tensor, set()).add(access.buffer)
         self._step = 0
-        # layer -> by how many steps the weights that it was computed with were at most behind
+        # layer -> the most steps by which weights that it was computed with were behind the newest
         self.behind = dict.fromkeys(self._coverage.layers, 0)
+        # (step and weights, micro-batch) -> the version that its forward read
         self._forward_version: dict[tuple[str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
 
     def check(self) -> Iterator[Violation]:
-        """Violations in program order; each op's first of a kind only, since later steps repeat it.
+        """Violations in program order; of one op and kind only the first, since later steps repeat it.
 
-        Three steps are read, and more while what is read grows older: not all of a declared staleness shows earlier.
-        Only the newest is updated, so what is behind by a step more than something else was copied from it: there is a
-        buffer per step.
+        Three steps are read, and further ones for as long as each finds weights a step older than the step before did:
+        weights that are n steps behind are seen in step n at the earliest. That ends. An update leaves no old version
+        in its own buffer, so every older version has a buffer of its own, and the oldest cannot be further behind than
+        there are buffers.
         """
         seen: set[tuple[str, str, str]] = set()
         most = min(self._schedule.staleness, len(self._schedule.buffers)) + 2
@@ -93,9 +95,9 @@ class Contents:
         return max(self.behind.values(), default=0)
 
     def newest(self) -> frozenset[str]:
-        """Of the buffers that hold something before the first step, those with what is newest when a step ends.
+        """Of the buffers in `initial`, those that hold the newest version of their tensor when a step ends.
 
-        Others have a copy that is behind, as an update in a further buffer leaves them.
+        The others hold an older copy: the update was made in another buffer.
         """
 
         def age(buffer: str) -> tuple[int, int]:
@@ -117,7 +119,7 @@ class Contents:
     # ---- reading
 
     def _read(self, op: Op, access: Access, found: dict[Access, Content]) -> Iterator[Violation]:
-        """Look up one read; what is found, or what should have been (so that one fault is told once)."""
+        """Check one read, and note in `found` what it finds, or else what it should have: so one fault is told once."""
         held = self._held.get(access.buffer)
         if held is None and self._step == 0 and self._is_kept(access.tensor):
             held = self._held[access.buffer] = Content(access.tensor, 0, writer="the state before the first step")
@@ -144,7 +146,7 @@ class Contents:
         )
 
     def _is_kept(self, tensor: str) -> bool:
-        """Whether a tensor is carried from one step to the next; not what is made of quantised weights."""
+        """Whether a tensor is carried from one step to the next. Weights that are made of quantised ones are not."""
         name = parse(tensor)
         return name.cls in tensors.PERSISTENT and not (
             name.cls == tensors.WEIGHT
@@ -152,7 +154,7 @@ class Contents:
         )
 
     def _unwritten(self, op: Op, access: Access) -> str:
-        """Why a buffer is still empty where an op reads it; what the step before wrote there may seem to be left."""
+        """Why a buffer is still empty where an op reads it, though a later op of each step may write to it."""
         name = parse(access.tensor)
         if name.cls == tensors.WEIGHT and not self._is_kept(access.tensor):
             packed = tensors.named(tensors.QUANTISED, name.layer)
@@ -164,10 +166,12 @@ class Contents:
         return f"no op wrote it before {op.name}"
 
     def _age(self, op: Op, buffer: str, held: Content) -> Violation | None:
-        """Weights must be of the version this step trains (or as stale as declared); the rest of this step."""
+        """What is wrong with the version that an op reads: of weights it must be the one that this step trains, or as
+        stale as declared; anything else must be of this step.
+        """
         cls = parse(held.tensor).cls
         if cls == tensors.STATE or (cls in tensors.PARAMETERS and op.phase not in COMPUTE):
-            return None  # carried along; checked where it is computed with or updated
+            return None  # only moved here; checked where it is computed with or updated
         if cls in tensors.PARAMETERS and (cls != self._trained_cls or not self._coverage.layers):
             return None  # frozen: there is one version
         what = describe(held.tensor)
@@ -230,7 +234,9 @@ class Contents:
         yield from ()
 
     def _end(self, op: Op, saved: str) -> None:
-        """Activations saved in a layer are one thing: two ops on them in two buffers would be in no order."""
+        """No buffer has these activations any longer. They are one object with one memory at a time: nothing would
+        order an op that used them in one buffer and an op that used them in another.
+        """
         for buffer in self._may_hold.get(saved, ()):
             content = self._held.get(buffer)
             if content is not None and content.tensor == saved:
@@ -342,7 +348,7 @@ class Contents:
         self._write(op, state, replace(found[state], version=found[state].version + 1))
 
     def _up_to_date(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
-        """What is updated has had every update so far: else several copies could take turns, each trained by a part."""
+        """What is updated must have had every update so far: otherwise copies could take turns, each having some."""
         if content.version != self._step and parse(access.tensor).layer not in self._coverage.miscounted:
             yield Violation(
                 rule="stale read",

@@ -122,7 +122,7 @@ def unrolled(ops: Sequence[Op], steps: int) -> Iterator[tuple[Instance, Op]]:
 
 
 def in_order(schedule: Schedule, order: HappensBefore, *, steps: int) -> Iterator[tuple[Instance, Op, Clock]]:
-    """The ops of `steps` steps, each with what has finished when it starts; fills `order` on the way."""
+    """The ops of `steps` steps, each with what is known to have finished when it starts; records them in `order`."""
     for instance, op in unrolled(schedule.ops, steps):
         clock = order.start(op)
         for on, distance in schedule.waits_at[instance.place]:
@@ -136,10 +136,10 @@ def in_order(schedule: Schedule, order: HappensBefore, *, steps: int) -> Iterato
 def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
     """The fewest waits that keep every hazard of the repeating program in order.
 
-    Two steps are unrolled; the waits of the second are those of the steady state. Hazards are taken latest
-    first, so that one already implied by a later one needs no wait: this is the transitive reduction,
-    because a predecessor can only be implied by one that stands after it in program order. A hazard inside
-    a step is implied inside that step alone, so the waits of distance 0 protect the first step as well.
+    Two steps are unrolled; the second one's waits are those of the steady state. An op's predecessors are looked at
+    from the latest to the earliest, and one that is already known to have finished by then needs no wait. This is the
+    transitive reduction, since only a predecessor that is later in program order can imply an earlier one. What implies
+    a hazard inside a step lies inside that step too, so the waits of distance 0 also protect the first step.
     """
     accesses, order = Accesses(), HappensBefore()
     waits: list[Wait] = []

@@ -45,7 +45,7 @@ class Program(Buffers):
         self._fused = fused
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
-        self._left: dict[int, int] = {}  # parts of a layer that are yet to be updated
+        self._parts_left: dict[int, int] = {}  # layer -> how many parts of its state are yet to be updated
         self._activations = ActivationBuffers(self._of_activations, self.nbytes)
 
     # ---- copies
@@ -59,13 +59,13 @@ class Program(Buffers):
         stream: Stream = Stream.H2D,
         blocking: bool = False,
     ) -> str:
-        """Copy `tensor` toward the GPU, from its home unless `out_of` names another buffer; returns `into`."""
+        """Copy `tensor` toward the GPU, from its home unless `out_of` names another buffer. Returns `into`."""
         source = out_of or self.home(tensor)
         self._copy(Kind.PREFETCH, tensor, source, into, stream, blocking)
         return into
 
     def load(self, tensor: str, into: Ring | str, *, stream: Stream = Stream.H2D, blocking: bool = False) -> str:
-        """The slot of a ring, or the buffer, that holds `tensor`, copied there from its home unless it still stands."""
+        """The slot of a ring, or the buffer, that holds `tensor`; copies it there from its home unless it is there."""
         if isinstance(into, Ring):
             if (slot := into.holding(tensor)) is not None:
                 return slot
@@ -83,9 +83,9 @@ class Program(Buffers):
         stream: Stream = Stream.D2H,
         blocking: bool = False,
     ) -> str:
-        """Copy `tensor` away from the GPU, to its home unless `into` says otherwise; returns the target.
+        """Copy `tensor` away from the GPU, to its home unless `into` names another buffer. Returns the target.
 
-        A part of a gradient is copied out of the whole where that is what `out_of` holds.
+        If `out_of` holds a whole gradient and `tensor` is a part of it, that part is copied.
         """
         target = into or self.home(tensor)
         self._copy(Kind.OFFLOAD, tensor, out_of, target, stream, blocking)
@@ -189,8 +189,8 @@ class Program(Buffers):
     ) -> None:
         """Final norm, head and cross-entropy of micro-batch m, forward and backward at once.
 
-        With tied embeddings the table is read too, and its gradient added to. Frozen weights have no gradient, and
-        where the task is to evaluate there is no backward.
+        With tied embeddings it also reads the embedding's table and adds to its gradient. Frozen weights have no
+        gradient, and a workload that only evaluates has no backward.
         """
         m = index(m, "loss")
         head, source = self.model.head, self.output(self.model.head - 1, m)
@@ -211,10 +211,10 @@ class Program(Buffers):
     def backward(
         self, i: int, m: int = 0, *, weights: str | None = None, grad: str | None = None, blocking: bool = False
     ) -> None:
-        """Backward of layer i (the embedding or a block) for micro-batch m.
+        """Backward of layer i (the embedding or a block) for micro-batch m; frees what the layer kept for it.
 
-        The gradient is added to a buffer that already holds this layer's gradient, and stored otherwise.
-        What the layer kept is freed.
+        The gradient is added to what `grad` (its home if left out) holds if that is this layer's gradient already, and
+        overwrites it otherwise.
         """
         i, m = index(i, "backward"), index(m, "backward")
         if i == self.model.head:
@@ -301,10 +301,12 @@ class Program(Buffers):
         fresh: bool = False,
         part: Part | None = None,
     ) -> None:
-        """Add layer i's gradient in `out_of` to its sum, at home if left out; a plain store where there is none yet.
+        """Add layer i's gradient in `out_of` to its sum in `into`, or at home; if there is no sum yet, store it there.
 
-        `wide`: the sum is the one in fp32. `fresh`: a store goes into memory allocated for it, whose pages the system
-        has yet to give. `part`: only that part is there.
+        Args:
+            wide: the sum is in fp32.
+            fresh: a store goes into memory that is allocated for it, whose pages the system has yet to provide.
+            part: only this part of the gradient is there.
         """
         i = index(i, "accumulate")
         reads, grad = [(out_of, self.grad(i, part=part))], self.grad(i, wide=wide, part=part)
@@ -320,8 +322,9 @@ class Program(Buffers):
         self._update(f"C.{target[1]}", Phase.CAST, layer, stream, [source], [target])
 
     def dequantise(self, i: int, *, into: str, out_of: str | None = None) -> str:
-        """Make the weights of block i of its quantised ones, at home unless `out_of` names another buffer, on the
-        device; returns `into`.
+        """Make the whole weights of block i from its quantised ones, on the device. Returns `into`.
+
+        The quantised weights are read at home unless `out_of` names another buffer.
         """
         i = index(i, "dequantise")
         packed = self.quantised(i)
@@ -336,7 +339,7 @@ class Program(Buffers):
         self._update(name, Phase.NORM, None, stream, reads, writes)
 
     def scale(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
-        """Multiply a gradient by the clipping coefficient; a full pass over memory even where it is one."""
+        """Multiply a gradient by the clipping coefficient: a pass over all of it, even if the coefficient is 1."""
         i, grad = index(i, "scale"), held(grad, "scale(grad=...)")
         self._update(f"S.{grad[1]}", Phase.SCALE, i, stream, [grad, *self._clip()], [grad])
 
@@ -359,10 +362,11 @@ class Program(Buffers):
     ) -> None:
         """The optimizer's step on layer i, or on its adapters, in the buffers named, or at home.
 
-        With gradient clipping it reads the global norm, unless the gradient was `scaled` before. A block's matrices
-        are updated by Muon on the device.
-        Copies of the weights elsewhere are out of date afterwards. A state that is in parts is updated part by part,
-        in any order, and with each as much of the weights, by the whole gradient or the same part of it.
+        With gradient clipping it reads the global norm, unless the gradient was `scaled` before. Muon updates a block's
+        matrices, and only on the device. Copies of the weights in other buffers are out of date afterwards.
+
+        A state that is in parts is updated part by part, in any order. Each of these updates changes the same `part` of
+        the weights, and reads the whole gradient or that part of it.
         """
         i = index(i, "update")
         if stream != Stream.COMPUTE and matrices(self.model, self.workload, i):
@@ -384,12 +388,12 @@ class Program(Buffers):
         name = f"U.{self.model.layer_name(i)}"
         self._update(name if part is None else f"{name}.{part}", Phase.ADAM, i, stream, reads, own)
         target, weight = own[1]
-        if not self._left.get(i):  # nothing of it was updated yet
+        if not self._parts_left.get(i):  # nothing of it was updated yet
             for buffer in self._holding(weight) - {target}:
                 self.discard(buffer)
-            self._left[i] = 1 if part is None else part.of
-        self._left[i] -= 1
-        if not self._left[i] or parse(grad[1]).part is not None:
+            self._parts_left[i] = 1 if part is None else part.of
+        self._parts_left[i] -= 1
+        if not self._parts_left[i] or parse(grad[1]).part is not None:
             self.discard(grad[0])
 
     def _clip(self) -> list[Held]:
@@ -430,7 +434,7 @@ class Program(Buffers):
     # ---- fitting
 
     def device_bytes(self) -> int:
-        """Bytes of the device that the program takes as written so far, its largest workspace included."""
+        """Device bytes that the program takes as far as it is written, its largest workspace included."""
         ran = {(op.layer, op.phase) for op in self._ops if op.takes_workspace and op.layer is not None}
         workspaces = (self._amounts.workspace(i, phase) for i, phase in ran)
         return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
@@ -438,10 +442,10 @@ class Program(Buffers):
     def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
         """About how many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches.
 
-        To be asked of the whole program written so that every block is recomputed: what it holds already,
-        its largest workspace included, is taken from the budget, and the one buffer for what a recompute
-        saves is counted once. What else changes where a block keeps them is not counted: `most_that_fit` writes the
-        program again to see.
+        Ask it of the whole program, written so that every block is recomputed. What the program holds then, its largest
+        workspace included, is taken from the budget; the one buffer that a recompute saves into also serves the
+        first block that keeps. Whatever else changes when a block keeps its activations is not counted: `most_that_fit`
+        writes the program again to see.
         """
         one = self.nbytes(self.saved(self.model.largest_block, 0))
         spare = memory.device_bytes - self.device_bytes() + one
@@ -450,7 +454,7 @@ class Program(Buffers):
     # ---- the schedule
 
     def build(self, *, policy: str, knobs: Mapping[str, Knob] | None = None, waits: bool = True) -> Schedule:
-        """The finished schedule, with the waits that its hazards need, unless it is only to be weighed.
+        """The finished schedule, with the waits that its hazards need; without `waits` it can only be weighed.
 
         Raises:
             ProgramError: an activation was made and never freed, so that it would grow from step to step.

@@ -1,7 +1,7 @@
 """Is a schedule safe? Every hazard re-derived from the accesses, and every read followed to its write.
 
-`verify` finds the problems before anything runs, all at once but for those that would only follow from others. What it
-returns is the only thing the executor accepts.
+`verify` finds the problems before anything runs: all at once, except those that are only consequences of others. The
+executor accepts nothing but what `verify` returns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ScheduleError(Refused):
 
 
 def _alike(violations: list[Violation]) -> list[list[Violation]]:
-    """Those that differ in numbers only, together."""
+    """The violations in groups whose messages differ in numbers only."""
     groups: dict[str, list[Violation]] = {}
     for violation in violations:
         groups.setdefault(re.sub(r"\d+", "", str(violation)), []).append(violation)
@@ -70,7 +70,7 @@ class Verified:
     fingerprint: str
     initial: dict[str, str]  # buffer -> the tensor it must hold before the first step
     newest: frozenset[str]  # of these, those with its newest version when a step ends
-    behind: dict[str, int]  # layer that is trained -> by how many steps the weights it is computed with are behind
+    behind: dict[str, int]  # trained layer -> by how many steps the weights that it is computed with are behind
 
     def allocated_bytes(self) -> dict[Tier, int]:
         """Bytes of buffers per tier."""
@@ -80,14 +80,17 @@ class Verified:
 def verify(schedule: Schedule) -> Verified:
     """Prove a schedule safe for any number of steps.
 
-    In order: every name, size and wait has a meaning; no wait is for an op issued later (a deadlock, or an
-    event never recorded); read in program order, every op finds the tensors it names at the version it is
-    due, and every gradient is complete and applied once; streams and waits keep every hazard in that order;
-    bytes, FLOPs and parameters are those of what each op touches.
+    What is checked, in this order:
+      - every name, size and wait has a meaning;
+      - no wait is for an op issued later, which would be a deadlock, or a wait for an event that is never recorded;
+      - read in program order, every op finds the tensors it names, in the version that is due, and every gradient is
+        complete and applied once;
+      - streams and waits keep every hazard in program order;
+      - each op's bytes, FLOPs and parameters are those of the tensors it touches.
 
     Raises:
-        ScheduleError: with all violations found. Where a name, size or wait has no meaning nothing else is looked at,
-            and amounts, which follow from what ops touch, only where all else is right.
+        ScheduleError: with all violations found. If a name, size or wait has no meaning, the other checks are left out;
+            the amounts are checked only if all else is right.
     """
     violations = list(malformed(schedule))
     if violations:  # the other checks would stumble over the same faults
