@@ -1,9 +1,9 @@
 """A GPU as a machine: its queues are CUDA streams, its memories the GPU's own and pinned slabs of the host.
 
-Each device stream has a thread that hands its ops over to CUDA, in order. What an op waits for on another device
-stream becomes an event that the GPU waits for; for what runs on a thread of the host (the optimizer), the
-handing thread waits itself. So the issuing thread never waits for anything it was not told to wait for, the GPU
-always has the next ops queued, and nothing is left waiting on the GPU when an op on the host fails.
+Each device stream has a thread of the host that hands the stream's ops over to CUDA, in order. To wait for an op of
+another device stream, it has the GPU wait for that op's event; for an op on the host, such as the optimizer's, it waits
+itself. So the issuing thread waits for nothing that it was not told to wait for, the GPU always has the next ops
+queued, and when an op on the host fails, nothing is left waiting on the GPU.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from sim.units import scaled
 IN_FLIGHT = 8  # ops handed over to a stream and not finished: enough to never starve it
 RESERVED_CORES = 2  # for the issuing thread and the one that launches kernels; the optimizer takes the others
 AHEAD_S, AHEAD_UP_TO = 2e-3, 8192  # see `kept_at_work`; tokens of a micro-batch
-LOADED_S = 1.0  # after which the clock of a GPU at work has settled
+LOADED_S = 1.0  # of work, after which a GPU's clock has settled
 QUEUES = 32  # the most that CUDA makes
-SWITCH_S = 2e-4  # after which a thread gives Python's lock to one that has an op to hand over; 5 ms if nothing is said
+SWITCH_S = 2e-4  # a thread gives up Python's lock after that to one that has an op to hand over; Python's own is 5 ms
 
 
 class DeviceEvent(CpuEvent):
-    """The end of a task on a CUDA stream. Its CPU part tells when the task was handed over to CUDA.
+    """The end of a task on a CUDA stream. As a CpuEvent it is reached once the task is handed over to CUDA.
 
-    `failed` is told what goes wrong on the GPU, which shows when somebody waits; `delay` is queued before the task.
+    `failed` is told of an error on the GPU, which shows only when somebody waits; `delay` queues something before the
+    task.
     """
 
     __slots__ = ("_clock", "_delay", "_end", "_failed", "_start", "_stream", "host_ns")
@@ -60,7 +61,7 @@ class DeviceEvent(CpuEvent):
         super().__init__()
         self._stream, self._clock, self._failed, self._delay = stream, clock, failed, delay
         self._start, self._end = timed_event(), timed_event()
-        self.host_ns = 0  # what handing over took
+        self.host_ns = 0  # how long handing over took
 
     def span(self) -> tuple[int, int]:
         """See Event."""
@@ -106,9 +107,9 @@ class DeviceEvent(CpuEvent):
 class CudaBackend(CpuBackend):
     """See Backend. Ops of h2d, compute and d2h run on CUDA streams, all others as on the CPU.
 
-    `threads` as in CpuBackend; where nothing is said, the optimizer's stream has all cores but two of those beside the
-    GPU, where the memory that it works on is. A stream has at most IN_FLIGHT ops ahead of the GPU, so that memory which
-    torch frees in stream order comes back.
+    `threads` is as in CpuBackend. Unless it says otherwise, the optimizer's stream has all but RESERVED_CORES of the
+    cores beside the GPU, since the memory that it works on is there. At most IN_FLIGHT ops of a stream are ahead of the
+    GPU, so that memory which torch frees in stream order comes back.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class CudaBackend(CpuBackend):
 
     @property
     def clock_ns(self) -> int:
-        """Within what time the two clocks were read side by side, at worst: a span is as exact as that."""
+        """How far apart the two clocks were read, at worst: a span is as exact as that."""
         return self._clock.within_ns
 
     @functools.cached_property
@@ -236,11 +237,13 @@ def kept_at_work(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> 
     """Within, a GPU computes something else wherever its compute stream would wait for a copy or for the host.
 
     A GPU that rests between two ops runs the next one at a higher clock than it can keep in a step that computes all
-    the time: of an H200 at its limit of 700 W, ops took a seventh less (analysis/results/gpu/h200). Nor does a reading
-    hold launches, which in a step come before it and are what handing over costs: for AHEAD_S before an op the GPU has
-    other work, so that the host launches all of it meanwhile. As a graph it is launched while the op before it runs,
-    unless that is the host's, or one that it computes beside; ops of more than AHEAD_UP_TO tokens last longer than
-    their launches anyway.
+    the time: on an H200 at its limit of 700 W, ops took a seventh less time (analysis/results/gpu/h200).
+
+    An op's time must not contain its launches either: in a step they happen while the op before it runs, and handing
+    over is measured by itself. So for AHEAD_S before an op the GPU gets other work, during which the host launches all
+    of the op. With `graphs` that is needed only after an op of the host, or before a compute op that follows one of
+    another stream: any other is launched, as a graph, while the op before it runs. Ops of more than AHEAD_UP_TO tokens
+    take longer than their launches anyway.
     """
     if not isinstance(backend, CudaBackend):
         yield
@@ -260,7 +263,7 @@ def kept_at_work(backend: Backend[Any], schedule: Schedule, *, graphs: bool) -> 
 
 
 def handed_over(events: Iterable[tuple[Op, DeviceEvent]]) -> dict[str, list[int]]:
-    """What it took the host to hand ops over, ns, by their kind in a profile's `issue`."""
+    """How long the host took to hand ops over, ns, by their kind in a profile's `issue`."""
     found: dict[str, list[int]] = defaultdict(list)
     for op, event in events:
         found[issue_kind(op)].append(event.host_ns)
@@ -270,9 +273,9 @@ def handed_over(events: Iterable[tuple[Op, DeviceEvent]]) -> dict[str, list[int]
 def prepare_process() -> None:
     """Set what torch and CUDA read from the environment as they begin; nothing that is set there already.
 
-    torch's allocator leaves no holes between allocations of different sizes. Streams have queues of their own on the
-    GPU, of which CUDA makes 8 if nothing is said: two on one would wait for each other. A
-    warning of torch's about a thread of its own is not shown.
+    torch's allocator shall leave no holes between allocations of different sizes. Every stream shall have a queue of
+    its own on the GPU, since two on one queue would wait for each other: CUDA makes 8 unless told to make more. And a
+    warning of torch about a thread of its own is not shown.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(QUEUES))
     # autograd's own thread has none until its first kernel, and torch sets it then

@@ -15,19 +15,19 @@ READINGS = 4  # of the clocks that are remembered: those that the steps in fligh
 class Clock:
     """Maps moments on the GPU to `time.perf_counter_ns`.
 
-    The two clocks are read side by side as a first moment is asked for that lies after the last reading; between two
-    readings time is a straight line. So the order of moments is kept, and no drift adds up.
+    The two clocks are read side by side whenever a moment is asked for that lies after the last reading, and between
+    two readings the map is a straight line. So moments stay in order, and a drift of the clocks does not add up.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream  # with nothing else on it: its events are reached at once
-        self.within_ns = 0  # of which two moments that belong together were read, the worst reading so far
+        self.within_ns = 0  # how far apart the two clocks were read, in the worst reading so far
         self._readings = deque[tuple[torch.cuda.Event, int]](maxlen=READINGS)
         self._since_ms: list[float] = []  # of the readings, from the oldest on
         self._read()
 
     def ns(self, event: torch.cuda.Event) -> int:
-        """When an event was reached that the host knows has been."""
+        """When an event was reached; the host must know that it has been."""
         if self._readings[0][0].elapsed_time(event) > self._since_ms[-1]:
             self._read()
         oldest, oldest_ns = self._readings[0]

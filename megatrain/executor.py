@@ -23,17 +23,18 @@ TRACED = 200  # steps; a training of thousands must not fill memory with its pas
 
 
 class NotVerified(TypeError):
-    """A schedule that no proof stands behind, or another than the one that was proven."""
+    """A schedule that was not verified, or that has changed since it was."""
 
 
 class Executor(Generic[E]):
     """Runs steps of one verified schedule on one backend.
 
-    `works` is what each op does, in program order; nothing if left out, for a backend that only keeps time.
-    `delay_s` gives an artificial start-up time to each op as it is issued: a correct schedule does not notice.
-    With `record`, every op's times of the last TRACED steps are kept for `trace`.
+    Args:
+        works: what each op does, in program order. If left out, ops do nothing, for a backend that only keeps time.
+        delay_s: gives an artificial delay to each op as it is issued, which a correct schedule does not notice.
+        record: keep every op's times of the last TRACED steps for `trace`.
 
-    Whoever owns the backend closes it; after an error the executor is of no use.
+    Whoever owns the backend closes it. After an error the executor is of no further use.
 
     Raises:
         NotVerified: `verified` is not what `verify` returned for this very schedule.
@@ -53,8 +54,10 @@ class Executor(Generic[E]):
         self._works = works if works is not None else [_nothing] * len(self._schedule.ops)
         self._delay_s = delay_s
         self._record = record
-        self._rows: list[tuple[int, int, E]] = []  # step, moment of issue and event of ops that may not have finished
-        self._times: deque[tuple[int, Ints]] = deque(maxlen=TRACED)  # step, moments of [op, (issue, start, end)] in ns
+        # (step, moment of issue, event) of ops that may not have finished
+        self._rows: list[tuple[int, int, E]] = []
+        # (step, moments in ns, int64 [op, (issue, start, end)]) of steps that have
+        self._times: deque[tuple[int, Ints]] = deque(maxlen=TRACED)
         self._waits = self._schedule.waits_at
         self._last_of_stream = [self._schedule.index[ops[-1].name] for ops in self._schedule.streams.values()]
         self._steps: dict[int, list[E]] = {}  # events of steps not yet known to have finished, and of the last
@@ -69,7 +72,7 @@ class Executor(Generic[E]):
         for index in range(len(self._works)):
             events.append(self._issue(index, step, events))
         self._steps[step] = events
-        del self._rows[: -TRACED * len(self._works)]  # where nobody waits for steps
+        del self._rows[: -TRACED * len(self._works)]  # they would pile up where nobody waits for steps
 
     def _issue(self, index: int, step: int, events: Sequence[E]) -> E:
         op = self._schedule.ops[index]
@@ -118,7 +121,7 @@ class Executor(Generic[E]):
         return self.trace()
 
     def _read_times(self, step: int) -> None:
-        """Of all ops up to a step that has finished: numbers in the place of their events."""
+        """Replace the events of all ops up to a step that has finished by their times."""
         count = len(self._works)
         while self._rows and self._rows[0][0] <= step:
             rows = [(issued, *event.span()) for _, issued, event in self._rows[:count]]
@@ -126,9 +129,10 @@ class Executor(Generic[E]):
             del self._rows[:count]
 
     def trace(self) -> Trace:
-        """Times of the ops recorded since the last call; all must have finished. From the first issue on, in ns.
+        """Times, in ns, of the ops recorded since the last call; all must have finished.
 
-        The first step told is step 0 of the trace. For a backend that predicts, time starts at its zero.
+        The first step among them is step 0 of the trace, and its first issue is time 0; a backend that predicts has a
+        zero of its own.
         """
         steps, times = [step for step, _ in self._times], [moments for _, moments in self._times]
         self._times.clear()
@@ -150,9 +154,9 @@ class Executor(Generic[E]):
         )
 
     def _released_by(self, op: Ints, step: Ints, issue_ns: Ints, end_ns: Ints) -> Ints:
-        """Per row, which of the rows it had to follow ended last (of several, the one issued last).
+        """Per row, which of the rows that it had to follow ended last (of several, the one issued last).
 
-        ISSUE if that was before the row was issued.
+        ISSUE if they had all ended before the row was issued.
         """
         count = len(self._schedule.ops)
         found = np.full(len(op), ISSUE, dtype=np.int64)
@@ -173,15 +177,16 @@ class Executor(Generic[E]):
 
 
 def serial(schedule: Schedule) -> Schedule:
-    """The same, with the host waiting for every op: none runs beside another."""
+    """The same schedule with the host waiting for every op, so that none runs beside another."""
     return replace(schedule, ops=tuple(replace(op, blocking=True) for op in schedule.ops))
 
 
 def in_turn(schedule: Schedule) -> Schedule:
-    """The same, each op after the one before it on whatever stream: none runs beside another, nor waits for the host.
+    """The same schedule with each op waiting for the one before it, on whatever stream that is.
 
-    What is on a GPU is queued there while the op before it runs, so that the GPU rests only for a copy or the host:
-    `megatrain.cuda.kept_at_work` has it compute meanwhile.
+    So none runs beside another, and yet the host does not wait: an op of the GPU is queued there while the op before it
+    runs. The GPU's compute stream is idle only during a copy or an op of the host, and `megatrain.cuda.kept_at_work`
+    has it compute something else meanwhile.
     """
     follows = []
     for place, op in enumerate(schedule.ops):

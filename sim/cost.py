@@ -29,21 +29,22 @@ DRAM, CORES = "dram", "cores"
 GPU, HBM = "gpu", "hbm"
 NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
 
-# What of its fp32 rate a GPU's update takes with 8-bit moments, whose codes are looked up and rounded to: FLOP a
-# parameter. An H200, of 67 TFLOP/s, updates 140 Gparam/s, where its memory would allow 420 (analysis/results/gpu/h200).
+# FLOP a parameter, at a GPU's fp32 rate, that an update with 8-bit moments takes: their codes are looked up and rounded
+# to. An H200, of 67 TFLOP/s, updates 140 Gparam/s, where its memory would allow 420 (analysis/results/gpu/h200).
 FLOPS_OF_8BIT = 478
 
 HOUR_NS = 3.6e12
-LONGEST_NS = 1e13  # of one op: the times of many steps of many of them still fit 64 bits
+LONGEST_NS = 1e13  # that an op may take: the sum over many steps of many ops still fits 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmeasured:
     """An op that a measured profile has no time for, and what that profile covers, in words.
 
-    `signature` is as `sim.signature` makes it, `workload` the schedule's; `kind` says in words what kind of op it is,
-    where the profile has times of such steps and of no such op, "" elsewhere. `command` measures this op and all others
-    of such a step; where the kind is lacking, those of this policy.
+    signature: as `sim.signature` makes it.
+    kind: what kind of op it is, in words, where the profile has times of such steps but of no op of this kind; else "".
+    command: what measures the missing ops: all of such a step, or where the kind is lacking, those of this policy.
+    workload: the schedule's.
     """
 
     signature: str
@@ -79,7 +80,7 @@ class TooLong(InputError):
 class Terms:
     """What the simulation counts. With all off, ops run as if alone, issued for free, at full bandwidth.
 
-    issue: the host thread spends time on every op it issues, and streams notice later what releases them.
+    issue: the host thread spends time on every op it issues, and a stream takes time to notice what releases its ops.
     size_dependent_bandwidth: copies have a latency, and small ones do not reach the full bandwidth.
     sharing: ops that run at once share link, host memory, cores and GPU.
     compute_slowdown: GPU work goes slower while a copy over the link runs.
@@ -97,9 +98,11 @@ class Terms:
 class Demand:
     """What one op asks for.
 
-    `duration_ns` is its time running alone, `usage` the share in [0, 1] of each resource that it then
-    uses, `issue_ns` the host thread's time until the op is in its queue, `wake_ns` how long after its issue, or after
-    the end of an op of another stream that it waits for, its own stream notices.
+    duration_ns: its time running alone.
+    usage: the share in [0, 1] of each resource that it uses while it runs alone.
+    issue_ns: the host thread's time until the op is in its queue.
+    wake_ns: how long its stream takes to notice that the op is issued, or that what it waits for on another stream has
+        ended.
     """
 
     duration_ns: int
@@ -111,7 +114,7 @@ class Demand:
 def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()) -> tuple[Demand, ...]:
     """The demand of every op, in program order.
 
-    Waking up the host after a wait is counted in the issue of the op that follows.
+    The time that the host takes to wake up from a wait is counted as issue of the op that follows.
 
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
@@ -127,7 +130,7 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
         host_waited = before.blocking or (before.stream == Stream.HOST and before.name in waits)
         issue = (_issue_ns(op, profile) + host_waited * profile.issue.sync.value) if terms.issue else 0.0
         duration, usage = _work(op, schedule, profile, terms)
-        # the host's own waking is in the issue of what follows
+        # what the host itself takes to wake up is in the issue of what follows
         wake = profile.issue.wake if terms.issue and op.stream != Stream.HOST else None
         wake_ns = 0 if wake is None else round(_bounded(wake.value, op, profile))
         issue_ns = round(_bounded(issue, op, profile))
@@ -138,14 +141,14 @@ def demands(schedule: Schedule, profile: HardwareProfile, terms: Terms = Terms()
 def peak_flops(profile: HardwareProfile, workload: Workload) -> float:
     """Peak matrix rate, FLOP/s, in the element type that the workload computes with.
 
-    It is what MFU refers to, and that of the activations where blocks multiply in fewer bits.
+    MFU refers to it. Where blocks multiply in fewer bits it is still the rate of the activations' type.
     """
     fp32 = workload.bytes.activation == 4
     return (profile.gpu.fp32_flops if fp32 else profile.gpu.matmul_flops).value
 
 
 def issue_kind(op: Op) -> str:
-    """The field of a profile's `issue` that says what the op costs to issue. The optimizer on the device computes."""
+    """The field of a profile's `issue` that says what the op costs to issue; an update on the device is a compute."""
     if op.phase == Phase.COPY:
         return "copy"
     return "compute" if op.on_device else "update"
@@ -172,8 +175,9 @@ def _work(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) ->
 
 
 def _copy(op: Op, schedule: Schedule, profile: HardwareProfile, terms: Terms) -> tuple[int, Mapping[str, float]]:
-    """A copy goes at the pace of the slowest thing on its way; that one it occupies wholly. Within a tier it may have
-    been timed.
+    """A copy goes at the pace of the slowest resource on its way, and uses all of that one.
+
+    A copy within a tier may have been timed: then it takes as long as measured.
     """
     rates, latency_ns, half_size = _way(*schedule.route(op), profile)
     slowest = min(rates, key=lambda resource: rates[resource])  # the first of equals: the copy engine
@@ -231,7 +235,7 @@ def _compute(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int,
 
 
 def _of_device(op: Op, duration_ns: float, profile: HardwareProfile) -> dict[str, float]:
-    """What an op that computes on the device uses; without a GPU that is the host's own cores and memory."""
+    """What an op that computes on the device uses: the GPU, and without one the host's own cores and memory too."""
     usage = {GPU: 1.0}
     if profile.host.compute_threads is not None:
         usage[CORES] = min(1.0, profile.host.compute_threads.value / profile.host.cores.value)
@@ -263,7 +267,7 @@ def _unmeasured(op: Op, schedule: Schedule, profile: HardwareProfile) -> Unmeasu
 
 
 def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:
-    """The same, None where there is none in the profile. A part of a layer takes its part of the layer's time."""
+    """The measured time of an op in ns, None if the profile has none. A part of a layer takes its part of the time."""
     if profile.mode == "datasheet" or profile.measured is None or profile.measured.op_times is None:
         return None
     if not is_timed(op, schedule):
@@ -277,10 +281,10 @@ def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float
 
 
 def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
-    """An estimate where nothing is measured: matrix products, then the pointwise kernels between them.
+    """An estimate where nothing is measured: matrix products, attention, and the pointwise kernels between them.
 
-    A product takes the longer of its FLOPs and of its operands' and results' traffic; attention has its own efficiency.
-    Pointwise kernels move what is left of the op's bytes.
+    Products take as long as their FLOPs, or as the traffic of their operands and results if that is longer; attention
+    has an efficiency of its own. Pointwise kernels move the rest of the op's bytes.
     """
     gpu, peak = profile.gpu, peak_flops(profile, workload)
     attention = op.flops * _attention_share(op, model, workload)
@@ -315,7 +319,7 @@ def _product_bytes(op: Op, model: ModelSpec, workload: Workload) -> int:
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
-    """Which part of a block op's FLOPs is attention's: two products forward, four backward."""
+    """The fraction of a block op's FLOPs that is attention's: two products forward, four backward."""
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
     attention = attention_flops(model, op.layer, workload) * (2 if op.phase == Phase.BACKWARD else 1)
@@ -327,10 +331,10 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
 
 
 def _update(op: Op, schedule: Schedule, profile: HardwareProfile) -> tuple[int, Mapping[str, float]]:
-    """As measured; else by the optimizer's rate, and what else passes over memory by its traffic where it runs.
+    """As measured; else a step of the optimizer by its rate, and any other pass over memory by its traffic.
 
-    What is written into pages that the process is only now given goes at one thread's pace, where that is known and
-    the op was not timed with them.
+    Writing into pages that the system has yet to provide goes at one thread's pace, where the profile has that, and
+    where the op was not timed with such pages.
     """
     gpu, host = profile.gpu, profile.host
     known = duration = _tabulated_ns(op, schedule, profile)

@@ -1,7 +1,7 @@
 """Plays a schedule in time: the issuing host, one process per stream, and what ops share while they run.
 
-Time is integer nanoseconds. An op that is never slowed ends exactly its duration after it started; one that
-is slowed ends at the first whole nanosecond at which its work is done.
+Time is integer nanoseconds. An op that nothing slows down ends exactly its duration after its start; one that is slowed
+down ends at the first whole nanosecond at which its work is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sim.sharing import speeds
 
 _Steps = Generator[simpy.Event, Any, None]
 
-FULL = 1 << 50  # full speed: work done per nanosecond by an op that runs as if alone
+FULL = 1 << 50  # full speed: units of work that an op which runs as if alone does in a nanosecond
 
 
 class Stuck(Refused):
@@ -74,7 +74,7 @@ def play(
     slowdown: float = 0.0,
     machine: str = "none",
 ) -> Trace:
-    """Run a schedule whose ops have the given demands.
+    """The trace of a schedule whose ops have the given demands.
 
     Args:
         costs: one per op, in program order.
@@ -106,7 +106,7 @@ def play(
 
 
 def _only_kind(usage: Mapping[str, float]) -> Mapping[str, float]:
-    """What still tells GPU work and link copies apart where nothing is shared: use that takes no room."""
+    """Where nothing is shared, only which ops are GPU work and which are link copies: the slowdown needs to know."""
     return {resource: 0.0 for resource in usage if resource in (GPU, H2D, D2H)}
 
 
@@ -114,7 +114,7 @@ def _only_kind(usage: Mapping[str, float]) -> Mapping[str, float]:
 class _Task:
     """An op at work: `left` of its work at moment `since`, going at `speed` (both in units of FULL)."""
 
-    usage: int
+    usage: int  # the number of its kind of usage
     left: int
     since: int
     done: simpy.Event
@@ -125,14 +125,14 @@ class _Task:
 class _Machine:
     """The ops at work, each as fast as the others let it be.
 
-    When an op starts or finishes, all speeds are found anew, once everything else of that instant has had
-    its turn. Work is counted in integers, so that a change of speed never loses or gains a nanosecond.
+    When an op starts or finishes, all speeds are found anew, after whatever else happens at that instant. Work is
+    counted in integers, so that a change of speed neither loses nor gains a nanosecond.
     """
 
     def __init__(self, env: simpy.Environment, usages: Sequence[Mapping[str, float]], slowdown: float) -> None:
         self._env = env
         kinds = [tuple(sorted(usage.items())) for usage in usages]
-        self._kinds = list(dict.fromkeys(kinds))  # few: ops of one sort use the same shares
+        self._kinds = list(dict.fromkeys(kinds))  # few, since ops of one sort use the same shares
         number = {kind: i for i, kind in enumerate(self._kinds)}
         self._kind_of = [number[kind] for kind in kinds]
         self._slowdown = slowdown
@@ -267,12 +267,12 @@ class _Run:
         self._done[row].succeed()
 
     def _waits_of(self, row: int) -> list[int]:
-        """Rows that `row` waits for; what would lie before step 0 needs no waiting."""
+        """The rows that `row` waits for; none of a step before step 0."""
         step, op = divmod(row, len(self._ops))
         return [(step - distance) * len(self._ops) + on for on, distance in self._waits[op] if distance <= step]
 
     def _elsewhere(self, before: int, row: int) -> bool:
-        """Whether the row runs on another stream, which has to notice the end of the one before."""
+        """Whether `row` runs on another stream than `before`, and so has to notice its end."""
         return self._ops[before % len(self._ops)].stream != self._ops[row % len(self._ops)].stream
 
     def released_by(self) -> list[int]:
@@ -285,7 +285,7 @@ class _Run:
         return found
 
     def _before(self, row: int, wake: int) -> list[tuple[int, int]]:
-        """The rows that `row` follows, each with how long after its end that is noticed."""
+        """The rows that `row` must follow, each with how long after its end `row`'s stream notices that."""
         stream = self._before_on_stream[row]
         others = [(b, wake) for b in self._waits_of(row) if self._elsewhere(b, row)]
         return others + ([] if stream is None else [(stream, 0)])

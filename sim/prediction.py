@@ -44,8 +44,8 @@ CLASS_NAMES: Mapping[str, str] = {
 class Lack:
     """A tier of which a schedule needs more than there is.
 
-    `op` is the op whose workspace makes the peak, None where the buffers alone are too many (they are allocated before
-    the first step); `holders` are (what, bytes), largest first.
+    `op` is the op whose workspace makes the peak; it is None where the buffers alone, which are allocated before the
+    first step, are too large. `holders` are (what, bytes), largest first.
     """
 
     tier: Tier
@@ -81,9 +81,8 @@ class DoesNotFit(Refused):
 class Prediction:
     """A simulated run and what follows from it.
 
-    `period_ns` is the time per step once it repeats (its mean, where it never does); all rates are per
-    that time. `window` is the span of the trace, a whole number of periods, in which utilisation and idle
-    causes are counted.
+    `period_ns` is the time per step once steps repeat, or the mean where they never do; all rates are per that time.
+    `window` is the span of the trace, a whole number of periods, over which utilisation and idle causes are counted.
     """
 
     schedule: Schedule
@@ -300,9 +299,9 @@ def estimated_workspace(schedule: Schedule) -> int:
 
 
 def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
-    """What fills a tier, in bytes by class of tensor; a buffer that holds several in turn counts under them all.
+    """What fills a tier: (class of tensor, bytes). A buffer that holds several classes in turn is named after all.
 
-    One that no op touches, room that a system reserves, goes by its own name.
+    A buffer that no op touches is room that a system reserves, and goes by its own name.
     """
     classes: dict[str, dict[str, None]] = {}
     for op in schedule.ops:
