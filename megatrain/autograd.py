@@ -1,14 +1,16 @@
 """Late-bound weights: a layer's activations are kept for its backward, its weights and its input are not.
 
-Autograd saves every tensor that backward reads. Here saved-tensor hooks sort them while a layer runs forward:
-views of a parameter or of the layer's input become names, resolved at backward against whichever buffers
-hold them by then; what the layer says can be made `again` becomes a recipe; all else goes into a `Saved`, whose bytes
-can be counted, moved to the host and back. So weights may leave after forward and come back elsewhere before backward,
-and nothing is recomputed but what the layer itself wants to be.
+Autograd saves every tensor that backward reads. While a layer runs forward here, saved-tensor hooks sort these:
+  - a view of a parameter or of the layer's input becomes a name, which backward looks up in whichever buffer holds that
+    parameter or input by then;
+  - what the layer says can be made `again` becomes a recipe;
+  - all else goes into a `Saved`, whose bytes can be counted, moved to the host, and moved back.
+So weights may leave after forward and come back elsewhere before backward, and nothing is recomputed but what the layer
+itself asks for.
 
-The graph's leaves still alias the buffers that forward ran in, but backward never reads them there. The
-version check of autograd does not apply to hooked tensors: overwriting a slot between forward and
-backward is the point, and that it holds the right layer again is for the schedule's verifier to prove.
+The graph's leaves still alias the buffers that forward ran in, but backward never reads them there. Autograd does not
+check the versions of hooked tensors, and must not: slots are meant to be overwritten between forward and backward. That
+a slot holds the right layer again is for the schedule's verifier to prove.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ INPUT = "<input>"  # no parameter can have this name
 
 
 class SavedError(RuntimeError):
-    """Saved activations that are used twice, are not on the device, or do not fit the buffer named."""
+    """Saved activations that are used twice, are not on the device, or do not fit a buffer; or cannot be late-bound."""
 
 
 class Layer(Protocol):
     """What can be run here: a function of its parameters and its input, that owns no parameters.
 
-    Without saving, as before a recompute, `forward` is simply called, outside of this module. Where `output` is false
-    it is called for what backward reads alone: what it returns has the output's shape and graph, and no values.
+    Where nothing is to be saved, `forward` is simply called, outside of this module. With `output` false only what
+    backward reads is computed: the result has the output's shape and graph, and no values.
 
-    `constants` are tensors that forward reads and that outlive every step, such as rotary tables. Forward
-    must not change in place what autograd has saved.
+    `constants` are tensors that forward reads and that outlive every step, such as rotary tables. Forward must not
+    change in place what autograd has saved.
     """
 
     @property
@@ -89,20 +91,20 @@ class Sink:
 
 @dataclass(slots=True, eq=False)
 class _Recipe:
-    """A tensor that backward makes again from others, once for all that read it, and holds while one is to come."""
+    """A tensor that backward makes again from others: once for all its readers, and held until the last has read it."""
 
     make: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]  # until the first reader is known
+    inputs: tuple[Tensor, ...]  # what it is made of; from the first reader on, in `handles` instead
     handles: list[Tensor | _View] = field(default_factory=list)
-    readers: int = 0
+    readers: int = 0  # that are still to come
     made: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Part of a named tensor (`of` is a name), of a kept storage (`of` is its number) or of what a recipe makes.
+    """Part of a named tensor (`of` is its name), of a kept storage (`of` is its number) or of what a recipe makes.
 
-    Units: elements.
+    Offset, size and stride are in elements.
     """
 
     of: str | int | _Recipe
@@ -118,8 +120,8 @@ class _View:
 class _Bag:
     """The kept storages of one forward run, and the names that its graph's handles refer to.
 
-    The autograd graph owns this object through its hooks, so it must not refer to the graph: storages are
-    held as plain byte tensors, or graph and bag would keep each other alive for ever.
+    The autograd graph owns this object through its hooks, so this object must not refer to the graph, or the two would
+    keep each other alive for ever: storages are held as plain byte tensors.
     """
 
     def __init__(self, bound: Mapping[str, Tensor], constants: Sequence[Tensor], device: torch.device) -> None:
@@ -138,10 +140,10 @@ class _Bag:
         self.storages: list[Tensor] | None = []  # uint8, one dimension, whole storages; None: not on the device
         self.bound: Mapping[str, Tensor] = {}  # set for the time of a backward
         self.sinks: dict[str, Sink] = {}  # likewise: where the next term of a parameter's gradient goes
-        self.given: set[str] = set()  # parameters that a term of came for
+        self.given: set[str] = set()  # parameters that a term of the gradient has come for
 
     def sink(self, name: str) -> Sink | None:
-        """Where the term at hand goes, further ones are added to it; None if this gradient is not asked for."""
+        """Where the next term of a gradient goes: to be added, from the second on. None if nobody asks for it."""
         sink = self.sinks.get(name)
         if sink is not None:
             self.sinks[name] = sink.adding()
@@ -172,12 +174,12 @@ class _Bag:
         return _View(self._numbers[address], t.dtype, int(t.storage_offset()), tuple(t.shape), t.stride())
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """What all of a named tensor is called."""
+        """The name of a tensor that is all of a named one; None of any other."""
         begin, end, name = self._range_of(parameter) or (0, 0, "")
         return name if (begin, end) == (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes) else None
 
     def _range_of(self, t: Tensor) -> tuple[int, int, str] | None:
-        """Begin, end and name of the named tensor that t begins in."""
+        """Begin, end and name of the named tensor in whose memory t begins."""
         at = bisect_right(self._starts, t.data_ptr()) - 1
         return self._ranges[at] if at >= 0 and t.data_ptr() < self._ranges[at][1] else None
 
@@ -206,10 +208,9 @@ _RUNNING: ContextVar[_Bag | None] = ContextVar("_RUNNING", default=None)  # the 
 
 
 def sink_of(parameter: Tensor) -> Callable[[], Sink | None] | None:
-    """Asked by an op of a layer's forward: what its backward calls to learn where the parameter's gradient goes, if
-    anywhere.
+    """For an op of a layer's forward that will deliver a gradient itself: what its backward calls to learn where to.
 
-    None where no `forward` of this module runs, or `parameter` is none of the layer's: autograd delivers it then.
+    None where no `forward` of this module runs, or `parameter` is none of the layer's: then autograd delivers it.
     """
     bag = _RUNNING.get()
     name = None if bag is None else bag.name_of(parameter)
@@ -217,10 +218,10 @@ def sink_of(parameter: Tensor) -> Callable[[], Sink | None] | None:
 
 
 def again(t: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
-    """Within, `t` is not kept for a backward that reads it, which calls `make(*inputs)` for it, once.
+    """Within, autograd does not keep `t` for backward, which calls `make(*inputs)` instead, once, if it reads it.
 
-    `t` is a whole storage, and `make` gives the same numbers in the same layout; the inputs are kept if `t` is read.
-    Where no `forward` of this module runs, autograd keeps what it keeps, and nothing is held here.
+    `t` must be a whole storage, and `make` give the same numbers in the same layout. The inputs are kept if `t` is
+    read. Where no `forward` of this module runs, this does nothing, and autograd keeps `t`.
     """
     bag = _RUNNING.get()
     return nullcontext() if bag is None else _with_recipe(bag, t, _Recipe(make, inputs))
@@ -240,9 +241,9 @@ def _with_recipe(bag: _Bag, t: Tensor, recipe: _Recipe) -> Iterator[None]:
 class Saved:
     """What one layer keeps from one forward run for its backward, without its weights and its input.
 
-    On the way to the host and back: `copy_to` a host buffer, `drop` once that copy is complete, later `restore`
-    from the host buffer into memory of the same parts, or copy it to the device and `bind` that. Nothing here
-    waits for a device or a stream.
+    To move it to the host, `copy_to` a host buffer, and `drop` it once that copy is complete. To bring it back,
+    `restore` it from the host buffer into memory of the same parts; or copy the buffer to the device and `bind` the
+    copy. Nothing here waits for a device or a stream.
     """
 
     def __init__(self, bag: _Bag, output: GradientEdge, params: dict[str, Tensor], x: Tensor) -> None:
@@ -250,8 +251,8 @@ class Saved:
         self._output: GradientEdge | None = output
         self._params = params  # leaves of the graph
         self._x = x  # another leaf
-        # Largest power of two that divides the size first: each part then starts at a multiple of its own,
-        # which aligns every type without padding.
+        # In a flat buffer the parts whose sizes are divisible by the largest powers of two come first. Then each starts
+        # at a multiple of that power, which aligns every type without padding.
         self._sizes = [storage.nbytes for storage in self.tensors]
         self._order = sorted(range(len(self._sizes)), key=lambda i: -(self._sizes[i] & -self._sizes[i]))
 
@@ -262,7 +263,7 @@ class Saved:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The kept storages, uint8 on the device: what another stream that reads them must be told of."""
+        """The kept storages, uint8 on the device; empty if they are not there."""
         return tuple(self._bag.storages or ())
 
     def copy_to(self, buffer: Tensor) -> None:
@@ -281,9 +282,9 @@ class Saved:
         self._bag.storages = [part for _, part in sorted(self._parts(buffer))]
 
     def restore(self, buffer: Tensor, memory: Sequence[Tensor]) -> bool:
-        """Copy back what `copy_to` wrote to `buffer`, asynchronously, into `memory`: what `tensors` were then.
+        """Copy what `copy_to` wrote to `buffer` back into `memory`, asynchronously: parts as `tensors` were then.
 
-        Does nothing and is false where the sizes of the parts are others.
+        False, and nothing is done, where these parts have other sizes.
         """
         if [part.nbytes for part in memory] != self._sizes:
             return False
@@ -338,8 +339,8 @@ def forward(
 def backward(saved: Saved, params: Mapping[str, Tensor], x: Tensor, dy: Tensor, sinks: Mapping[str, Sink]) -> Tensor:
     """The gradient of the layer's input; each parameter's gradient goes to its sink as soon as it is known.
 
-    `params` and `x` hold the values that forward saw, in these or other buffers; `dy` is the gradient of the
-    output. `saved` is used up. Raises SavedError when it had been before, or is not on the device.
+    `params` and `x` hold the values that forward saw, in the same buffers or in others; `dy` is the gradient of the
+    output. This uses up `saved`. Raises SavedError if that was used up before, or is not on the device.
     """
     if saved._output is None:
         raise SavedError("the saved activations were used by a backward before")

@@ -38,10 +38,13 @@ DEBUG_DELAY_S = 0.002  # the longest random delay of an op in debug mode
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The loss of every step, of how many tokens that is the mean, and when every op of the last of them ran.
+    """What a training has come to.
 
-    paused: after how many steps of this run something else was done, a checkpoint saved or a text evaluated.
-    held_out: after how many steps in all -> the mean loss of the text that is held out, and of how many tokens.
+    losses: of every step.
+    learned: over how many tokens each of these is the mean.
+    trace: when every op of the last steps ran.
+    paused: after how many steps of this run something else was done: a checkpoint saved or a text evaluated.
+    held_out: after how many steps in all -> the mean loss of the held-out text, and over how many tokens.
     """
 
     losses: list[float]
@@ -165,7 +168,7 @@ def train(
 
 
 def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileEvent, Path], None]) -> Trained:
-    """Export a checkpoint without training. Raises what `train` does of these."""
+    """Export a checkpoint without training. Raises as `train` does."""
     if files.resume is None or files.export is None:
         raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
     with ExitStack() as opened:
@@ -190,7 +193,7 @@ def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileE
 def _settings(
     workload: Workload, hyper: Adam | Callable[[int], Adam], seed: int, of_data: str, step: int
 ) -> dict[str, object]:
-    """What a step is trained with, and no schedule or weights tell; in words."""
+    """What a step is trained with, in words, as far as neither the schedule nor the weights tell."""
     adam = hyper if isinstance(hyper, Adam) else hyper(step)
     return {
         "seed": seed,
@@ -207,9 +210,10 @@ def _settings(
 
 @contextmanager
 def _seldom_collecting_garbage() -> Iterator[Callable[[], None]]:
-    """To be told when all that lives on is there: what there is then is not looked through again.
+    """Gives a function to call once all objects that outlive the steps exist: no collection looks at them from then on.
 
-    A full collection of it would hold every thread up for some tenths of a second, once in twenty steps or a hundred.
+    Otherwise a full collection would go through them, and hold up every thread for some tenths of a second, every
+    twenty to a hundred steps.
     """
 
     def settled() -> None:
@@ -234,10 +238,10 @@ def _train_and_save(
     on_files: Callable[[FileEvent, Path], None],
     stop: Callable[[], bool],
 ) -> Trained:
-    """Train so many steps, and evaluate, save and export on the way. Raises what `train` does of these.
+    """Train so many steps, and evaluate, save and export on the way. Raises as `train` does.
 
-    `evaluated` gives the loss of what is held out, if anything is, or None where it was stopped. A checkpoint on the
-    way that cannot be written is told, and the training goes on: its state is sound.
+    `evaluated`, if a text is held out, gives its loss, or None where that was stopped. A checkpoint on the way that
+    cannot be written is told, and the training goes on, since its state is sound.
     """
     losses: list[float] = []
     saved: list[int] = []  # the steps after which this run has saved
@@ -305,5 +309,5 @@ def _train_and_save(
 
 
 def _is_due(done: int, every: int | None, steps: int) -> bool:
-    """Whether what is done `every` so many steps, and at the end, is to be done now."""
+    """Whether what is done `every` so many steps, and at the end, is due now."""
     return done == steps or (every is not None and done % every == 0)

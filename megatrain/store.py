@@ -1,9 +1,10 @@
 """A schedule's buffers as memory: one allocation each, before the first step, and typed views into them.
 
-Device buffers for activations saved inside layers are budgets instead: autograd allocates what it saves, and
-the store holds it, checks its bytes against the buffer's and lets go of it when the schedule does. Where copies
-read or write such a buffer, on streams of their own, its memory stays the buffer's until the next content comes:
-torch gives freed memory to whatever the allocating stream runs next, and a copy may still be under way by then.
+Device buffers for activations saved inside layers are not allocated; they are budgets. Autograd allocates what it
+saves, and the store holds it, checks that it is no larger than the buffer, and lets go of it when the schedule does.
+Where copies, which run on other streams, read or write such a buffer, the store keeps the memory until the buffer's
+next content comes: torch gives freed memory to whatever the allocating stream runs next, while a copy may still be
+under way.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class StoreError(Refused):
 class Store:
     """The memory of one run of one schedule.
 
-    With `poison`, whatever holds nothing is full of NaN: every buffer before its first write, and every
-    buffer that is `release`d.
+    With `poison`, memory that holds nothing is filled with NaN: every buffer before its first write, and every buffer
+    that is `release`d.
 
     Raises:
         StoreError: a buffer is on NVMe and there is no drive.
@@ -59,7 +60,7 @@ class Store:
         poison: bool = False,
     ) -> None:
         self._schedule = schedule
-        # queued copies out of it overwrite memory of the host after the copies before them, not while these wait
+        # released host memory is overwritten by copies from here, queued behind the copies that may still read it
         self._poison = None if not poison else allocate(Buffer(name="poison", tier=Tier.DEVICE, nbytes=POISON_BLOCK))
         if self._poison is not None:
             self._poison.fill_(POISON)
@@ -68,7 +69,7 @@ class Store:
         self._views: dict[Access, Tensor] = {}
         self._saved: dict[str, tuple[str, Saved]] = {}  # buffer -> (tensor, activations)
         self._copied = _copied(schedule)
-        self._memory: dict[str, tuple[Tensor, ...]] = {}  # of activations in device buffers that copies touch
+        self._memory: dict[str, tuple[Tensor, ...]] = {}  # buffer -> the memory of activations, where copies touch it
         classes: dict[str, set[str]] = {buffer.name: set() for buffer in schedule.buffers}
         for op in schedule.ops:
             for access in op.accesses:
@@ -89,7 +90,7 @@ class Store:
                 self._slabs[buffer.name].fill_(POISON)
 
     def within(self, schedule: Schedule) -> Store:
-        """The same memory for another schedule, of some of the same buffers and no saved activations."""
+        """The same memory for another schedule, which has some of the same buffers and no saved activations."""
         other = copy.copy(self)
         other._schedule = schedule
         return other
@@ -139,13 +140,13 @@ class Store:
             self._memory[access.buffer] = saved.tensors
 
     def memory_of_saved(self, access: Access) -> tuple[Tensor, ...]:
-        """The parts that the buffer held last, for activations that are copied there; nothing if there are none."""
+        """The memory of what the buffer held last, for activations that are copied there; empty if there is none."""
         return self._memory.get(access.buffer, ())
 
     def vacate(self, access: Access) -> None:
-        """The buffer's next content brings its own memory. Called on the stream that will write it.
+        """Let go of the buffer's memory: its next content brings its own. Called on the stream that will write it.
 
-        This stream has waited for all who used the old memory, so from here on torch may give it away.
+        That stream has waited for all who used the old memory, so from here on torch may give it to others.
         """
         for part in self._memory.pop(access.buffer, ()):
             if part.is_cuda:
@@ -159,9 +160,9 @@ class Store:
         return saved
 
     def release(self, buffer: str, *, queued: bool = False) -> None:
-        """Nobody will read what the buffer holds.
+        """Nobody will read what the buffer holds any more. Called by the last op that did.
 
-        Called by the op that did last; `queued`: it is one of a device stream, and may still be under way.
+        `queued`: that op is of a device stream, and may still be under way.
         """
         _, saved = self._saved.pop(buffer, ("", None))
         # the activations of a buffer elsewhere may by now be bound to a device buffer again
@@ -177,7 +178,7 @@ class Store:
             for part in torch.split(self._slabs[buffer], POISON_BLOCK):
                 part.copy_(self._poison[: part.nbytes], non_blocking=True)
         elif buffer in self._slabs and (queued or self._schedule.buffer[buffer].tier == Tier.HOST):
-            self._slabs[buffer].fill_(POISON)  # not the device's from the host: no stream would wait for that
+            self._slabs[buffer].fill_(POISON)  # device memory only if queued: no stream would wait for the host's fill
 
     # ---- before the first step, and after the last
 
@@ -191,8 +192,8 @@ class Store:
     ) -> None:
         """Put weights, adapters and optimizer state where the first step expects them.
 
-        `source(i)` is layer i's parameters, fp32, flat, on the CPU, and so is `adapters(i)`, of blocks. With `kept`,
-        what is trained goes on from there instead; an evaluation, which trains nothing, takes its weights from there.
+        `source(i)` is layer i's parameters, fp32, flat, on the CPU; `adapters(i)` likewise block i's adapters. With
+        `kept`, from a checkpoint, what is trained is taken from there instead, and so are the weights of an evaluation.
         `on_stage` is told which layer's turn it is.
         """
         model, workload = self._schedule.model, self._schedule.workload
@@ -214,16 +215,16 @@ class Store:
                     self._fill(homes(verified, cls, i), values(i).to(float_type(workload.bytes.weight)))
 
     def _quantise(self, verified: Verified, i: int, weights: Tensor) -> None:
-        """Frozen weights of block i as they are kept."""
+        """Put block i's frozen weights where they are kept, quantised."""
         places, shapes = homes(verified, tensors.QUANTISED, i), self._schedule.model.parameter_shapes(i)
         slab, others = self._place_for(places, [Tier.HOST])
         nf4.quantise(weights.float(), slab, shapes, float_type(self._schedule.workload.bytes.weight))
         self._fill(others, slab)
 
     def _begin(self, verified: Verified, i: int, values: Tensor) -> None:
-        """What is trained of layer i and its optimizer state as before the first step.
+        """Put what is trained of layer i, and its optimizer state, in place as before the first step.
 
-        In their place where that may be, see `in_place`: to allocate gigabytes for each layer takes longer.
+        They are made where they will lie if `in_place` allows it: to allocate gigabytes for each layer takes longer.
         """
         workload = self._schedule.workload
         tiers = in_place(workload)
@@ -239,15 +240,17 @@ class Store:
         self._fill(copies, weights)
 
     def _place_for(self, places: list[Access], tiers: Collection[Tier]) -> tuple[Tensor, list[Access]]:
-        """Memory for what the homes hold, the first of them if it is in one of these tiers, or else the host's; and
-        which are then still to be filled."""
+        """Memory in which to make what these homes hold, and the homes that it must then be copied to.
+
+        It is the first home's own memory if that is on one of these tiers, or else new memory of the host.
+        """
         first, *others = places
         if self._schedule.buffer[first.buffer].tier in tiers:
             return self.tensor(first), others
         return torch.empty(self._bytes(first), dtype=torch.uint8), places
 
     def _go_on(self, verified: Verified, i: int, weights: Tensor, state: Tensor) -> None:
-        """What was trained of layer i, and its optimizer state, whole, go where the first step expects them."""
+        """Put what was trained of layer i, and its whole optimizer state, where the first step expects them."""
         self._fill(homes(verified, trained.cls(self._schedule.workload), i), weights)
         for of, places in states(verified, i):
             if (nbytes := self._bytes(places[0])) == len(state):
@@ -268,7 +271,7 @@ class Store:
     def kept(self, verified: Verified, i: int) -> tuple[Tensor, Tensor]:
         """What is trained of layer i and its optimizer state, flat, on the CPU. Only between steps.
 
-        Not to be written to, and good until the next step: what lies in memory of the host, whole, is not copied.
+        Not to be written to, and valid until the next step: what lies whole in the host's memory is not copied.
         """
         workload, params = self._schedule.workload, trained.params(self._schedule.model, self._schedule.workload, i)
         weights = self.weights(verified, i)
@@ -282,11 +285,11 @@ class Store:
         return weights, state
 
     def weights(self, verified: Verified, i: int) -> Tensor:
-        """Of `kept` what is trained, alone."""
+        """As `kept`, without the optimizer state."""
         return self._on_cpu(homes(verified, trained.cls(self._schedule.workload), i)[0])
 
     def _on_cpu(self, home: Access) -> Tensor:
-        """What a home holds: its own memory if that is the host's, or else new."""
+        """What a home holds, on the CPU: the home's own memory if it is the host's, or else a copy."""
         slab = self.on_drive(home)
         if slab is None:
             return self.tensor(home).cpu()
@@ -296,7 +299,7 @@ class Store:
         return contents if parse(home.tensor).cls == tensors.STATE else contents.view(float_type(weight))
 
     def master(self, verified: Verified, i: int) -> Tensor:
-        """What is trained of layer i at its most exact, new fp32, flat. Only between steps."""
+        """What is trained of layer i, at its most exact: a new tensor, fp32, flat. Only between steps."""
         precision = self._schedule.workload.precision
         if found := matrices(self._schedule.model, self._schedule.workload, i):
             return muon.master_weights(*self.kept(verified, i), found, precision)
@@ -310,7 +313,7 @@ class Store:
 
 
 def homes(verified: Verified, cls: str, i: int) -> list[Access]:
-    """The buffers that hold a tensor, or its parts, between steps; those that are not behind then come first."""
+    """The buffers that hold a tensor, or its parts, between steps; those with the newest version come first."""
     layer = verified.schedule.model.layer_name(i)
     found = [
         Access(buffer, held)
@@ -321,7 +324,7 @@ def homes(verified: Verified, cls: str, i: int) -> list[Access]:
 
 
 def states(verified: Verified, i: int) -> list[tuple[slice, list[Access]]]:
-    """The parts that layer i's optimizer state is in: of which trained parameters, and their homes."""
+    """Per part of layer i's optimizer state: which trained parameters it is of, and its homes."""
     model, workload = verified.schedule.model, verified.schedule.workload
     found: dict[str, list[Access]] = {}
     for home in homes(verified, tensors.STATE, i):
@@ -330,10 +333,10 @@ def states(verified: Verified, i: int) -> list[tuple[slice, list[Access]]]:
 
 
 def filling_bytes(verified: Verified, making: int) -> int:
-    """Of the host's memory, the most that `Store.fill` takes beside the buffers for a layer, which is made anew.
+    """The most host memory that `Store.fill` takes beside the buffers, for a layer that begins anew.
 
-    That is `making` bytes a parameter at first; then its values in fp32, and beside them what cannot be made of them
-    in its place.
+    While the layer's parameters are made they take `making` bytes each. Then they are there in fp32, beside whatever of
+    the layer cannot be made where it will lie.
     """
     model, workload = verified.schedule.model, verified.schedule.workload
     made = [making * model.params(i) for i in model.layers]
@@ -345,9 +348,7 @@ def filling_bytes(verified: Verified, making: int) -> int:
 
 
 def keeping_bytes(verified: Verified, on_gpu: bool, *, state: bool = True) -> int:
-    """Of the host's memory, the most that `Store.kept` takes beside the buffers for a layer; without its `state`, that
-    `Store.weights` takes.
-    """
+    """The most host memory that `Store.kept` takes beside the buffers for a layer; without `state`, `Store.weights`."""
     model, workload = verified.schedule.model, verified.schedule.workload
     tiers = [Tier.HOST] if on_gpu else [Tier.HOST, Tier.DEVICE]
 
@@ -360,7 +361,7 @@ def keeping_bytes(verified: Verified, on_gpu: bool, *, state: bool = True) -> in
 
 
 def bytes_within_steps(schedule: Schedule) -> int:
-    """Of the device's buffers, those of activations that no copy touches: they have no memory between steps."""
+    """Bytes of device buffers for activations that no copy touches: these have no memory between steps."""
     held = {access.buffer for op in schedule.ops for access in op.accesses if parse(access.tensor).cls == tensors.SAVED}
     of_none = held - _copied(schedule)
     return sum(b.nbytes for b in schedule.buffers if b.tier == Tier.DEVICE and b.name in of_none)
@@ -372,7 +373,7 @@ def _copied(schedule: Schedule) -> set[str]:
 
 
 def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier], *, state: bool = True) -> int:
-    """Bytes of what is trained of layer i and of its optimizer `state`, as far as they are not on these tiers."""
+    """Bytes of what is trained of layer i, and of its optimizer `state`, that are not on these tiers."""
     schedule = verified.schedule
     found = [homes(verified, trained.cls(schedule.workload), i)]
     if state:
@@ -387,6 +388,6 @@ def _bytes_elsewhere(verified: Verified, i: int, tiers: Collection[Tier], *, sta
 def in_place(workload: Workload) -> list[Tier]:
     """The tiers on which what is trained is made where it will lie.
 
-    A master is made on the host, since a device that is full has no room to do so.
+    Where a master is kept that is the host alone: making one needs room that a full device does not have.
     """
     return [Tier.HOST] if workload.precision in adam.MASTERS else [Tier.HOST, Tier.DEVICE]

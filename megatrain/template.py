@@ -1,8 +1,8 @@
 """Stateless layers of decoders: functions of parameters that lie in whichever slot an op names.
 
-A template owns no parameters. It is called with `params`, names to views into one contiguous slab (`views`),
-the names and shapes being those of `ModelSpec.parameter_shapes`. Anything else with `constants` and
-`forward(params, x, output=...)`, such as `torch.func.functional_call` on an unmodified module, fits in a block's place.
+A template owns no parameters. It is called with `params`: by name, views into one contiguous slab (`views`), with names
+and shapes as in `ModelSpec.parameter_shapes`. Anything else that has `constants` and `forward(params, x, output=...)`
+can take a block's place, such as `torch.func.functional_call` on an unmodified module.
 
 What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
 """
@@ -71,9 +71,10 @@ class Embed:
     def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
         """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, on a GPU and by one thread.
 
-        Summed in at least fp32: of a token's thousands of terms in bf16 the later ones would be lost. Each different
-        token has a row for its sum, and rows that are left over are added, as zeros, to one token each, since a GPU
-        adds a token's rows one after another; EMBED_CHUNK elements at a time.
+        A token's terms are summed in at least fp32: of thousands of terms in bf16 the later ones would be lost. Each
+        token that occurs has a row for its sum. There are as many rows as tokens in the batch, so some are left over:
+        they are zeros, and are added to one token each, since a GPU adds the rows of one token one after another.
+        All this for EMBED_CHUNK elements at a time.
         """
         table, flat, rows = sink.view, tokens.flatten(), dy.flatten(0, -2)
         sink.put_zero()
@@ -103,10 +104,11 @@ class Embed:
 class Block:
     """A decoder block: grouped-query attention with rotary embedding, then a gated MLP or a mixture.
 
-    `rotary` are the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type, or None
-    without rotary embedding. With `pointwise_again` the outputs of norms and gate are not kept, and backward computes
-    them again; with `mlp_chunk` the MLP keeps its input only, and is computed again in backward, that many tokens at a
-    time. With `in_fp8` it multiplies by its matrices in 8 bits, of operands that these functions make.
+    rotary: the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type; None without
+        rotary embedding.
+    pointwise_again: the outputs of norms and gate are not kept, and backward computes them again.
+    mlp_chunk: the MLP keeps its input only, and backward computes it again, that many tokens at a time.
+    in_fp8: the block multiplies by its matrices in 8 bits, and these functions make the operands.
     """
 
     head_dim: int
@@ -135,7 +137,7 @@ class Block:
         norms = self.norms
         x, branch = self._before(x, params, norms.before_attention, lambda y: self._attention(params, y))
         x = x + self._after(branch, params, norms.after_attention)
-        del branch  # which the MLP would not need beside it
+        del branch  # or it would take memory while the MLP runs
         read = output or norms.after_mlp is not None
         x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
         return added(x, self._after(branch, params, norms.after_mlp), output)
@@ -143,7 +145,7 @@ class Block:
     def _before(
         self, x: Tensor, params: Mapping[str, Tensor], norm: str | None, branch: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """x, and what a branch makes of it, normalised where it is to be."""
+        """x, and what a branch makes of it, or of its `norm` where there is one."""
         if norm is None:
             return x, branch(x)
         weight = params[f"{norm}.weight"]
@@ -180,7 +182,7 @@ class Block:
         gate, up = linears(params, names, x, fused=f"{place}.gate_up_proj", in_fp8=self.in_fp8)
         product = gated(gate, up, self.hidden_act, self.pointwise)
         derived = self._derived(product, self.pointwise.gate_forward(self.hidden_act), gate, up)
-        del gate, up  # of which a forward that saves nothing has no more use
+        del gate, up  # a forward that saves nothing can free them here
         with derived:
             return linear(params, f"{place}.down_proj", product, output=output, in_fp8=self.in_fp8)
 
@@ -190,7 +192,7 @@ class Block:
         q, k, v = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
         if "self_attn.q_norm.weight" in params:
             weights = params["self_attn.q_norm.weight"], params["self_attn.k_norm.weight"]
-            # over what is as wide as the weight: a head, or all heads of a token
+            # a norm is over as many elements as its weight has: a head's, or those of all heads of a token
             q = self._norm(q.view(batch, seq, -1, len(weights[0])), weights[0])
             k = self._norm(k.view(batch, seq, -1, len(weights[1])), weights[1])
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
@@ -200,12 +202,12 @@ class Block:
             cos, sin = (table[:seq] for table in self.rotary)
             q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
-        del q, k, v  # of which a forward that saves nothing has no more use
+        del q, k, v  # a forward that saves nothing can free them here
         return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1), in_fp8=self.in_fp8)
 
 
 class _Products:
-    """A sum of so many matrix products, put into a sink; of many in 16 bits, a sum of sums."""
+    """A sum of `terms` matrix products, put into a sink; many terms in 16 bits are added up as a sum of sums."""
 
     def __init__(self, sink: Sink, terms: int) -> None:
         self._sink, self._left = sink, terms
@@ -246,11 +248,12 @@ class Head:
     ) -> Tensor:
         """The losses of these tokens, each times its share, added up: fp32 [] on the device (nothing waits for it).
 
-        norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden
-        [batch, seq, hidden], targets int64 and shares fp32 [batch, seq]. Overwrites `d_hidden`, of hidden's shape and
-        contiguous. Logits exist for `chunk` tokens at a time, so a bf16 table gradient is rounded once per
-        chunk; of many chunks it is a sum of sums, or the last ones would be lost. Without sinks, for frozen weights,
-        theirs are not computed.
+        norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden [batch, seq, hidden],
+        targets int64 and shares fp32 [batch, seq]. Overwrites `d_hidden`, contiguous and of hidden's shape. A gradient
+        without a sink, of frozen weights, is not computed.
+
+        Logits exist for `chunk` tokens at a time, so a bf16 gradient of the table is rounded once per chunk. That of
+        many chunks is a sum of sums, or the last chunks would be lost.
         """
         rows, d_rows = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1])
         labels, each = targets.view(-1, 1), shares.view(-1, 1)
@@ -320,8 +323,9 @@ def templates(
     """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block, `matmul` as in
     Workload.
 
-    Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, shared by all blocks, but for those
-    with a window, if they have a base of their own.
+    Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, which all blocks share, and as many
+    again if blocks with a window have a base of their own.
+
     Raises ModelError for an unknown rope_scaling, TemplateError for windows or sinks in fp32 on a GPU, and InputError
     where there are no products in `matmul`.
     """
