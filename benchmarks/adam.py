@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain import adam
+from megatrain import adam, adam_state
 from megatrain.cores import usable_cores
 from megatrain.native import adam as native
 from megatrain.this_machine import machine_name, today
@@ -89,7 +89,7 @@ def copy_rate(nbytes: int, place: Place = anywhere) -> float:
 def slabs(n: int, precision: str, place: Place = anywhere) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = torch.empty(n, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
     state = torch.empty(PRECISIONS[precision].state_bytes(n), dtype=torch.uint8)
-    adam.initialise(weights, state, precision, torch.randn(n) * 0.02)
+    adam_state.initialise(weights, state, precision, torch.randn(n) * 0.02)
     return place(weights), place(torch.randn(n).to(weights.dtype)), place(state)
 
 

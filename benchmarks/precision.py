@@ -19,7 +19,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from megatrain import adam
+from megatrain import adam, adam_state
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.initial import random_parameters
@@ -34,7 +34,7 @@ from schedules.workload import PRECISIONS, MemoryBudget, Workload
 MODEL, BATCH, SEQ_LEN, TEXT = "tiny", 4, 64, 1 << 20
 RATES = (1e-5, 1e-4)
 REFERENCE = "fp32"
-NEAREST = tuple(name for name, p in PRECISIONS.items() if p.weight == 2 and name not in adam.MASTERS)
+NEAREST = tuple(name for name, p in PRECISIONS.items() if p.weight == 2 and name not in adam_state.MASTERS)
 ROOM = MemoryBudget(device_bytes=1 << 32, host_bytes=1 << 32)
 LARGE = 0.01  # weights below are few units of bf16 from zero, and change at any rate
 AVERAGED = 20  # steps of a loss

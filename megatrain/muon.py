@@ -6,7 +6,7 @@ one weight decay serve both. It is what `torch.optim.Muon(nesterov=True, adjust_
 
 The state slab of a block is flat bytes, for m parameters in matrices and k others:
   momentum [m], fp32, or bf16 in bf16_16bit
-  AdamW's slab of the others, see `megatrain.adam`
+  AdamW's slab of the others, see `megatrain.adam_state`
   bf16_split  int16 [m], bf16_fp32  fp32 [m]: what is kept of the matrices' master
 These are the bytes of `schedules.optimizer.state_bytes`. Weights and momenta in bf16 are rounded as AdamW's are; what
 is drawn for the others is by their place among themselves.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain import adam
+from megatrain import adam, adam_state
 from megatrain.adam import Adam
 from megatrain.stochastic_rounding import Draws, round_to
 from schedules.optimizer import COPIES, ITERATIONS, PASS, Matrices
@@ -54,7 +54,7 @@ def split_state(state: Tensor, n: int, matrices: Sequence[Matrices], precision: 
             f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
         )
     return State(
-        momentum=state[:moments].view(adam.MOMENTS.get(precision, torch.float32)),
+        momentum=state[:moments].view(adam_state.MOMENTS.get(precision, torch.float32)),
         others=state[moments:rest],
         low=state[rest:].view(torch.int16) if precision == "bf16_split" else None,
         master=state[rest:].view(torch.float32) if precision == "bf16_fp32" else None,
@@ -66,27 +66,28 @@ def initialise(weights: Tensor, state: Tensor, matrices: Sequence[Matrices], pre
     parts, others = split_state(state, weights.numel(), matrices, precision), _between(matrices, weights.numel())
     parts.momentum.zero_()
     own = _gathered(weights, others)
-    adam.initialise(own, parts.others, precision, _gathered(source, others))
+    adam_state.initialise(own, parts.others, precision, _gathered(source, others))
     _scatter(own, weights, others)
     for at, of in _within(matrices):
-        if precision not in adam.MASTERS:
+        if precision not in adam_state.MASTERS:
             weights[of.start : of.stop].copy_(source[of.start : of.stop])
             continue
-        for start in range(0, of.size, size := adam.CHUNK[weights.device.type]):  # all at once would take gigabytes
+        size = adam_state.CHUNK[weights.device.type]  # all at once would take gigabytes
+        for start in range(0, of.size, size):
             piece = slice(start, min(start + size, of.size))
             here, there = _moved(piece, at), _moved(piece, of.start)
             low, kept = (None if part is None else part[here] for part in (parts.low, parts.master))
-            adam.store_master(source[there].clone(), weights[there], low, kept)
+            adam_state.store_master(source[there].clone(), weights[there], low, kept)
 
 
 def master_weights(weights: Tensor, state: Tensor, matrices: Sequence[Matrices], precision: str) -> Tensor:
     """The weights at their most exact: a new fp32 [n]."""
     parts, others = split_state(state, weights.numel(), matrices, precision), _between(matrices, weights.numel())
     found = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
-    _scatter(adam.master_weights(_gathered(weights, others), parts.others, precision), found, others)
+    _scatter(adam_state.master_weights(_gathered(weights, others), parts.others, precision), found, others)
     for at, of in _within(matrices):
         low, kept = (None if part is None else part[at : at + of.size] for part in (parts.low, parts.master))
-        adam.load_master(found[of.start : of.stop], weights[of.start : of.stop], low, kept)
+        adam_state.load_master(found[of.start : of.stop], weights[of.start : of.stop], low, kept)
     return found
 
 
@@ -118,7 +119,7 @@ def step(
     draws = Draws.of(layer, step_number)
     most = max(of.together * of.rows * of.columns for of in matrices)
     turns = torch.empty(2, most, dtype=torch.bfloat16, device=weights.device)
-    size = min(PASS if weights.device.type == "cuda" else adam.CHUNK["cpu"], most)
+    size = min(PASS if weights.device.type == "cuda" else adam_state.CHUNK["cpu"], most)
     scratch = torch.empty(COPIES, size, dtype=torch.float32, device=weights.device)
     for first, of in _within(matrices):
         rate = hyper.lr * RMS * math.sqrt(max(of.rows, of.columns))
@@ -134,10 +135,10 @@ def step(
                 here, there = _moved(piece, first + at), _moved(piece, of.start + at)
                 low, kept = (None if part is None else part[here] for part in (parts.low, parts.master))
                 p = scratch[0, : there.stop - there.start]
-                adam.load_master(p, weights[there], low, kept)
+                adam_state.load_master(p, weights[there], low, kept)
                 p.mul_(1.0 - hyper.lr * hyper.weight_decay).add_(update[piece], alpha=-rate)
                 if low is not None or kept is not None or weights.dtype == torch.float32:
-                    adam.store_master(p, weights[there], low, kept)
+                    adam_state.store_master(p, weights[there], low, kept)
                 else:
                     round_to(weights[there], p, draws.after(there.start).bits(len(p), p.device)[0])
 

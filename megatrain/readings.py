@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain import adam
+from megatrain import adam, adam_state
 from megatrain.adam import Adam
 from megatrain.backend import Backend
 from megatrain.cores import usable_cores
@@ -235,7 +235,7 @@ def adam_load(backend: Backend[Any], n: int, precision: str, threads: int | None
     dtype = float_type(spec.weight)
     weights, grad = (_host_memory(backend, name, n * dtype.itemsize).view(dtype) for name in ("weights", "grad"))
     state = _host_memory(backend, "state", spec.state_bytes(n))
-    adam.initialise(weights, state, precision, torch.randn(n).mul_(0.02))
+    adam_state.initialise(weights, state, precision, torch.randn(n).mul_(0.02))
     grad.normal_()
 
     def work() -> None:

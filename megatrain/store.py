@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from megatrain import adam, muon, nf4
+from megatrain import adam_state, muon, nf4
 from megatrain.autograd import Saved
 from megatrain.backend import POISON
 from megatrain.checkpoint import Kept
@@ -235,7 +235,7 @@ class Store:
             if found := matrices(self._schedule.model, workload, i):
                 muon.initialise(weights, state, found, workload.precision, values)
             else:
-                adam.initialise(weights[of], state, workload.precision, values[of])
+                adam_state.initialise(weights[of], state, workload.precision, values[of])
             self._fill(others, state)
         self._fill(copies, weights)
 
@@ -257,7 +257,9 @@ class Store:
                 self._fill(places, state)
                 continue
             part = torch.empty(nbytes, dtype=torch.uint8)
-            for in_whole, in_part in adam.matched(state, part, len(weights), of, self._schedule.workload.precision):
+            for in_whole, in_part in adam_state.matched(
+                state, part, len(weights), of, self._schedule.workload.precision
+            ):
                 in_part.copy_(in_whole)
             self._fill(places, part)
 
@@ -280,7 +282,7 @@ class Store:
             return weights, found[0][1]
         state = torch.empty(state_bytes(self._schedule.model, workload, i, params), dtype=torch.uint8)
         for of, part in found:
-            for in_whole, in_part in adam.matched(state, part, params, of, workload.precision):
+            for in_whole, in_part in adam_state.matched(state, part, params, of, workload.precision):
                 in_whole.copy_(in_part)
         return weights, state
 
@@ -303,7 +305,7 @@ class Store:
         precision = self._schedule.workload.precision
         if found := matrices(self._schedule.model, self._schedule.workload, i):
             return muon.master_weights(*self.kept(verified, i), found, precision)
-        return adam.master_weights(*self.kept(verified, i), precision)
+        return adam_state.master_weights(*self.kept(verified, i), precision)
 
     def _bytes(self, home: Access) -> int:
         return tensor_bytes(home.tensor, self._schedule.model, self._schedule.workload)
@@ -390,4 +392,4 @@ def in_place(workload: Workload) -> list[Tier]:
 
     Where a master is kept that is the host alone: making one needs room that a full device does not have.
     """
-    return [Tier.HOST] if workload.precision in adam.MASTERS else [Tier.HOST, Tier.DEVICE]
+    return [Tier.HOST] if workload.precision in adam_state.MASTERS else [Tier.HOST, Tier.DEVICE]

@@ -18,7 +18,7 @@ from fake_cuda import POLICIES, WORKLOAD, FakeBackend, FakeGpu, built, installed
 from hand_written import WRITERS, small
 from torch import Tensor
 
-from megatrain import actions, adam, moments8, nf4
+from megatrain import actions, adam_state, moments8, nf4
 from megatrain.backend import Task
 from megatrain.cpu import CpuBackend
 from schedules.op import Kind, Op, Phase, Stream
@@ -37,7 +37,7 @@ def registered() -> ctypes.CDLL:
     for name, told in {"is_available": True, "device_count": 1, "current_device": 0, "_is_in_bad_fork": False}.items():
         setattr(module, name, lambda told=told: told)
     torch._register_device_module(NAME, module)
-    for chunks in (actions.NORM_CHUNK, adam.CHUNK, nf4.CHUNK):
+    for chunks in (actions.NORM_CHUNK, adam_state.CHUNK, nf4.CHUNK):
         chunks[NAME] = chunks["cuda"]
     for signed in (False, True):
         moments8.limits(signed, torch.device(NAME, 0))  # the codes' table is made once for a process, with a wait

@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from megatrain.adam import Adam, decayed, initialise, master_weights, matched, split_state, step, within
+from megatrain.adam import Adam, decayed, step, within
+from megatrain.adam_state import initialise, master_weights, matched, split_state
 from megatrain.stochastic_rounding import Draws, round_to
 from schedules.workload import PRECISIONS
 

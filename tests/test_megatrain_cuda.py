@@ -40,7 +40,7 @@ from hand_written import WRITERS, small
 from quick_readings import hurry
 from torch import Tensor
 
-from megatrain import adam, cuda, device_clock, profile, readings
+from megatrain import adam, adam_state, cuda, device_clock, profile, readings
 from megatrain import pinned as pinning
 from megatrain.backend import OpFailed, Task
 from megatrain.busy_work import SPIN_CYCLES, Products, Spin, spinning
@@ -1119,14 +1119,14 @@ def test_gpu_updates_as_the_cpu_does(precision: str) -> None:
         generator = torch.Generator().manual_seed(0)
         weights = torch.empty(n, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
         state = torch.empty(PRECISIONS[precision].state_bytes(n), dtype=torch.uint8)
-        adam.initialise(weights, state, precision, torch.randn(n, generator=generator))
+        adam_state.initialise(weights, state, precision, torch.randn(n, generator=generator))
         weights, state = weights.to(device), state.to(device)
         for number in (1, 2):
             grad = torch.randn(n, generator=generator).to(weights)
             scale = torch.tensor(0.3, device=device)
             adam.step(weights, grad, state, hyper, number, precision=precision, grad_scale=scale, decay=[(16, 700_000)])
-        found.append(adam.master_weights(weights, state, precision).cpu())
-    tolerance = 1e-5 if precision in (*adam.MASTERS, "fp32") else 2**-7
+        found.append(adam_state.master_weights(weights, state, precision).cpu())
+    tolerance = 1e-5 if precision in (*adam_state.MASTERS, "fp32") else 2**-7
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=1e-5)
 
 

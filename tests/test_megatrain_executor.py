@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatrain import executor, initial
 from megatrain import store as store_module
-from megatrain.adam import Adam, initialise
+from megatrain.adam import Adam
+from megatrain.adam_state import initialise
 from megatrain.autograd import Saved
 from megatrain.backend import OpFailed, Task
 from megatrain.cpu import CpuBackend, CpuEvent

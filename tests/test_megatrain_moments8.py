@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain import adam, moments8
+from megatrain import adam, adam_state, moments8
 from megatrain.adam import Adam
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
@@ -73,7 +73,7 @@ def slabs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.randn(n, generator=torch.Generator().manual_seed(1))
     weights = torch.empty(n, dtype=torch.bfloat16)
     state = torch.full((PRECISIONS["bf16_8bit"].state_bytes(n),), 0xFF, dtype=torch.uint8)
-    adam.initialise(weights, state, "bf16_8bit", source)
+    adam_state.initialise(weights, state, "bf16_8bit", source)
     assert torch.equal(weights, source.bfloat16())
     return weights, state
 
@@ -84,7 +84,7 @@ def test_the_first_step_is_that_of_fp32_moments(n: int, whole: bool) -> None:
     """Moments start at zero, which eight bits hold exactly."""
     weights, state = slabs(n)
     other, wide = weights.clone(), torch.empty(8 * n, dtype=torch.uint8)
-    adam.initialise(other, wide, "bf16")
+    adam_state.initialise(other, wide, "bf16")
     grad, decay = torch.randn(n), None if whole else [(0, n // 2)]
     hyper = Adam(lr=1e-2, weight_decay=10.0)  # so much that it shows in bf16
     for w, o, precision in ((weights, state, "bf16_8bit"), (other, wide, "bf16")):
@@ -105,7 +105,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
         return weights, state
 
     whole = trained()
-    monkeypatch.setitem(adam.CHUNK, "cpu", 2 * STATE_BLOCK)
+    monkeypatch.setitem(adam_state.CHUNK, "cpu", 2 * STATE_BLOCK)
     for found, right in zip(trained(), whole, strict=True):
         assert torch.equal(found, right)
 

@@ -14,7 +14,7 @@ from test_megatrain_parity import FOUR_BLOCKS, HYPER, MEMORY, assert_same_bits, 
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain import adam, checkpoint, initial, muon
+from megatrain import adam_state, checkpoint, initial, muon
 from megatrain.adam import Adam
 from megatrain.stochastic_rounding import Draws, round_to
 from megatrain.train import Debug
@@ -191,7 +191,7 @@ def test_what_begins_has_the_values_given_and_no_momentum(precision: str) -> Non
     parts = muon.split_state(state, N, MIXED, precision)
     assert not parts.momentum.any()
     k = N - sum(of.size for of in MIXED)
-    assert not adam.split_state(parts.others, k, precision).m.any()
+    assert not adam_state.split_state(parts.others, k, precision).m.any()
     with pytest.raises(ValueError, match=f"the state of {N} parameters in {precision} is uint8"):
         muon.split_state(state[1:], N, MIXED, precision)
 
@@ -199,7 +199,7 @@ def test_what_begins_has_the_values_given_and_no_momentum(precision: str) -> Non
 @pytest.mark.parametrize("precision", WITHOUT_8_BITS)
 def test_a_state_begins_piece_by_piece(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = begun(precision)
-    monkeypatch.setitem(adam.CHUNK, "cpu", 37)
+    monkeypatch.setitem(adam_state.CHUNK, "cpu", 37)
     assert all(torch.equal(one, other) for one, other in zip(begun(precision), right, strict=True))
 
 
@@ -214,7 +214,7 @@ def test_passes_take_a_matrix_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     for precision in WITHOUT_8_BITS:
         whole = stepped(precision, 2, HYPER)
         with monkeypatch.context() as patch:
-            patch.setitem(adam.CHUNK, "cpu", 37)
+            patch.setitem(adam_state.CHUNK, "cpu", 37)
             assert torch.equal(stepped(precision, 2, HYPER), whole), precision
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain import adam
+from megatrain import adam, adam_state
 from megatrain.adam import Adam
 from megatrain.native import adam as native
 from megatrain.native import build
@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 def slabs(values: Tensor, grads: list[Tensor], precision: str, *, wide: bool = False) -> Slabs:
     n, dtype = len(values), torch.float32 if precision == "fp32" else torch.bfloat16
     weights, state = torch.empty(n, dtype=dtype), torch.empty(n * PRECISIONS[precision].state, dtype=torch.uint8)
-    adam.initialise(weights, state, precision, values)
+    adam_state.initialise(weights, state, precision, values)
     return weights, state, [grad if wide else grad.to(dtype) for grad in grads]
 
 
@@ -135,10 +135,10 @@ def test_special_values_go_where_torch_sends_them(monkeypatch: pytest.MonkeyPatc
     in_torch(monkeypatch)
     other_weights, other_state = train(made[1], precision)
     torch.testing.assert_close(weights, other_weights, rtol=0, atol=0, equal_nan=True)
-    parts, others = (adam.split_state(each, len(pairs), precision) for each in (state, other_state))
+    parts, others = (adam_state.split_state(each, len(pairs), precision) for each in (state, other_state))
     for found, right in zip(
-        (adam.master_weights(weights, state, precision), parts.m, parts.v),
-        (adam.master_weights(other_weights, other_state, precision), others.m, others.v),
+        (adam_state.master_weights(weights, state, precision), parts.m, parts.v),
+        (adam_state.master_weights(other_weights, other_state, precision), others.m, others.v),
         strict=True,
     ):
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
@@ -153,13 +153,13 @@ def test_what_is_poisoned_becomes_no_number(precision: str, poisoned: str) -> No
     grad = torch.ones(1024)
     (state if poisoned == "state" else grad.view(torch.uint8)).fill_(0xFF)
     adam.step(weights, grad, state, Adam(lr=1e-2), 1, precision=precision)
-    assert weights.isnan().all() and adam.master_weights(weights, state, precision).isnan().all()
+    assert weights.isnan().all() and adam_state.master_weights(weights, state, precision).isnan().all()
 
 
 @needs_kernel
 def test_kernel_does_the_work() -> None:
     weights, state, (grad, *_) = slabs(*random(1000), "bf16")
-    parts, kernel = adam.split_state(state, 1000, "bf16"), native.kernel()
+    parts, kernel = adam_state.split_state(state, 1000, "bf16"), native.kernel()
     assert kernel is not None
     of = native.Coefficients.of(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step_number=1)
     moments = parts.m, parts.v
@@ -287,9 +287,9 @@ def test_update_is_exact_to_fp32_at_every_size(monkeypatch: pytest.MonkeyPatch, 
     right = exact(values, grads, HYPER)
     for n in [*range(1, 4097, 1 if by == "kernel" else 37), 4097]:
         weights, state = train(slabs(values[:n], [grad[:n] for grad in grads], precision), precision)
-        parts = adam.split_state(state, n, precision)
+        parts = adam_state.split_state(state, n, precision)
         for found, expected in zip(
-            (adam.master_weights(weights, state, precision), parts.m, parts.v), right, strict=True
+            (adam_state.master_weights(weights, state, precision), parts.m, parts.v), right, strict=True
         ):
             worst = (found.double() - expected[:n]).abs().max()
             assert worst < 2e-6, (n, float(worst))
@@ -302,7 +302,7 @@ def test_special_values_are_those_of_exact_arithmetic(monkeypatch: pytest.Monkey
     values = torch.tensor([0.0, -0.0, 1e-39, 1.0, -1.0, math.inf, -math.inf, math.nan]).repeat_interleave(8)
     grad = torch.tensor([0.0, 1e-40, 1e-20, 1.0, -1.0, math.inf, -math.inf, math.nan]).repeat(8)
     weights, state = train(slabs(values, [grad], "fp32"), "fp32")
-    m, v = adam.split_state(state, 64, "fp32").m, adam.split_state(state, 64, "fp32").v
+    m, v = adam_state.split_state(state, 64, "fp32").m, adam_state.split_state(state, 64, "fp32").v
     right = exact(values, [grad], HYPER)
     for found, expected in zip((weights, m, v), right, strict=True):
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-12, equal_nan=True)

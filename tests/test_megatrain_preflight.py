@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import adam, checkpoint, preflight
+from megatrain import adam_state, checkpoint, preflight
 from megatrain.checkpoint import NotSaved
 from megatrain.cpu import CpuBackend
 from megatrain.initial import random_parameters
@@ -69,7 +69,7 @@ def test_memory_of_both_tiers_is_ram_on_a_cpu_and_each_ones_own_beside_a_gpu(mon
 def test_what_is_counted_beside_the_buffers_is_what_it_takes(
     policy: str, precision: str, of_largest: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(adam.CHUNK, "cpu", 1 << 14)  # in proportion to the model
+    monkeypatch.setitem(adam_state.CHUNK, "cpu", 1 << 14)  # in proportion to the model
     model = replace(presets.load("tiny"), vocab_size=1 << 16)
     workload = Workload(micro_batch_size=1, seq_len=16, precision=precision)
     step = verify(policies.build(policy, model, workload, BUDGET))
