@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gpu_machine
-from gpu_case import HOST_RESERVE, limit_gib
+from gpu_case import budget_of, limit_gib
 from gpu_machine import Row
 from gpu_profile import machine_of, of_run, profile_of
 
-from megatrain.this_machine import usable_bytes
 from schedules import policies, presets
 from schedules.op import Stream
 from schedules.schedule import Schedule
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import Workload
 from sim import hardware
 from sim.cost import demands
 from sim.machine import HardwareProfile
@@ -125,7 +124,7 @@ def _rebuilt(key: str, row: Row, host_bytes: int) -> Schedule:
         row["policy"],
         presets.load(row["model"]),
         Workload(**{name: row[name] for name in fields}),
-        MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE)),
+        budget_of(limit, host_bytes),
         **row["knobs"],
     )
     if schedule.digest != row["digest"]:

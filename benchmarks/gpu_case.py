@@ -98,6 +98,11 @@ def limit_gib(key: str) -> float | None:
     return float(found[1]) if found else None
 
 
+def budget_of(device_bytes: int, host_bytes: int) -> MemoryBudget:
+    """What a schedule may use of so much memory of the GPU, and of the host."""
+    return MemoryBudget(device_bytes=usable_bytes(device_bytes), host_bytes=max(0, host_bytes - HOST_RESERVE))
+
+
 def plan_file(folder: Path, case: Case, device_bytes: int, host_bytes: int) -> Path:
     """Where a plan of the case for so much memory is kept, if it was made beforehand (`gpu_plans.py`)."""
     name = re.sub("[^A-Za-z0-9._-]+", "_", case.key)
@@ -120,7 +125,7 @@ def schedule_of(
     """
     model = presets.load(case.model)
     limit = case.device_bytes(device_bytes)
-    budget = MemoryBudget(device_bytes=usable_bytes(limit), host_bytes=max(0, host_bytes - HOST_RESERVE))
+    budget = budget_of(limit, host_bytes)
     if case.policy == PLANNED:
         if plans is not None and (made := plan_file(plans, case, device_bytes, host_bytes)).exists():
             return codec.read(made)

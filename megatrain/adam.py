@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain import moments8
-from megatrain.adam_state import CHUNK, QUANTISED, State, load_master, split_state, store_master
+from megatrain.adam_state import CHUNK, QUANTISED, State, load_master, require_bytes, split_state, store_master
 from megatrain.float_types import float_type
 from megatrain.native import adam as native
 from megatrain.native.build import NotBuilt
@@ -164,9 +164,7 @@ def _step_quantised(
 ) -> None:
     """`step` with moments of 8 bits, which are fp32 for as long as a chunk of whole blocks is worked on."""
     n = weights.numel()
-    expected = PRECISIONS[QUANTISED].state_bytes(n)
-    if state.dtype != torch.uint8 or state.shape != (expected,):
-        raise ValueError(f"the state of {n} parameters in {QUANTISED} is uint8 [{expected}], not {list(state.shape)}")
+    require_bytes(state, PRECISIONS[QUANTISED].state_bytes(n), n, QUANTISED)
     stored = (state[:n], state[n : 2 * n])
     # the slab's tail need not be aligned to fp32: it is copied out, and back
     largest = state[2 * n :].clone().view(torch.float32).view(2, moments8.blocks(n))

@@ -43,12 +43,8 @@ class State:
 
 
 def split_state(state: Tensor, n: int, precision: str) -> State:
-    """Views of a state slab, uint8, of n parameters. Raises ValueError when its size is another."""
-    expected = PRECISIONS[precision].state_bytes(n)
-    if state.dtype != torch.uint8 or state.dim() != 1 or state.numel() != expected:
-        raise ValueError(
-            f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
-        )
+    """Views of a state slab, uint8, of n parameters, in any precision but 8 bits. See `require_bytes`."""
+    require_bytes(state, PRECISIONS[precision].state_bytes(n), n, precision)
     moment = MOMENTS.get(precision, torch.float32)
     size = n * moment.itemsize
     rest = state[2 * size :]
@@ -58,6 +54,14 @@ def split_state(state: Tensor, n: int, precision: str) -> State:
         low=rest.view(torch.int16) if precision == "bf16_split" else None,
         master=rest.view(torch.float32) if precision == "bf16_fp32" else None,
     )
+
+
+def require_bytes(state: Tensor, expected: int, n: int, precision: str) -> None:
+    """Raises ValueError unless the state of n parameters is a flat slab of so many bytes."""
+    if state.dtype != torch.uint8 or state.shape != (expected,):
+        raise ValueError(
+            f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
+        )
 
 
 def matched(whole: Tensor, part: Tensor, n: int, of: slice, precision: str) -> list[tuple[Tensor, Tensor]]:

@@ -49,10 +49,7 @@ def split_state(state: Tensor, n: int, matrices: Sequence[Matrices], precision: 
     moments = in_matrices * kept.moment
     rest = moments + kept.state_bytes(n - in_matrices)
     expected = rest + in_matrices * (kept.state - 2 * kept.moment)
-    if state.dtype != torch.uint8 or state.shape != (expected,):
-        raise ValueError(
-            f"the state of {n} parameters in {precision} is uint8 [{expected}], not {state.dtype} {list(state.shape)}"
-        )
+    adam_state.require_bytes(state, expected, n, precision)
     return State(
         momentum=state[:moments].view(adam_state.MOMENTS.get(precision, torch.float32)),
         others=state[moments:rest],

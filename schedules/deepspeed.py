@@ -60,6 +60,13 @@ def reserve_master(p: Program, layers: Sequence[int], tier: Tier = Tier.HOST) ->
         p.reserve("master" if tier == Tier.HOST else f"master.{tier}", nbytes, tier)
 
 
+def step_on_device(p: Program, layers: Sequence[int]) -> None:
+    """What the device's step of these layers needs lives there; the master of all others has room on the host."""
+    p.keep_on_device(*(t for i in layers for t in (p.weight(i), p.state(i), p.grad(i, wide=True))))
+    reserve_master(p, layers, Tier.DEVICE)
+    reserve_master(p, [i for i in p.model.layers if i not in layers])
+
+
 def flat_grad(p: Program, i: int) -> Held:
     """The optimizer's own gradient of layer i where its master is bf16 (`bf16_master_weights_and_grads`)."""
     grad = p.grad(i)

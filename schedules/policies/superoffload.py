@@ -37,7 +37,7 @@ from schedules.deepspeed import (
     cast,
     micro_batches,
     optimizer_step,
-    reserve_master,
+    step_on_device,
     sub_groups,
     upload,
     with_master,
@@ -73,9 +73,7 @@ def policy(
     on_gpu, on_cpu = groups[:split], groups[split:]
     p = Program(model, with_master(workload))
     stepped = [i for group in on_gpu for i in group]
-    p.keep_on_device(*(t for i in stepped for t in (p.weight(i), p.state(i), p.grad(i, wide=True))))
-    reserve_master(p, stepped, Tier.DEVICE)
-    reserve_master(p, [i for group in on_cpu for i in group])
+    step_on_device(p, stepped)
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     clip, last = workload.grad_clip is not None, workload.microbatches[-1]
     landed: set[int] = set()

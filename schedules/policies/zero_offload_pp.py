@@ -28,14 +28,14 @@ from schedules.deepspeed import (
     Reduction,
     micro_batches,
     optimizer_step,
-    reserve_master,
+    step_on_device,
     sub_groups,
     upload,
     with_master,
 )
 from schedules.kept_activations import Activations, from_0_to_1, kept_as
 from schedules.model import ModelSpec
-from schedules.op import Stream, Tier
+from schedules.op import Stream
 from schedules.program import Program
 from schedules.workload import MemoryBudget, Workload
 
@@ -68,9 +68,7 @@ def policy(
         """The step with that many sub-groups on the GPU."""
         p = Program(model, workload)
         stepped = [i for group in groups[:on_gpu] for i in group]
-        p.keep_on_device(*(t for i in stepped for t in (p.weight(i), p.state(i), p.grad(i, wide=True))))
-        reserve_master(p, stepped, Tier.DEVICE)
-        reserve_master(p, [i for group in groups[on_gpu:] for i in group])
+        step_on_device(p, stepped)
         weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
         reduction = Reduction(p, stream=stream, on_device=stepped)
         bucket = Bucket(p, size=reduce_bucket_size, count=2, leave=reduction.reduce)
