@@ -16,7 +16,7 @@ from analysis import compare, lines, tables, varied
 from analysis.axes import axes_of
 from megatrain import cli
 from schedules import presets
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.workload import Workload
 from sim.hardware import HardwareError, load
 
@@ -233,6 +233,20 @@ def test_the_command_writes_the_rows_and_the_picture(tmp_path: Path) -> None:
 def test_where_nothing_fits_the_answer_is_no() -> None:
     out, error = called("compare", "tiny", "-p", "streamed", "--vary", "host.memory=4kB,8kB")
     assert "none of these fits h200" in str(error) and out.count("does not fit: host +") == 2
+
+
+def test_what_is_not_predicted_is_no_yes_beside_what_does_not_fit() -> None:
+    refusing = ["-p", compare.SAME_STATE, "--precision", "fp32"]
+    out, error = called("compare", "tiny", "-p", "streamed", *refusing, "--vary", "host.memory=4kB,8kB")
+    assert isinstance(error, Refused) and "none of these fits h200" in str(error)
+    assert out.count("does not fit: host +") == 2 and out.count("not built: zero3_offload") == 2
+
+
+def test_where_every_policy_refuses_the_step_the_input_is_wrong_as_it_is_for_one() -> None:
+    out, error = called("compare", "tiny-moe", "--matmul", "fp8")
+    assert isinstance(error, InputError) and not isinstance(error, Refused)
+    assert str(error) == "none of these is predicted: tiny-moe: experts' products are not made in fp8"
+    assert out.count("not built") > 10
 
 
 # ---- the picture
