@@ -70,7 +70,7 @@ def print_prediction(prediction: Prediction, any_bound_ns: float) -> None:
         ["throughput", f"{rate(prediction.tokens_per_s)} tokens/s"],
         ["model FLOP/s", scaled(prediction.model_flops_per_s, "TFLOP/s")],
         [f"MFU{of_bf16(prediction.schedule)}", f"{prediction.mfu:.1%}"],
-        ["HFU", f"{prediction.hfu:.1%}"],
+        [f"HFU{of_bf16(prediction.schedule)}", f"{prediction.hfu:.1%}"],
     ]
     if prediction.bound_ns > any_bound_ns:  # or it says less than that of any schedule
         rows.append(["bound of this schedule", seconds(prediction.bound_ns / 1e9)])
