@@ -18,6 +18,7 @@ from analysis.palette import BLUE, GREY
 from analysis.sweep import PLAN
 from megatrain.terminal import Column, Record
 from schedules.files import whole, write_text
+from schedules.workload import ADAMW
 from sim.units import rate
 
 if TYPE_CHECKING:
@@ -187,9 +188,11 @@ def _as_file(name: str) -> str:
 def step(table: pd.DataFrame, train_tokens: float) -> str:
     """What every point trains, in a sentence."""
     of = table.iloc[0]
-    clip = "" if pd.isna(of["grad_clip"]) else f", clipped to {of['grad_clip']:g}"
+    how = [of["precision"], *([] if pd.isna(of["matmul"]) else [f"{of['matmul']} products"])]
+    how += [] if of["optimizer"] == ADAMW else [of["optimizer"]]
+    how += [] if pd.isna(of["grad_clip"]) else [f"clipped to {of['grad_clip']:g}"]
     return (
-        f"Steps of {of['tokens_per_step']:,} tokens in sequences of {of['seq_len']:,}, {of['precision']}{clip}; "
+        f"Steps of {of['tokens_per_step']:,} tokens in sequences of {of['seq_len']:,}, {', '.join(how)}; "
         f"{train_tokens:,.0f} tokens are trained."
     )
 
@@ -197,6 +200,7 @@ def step(table: pd.DataFrame, train_tokens: float) -> str:
 def note(table: pd.DataFrame) -> str:
     """What the columns of a sweep's table mean, and what its prices leave out."""
     told = [FRONT, *([FOR_NOTHING] if table["memory_for_nothing"].any() else [])]
+    told += [tables.FP8_NOTE] if table["matmul"].notna().any() else []
     if worn := list(table["machine"][table["drives_for_nothing"]].unique()):
         told.append(DRIVES_FOR_NOTHING.format(", ".join(worn)))
     return " ".join(told)

@@ -26,14 +26,14 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
-from schedules.workload import Workload
+from schedules.workload import ADAMW, Workload
 from sim import hardware
 from sim.candidate import cost
 from sim.cost import MissingCost, TooLong
 from sim.machine import HardwareProfile
 from sim.plan import bound_of_any_split, is_bounded, plan
 from sim.prediction import Prediction, memory_of, predict
-from sim.splits import splits
+from sim.splits import splits, that_can_be_written
 
 PLAN = "plan"  # in place of a policy's name: the best schedule that is found
 Row = dict[str, Any]
@@ -57,6 +57,8 @@ class Point:
     tokens_per_step: int
     precision: str = "bf16"
     grad_clip: float | None = None
+    optimizer: str = ADAMW
+    matmul: str | None = None
     source: str = ""
 
     @property
@@ -70,6 +72,8 @@ class Point:
             "told": FOUND,
             "version": _version(),
             **({"grad_clip": self.grad_clip} if self.grad_clip is not None else {}),
+            **({"optimizer": self.optimizer} if self.optimizer != ADAMW else {}),
+            **({"matmul": self.matmul} if self.matmul is not None else {}),
             **({"source": self.source} if self.source else {}),
         }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
@@ -106,6 +110,8 @@ def points(
     tokens_per_step: int,
     precision: str = "bf16",
     grad_clip: float | None = None,
+    optimizer: str = ADAMW,
+    matmul: str | None = None,
 ) -> list[Point]:
     """Every combination, once. `vary` is like ["host.memory=128GiB,256GiB", "links.h2d.bandwidth=25GB/s,50GB/s"].
 
@@ -114,7 +120,8 @@ def points(
         InputError: nothing is varied, or a number twice, or the step is no whole number of sequences or means nothing
             otherwise, or there is no such policy.
     """
-    list(splits(seq_len, tokens_per_step, None, None, precision, grad_clip))  # tells what is wrong with the step
+    # tells what is wrong with the step
+    list(splits(seq_len, tokens_per_step, None, None, precision, grad_clip, optimizer, matmul))
     axes = [[f"{path}={value}" for value in values] for path, values in axes_of(vary).items()]
     sources = {name: _source(name) for name in names}
     found: dict[str, Point] = {}
@@ -129,6 +136,8 @@ def points(
             tokens_per_step=tokens_per_step,
             precision=precision,
             grad_clip=grad_clip,
+            optimizer=optimizer,
+            matmul=matmul,
             source=sources[name],
         )
         found.setdefault(point.key, point)  # a value may have been given twice, in one spelling or another
@@ -147,6 +156,8 @@ def evaluate(point: Point) -> Row:
         "tokens_per_step": point.tokens_per_step,
         "precision": point.precision,
         "grad_clip": point.grad_clip,
+        "optimizer": point.optimizer,
+        "matmul": point.matmul,
         "host_memory": point.profile.host.memory.value,
         "h2d_bandwidth": point.profile.links.h2d.bandwidth.value,
         "fits": False,
@@ -213,6 +224,8 @@ def _planned(point: Point) -> Found:
         tokens_per_step=point.tokens_per_step,
         precision=point.precision,
         grad_clip=point.grad_clip,
+        optimizer=point.optimizer,
+        matmul=point.matmul,
     )
     return found.prediction, found.chosen.knobs, found.lower_bound_ns
 
@@ -220,7 +233,8 @@ def _planned(point: Point) -> Found:
 def _named(point: Point) -> Found:
     """A policy with the knobs it was given, the fewest micro-batches that fit, and the recompute that suits them."""
     name, knobs = policies.with_knobs(point.policy)
-    steps = list(splits(point.seq_len, point.tokens_per_step, None, None, point.precision, point.grad_clip))
+    asked = (point.precision, point.grad_clip, point.optimizer, point.matmul)
+    steps = that_can_be_written(point.model, list(splits(point.seq_len, point.tokens_per_step, None, None, *asked)))
     refused: Refused | MissingCost | TooLong | None = None
     for workload in steps:
         fitting: list[Prediction] = []
@@ -257,6 +271,8 @@ def _bound_ns(schedule: Schedule, point: Point) -> float:
             tokens_per_step=point.tokens_per_step,
             precision=point.precision,
             grad_clip=point.grad_clip,
+            optimizer=point.optimizer,
+            matmul=point.matmul,
         )
     return _bounds[key]
 
@@ -281,8 +297,9 @@ def neighbours(points: Sequence[Point]) -> dict[str, list[str]]:
     groups: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
         if point.policy == PLAN:
-            step = (point.seq_len, point.tokens_per_step, point.precision, point.grad_clip, len(point.changes))
-            groups.setdefault((point.model, point.machine, *step), []).append(point)
+            step = (point.seq_len, point.tokens_per_step, point.precision, point.grad_clip)
+            how = (point.optimizer, point.matmul, len(point.changes))
+            groups.setdefault((point.model, point.machine, *step, *how), []).append(point)
     found: dict[str, list[str]] = {}
     for group in groups.values():
         axes = [list(dict.fromkeys(values)) for values in zip(*(point.changes for point in group), strict=True)]
@@ -302,8 +319,10 @@ def hand_on(handed: Handed) -> Row:
             accumulation=other["accumulation"],
             seq_len=point.seq_len,
             precision=point.precision,
+            optimizer=point.optimizer,
             grad_clip=point.grad_clip,
             recompute=other["recompute"],
+            matmul=point.matmul,
         )
         knobs = policies.parse_knobs(other["schedule"], other["knobs"].split())
         schedule = policies.build(other["schedule"], point.model, workload, memory_of(point.profile), **knobs)
@@ -376,8 +395,9 @@ def run(
 
 
 def _lacking(row: Row) -> Row:
-    """What other rows tell and this one does not: it fits nowhere, or was stored before steps could be clipped."""
-    return {key: None for key in ("grad_clip", *FOUND) if key not in row}
+    """What other rows tell and this one does not: it fits nowhere, or was stored before steps had these options."""
+    usual: Row = {"grad_clip": None, "optimizer": ADAMW, "matmul": None}
+    return {key: usual.get(key) for key in (*usual, *FOUND) if key not in row}
 
 
 def _computed(do: Callable[[T], Row], left: Sequence[T], workers: int | None, dask: str | None) -> Iterator[Row]:

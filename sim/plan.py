@@ -180,13 +180,15 @@ def bound_of_any_split(
     tokens_per_step: int,
     precision: str = "bf16",
     grad_clip: float | None = None,
+    optimizer: str = ADAMW,
+    matmul: str | None = None,
 ) -> float:
     """In ns, no exact schedule of this step is faster, however it is split; 0 where the bound knows of none.
 
     It knows of none where nothing could fit, a measured profile lacks a time, or all splits have ops that take
     too long.
     """
-    steps = splits(seq_len, tokens_per_step, None, None, precision, grad_clip)
+    steps = splits(seq_len, tokens_per_step, None, None, precision, grad_clip, optimizer, matmul)
     return _least_bound(model, profile, that_can_be_written(model, all_ways(model, steps)))
 
 

@@ -341,31 +341,58 @@ def test_all_policies_of_a_point_have_one_bound_however_they_split_the_step() ->
     assert rows[0]["bound_of_any_schedule_s"] == rows[1]["bound_of_any_schedule_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["streamed", sweep.PLAN])
-def test_gradients_are_clipped_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "how", "told"),
+    [
+        ("streamed", {"grad_clip": 1.0}, "bf16, clipped to 1; "),
+        (sweep.PLAN, {"grad_clip": 1.0}, "bf16, clipped to 1; "),
+        (sweep.PLAN, {"optimizer": "muon"}, "bf16, muon; "),
+        ("resident", {"optimizer": "muon", "matmul": "fp8"}, "bf16, fp8 products, muon; "),
+        (sweep.PLAN, {"matmul": "fp8"}, "bf16, fp8 products; "),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value.strip("; "),
+)
+def test_a_step_is_as_it_is_asked_for(
+    name: str, how: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweep, "plan", functools.partial(plan, effort=1))
-    (free,), (point,) = (some(["rtx4090"], names=[name], grad_clip=clip) for clip in (None, 1.0))
+    (free,), (point,) = (some(["rtx4090"], names=[name], **asked) for asked in ({}, how))
     row, without = sweep.evaluate(point), sweep.evaluate(free)
-    assert row["grad_clip"] == 1.0 and row["step_s"] > without["step_s"] and row["bound_of_any_schedule_s"] > 0
+    assert {key: row[key] for key in how} == how and row["bound_of_any_schedule_s"] > 0
+    assert row["step_s"] > without["step_s"] or "grad_clip" not in how  # a step so short waits for its launches
     workload = Workload(
-        micro_batch_size=row["micro_batch_size"], accumulation=row["accumulation"], seq_len=16, grad_clip=1.0,
-        recompute=row["recompute"],
+        micro_batch_size=row["micro_batch_size"], accumulation=row["accumulation"], seq_len=16,
+        recompute=row["recompute"], **how,
     )  # fmt: skip
     knobs = policies.parse_knobs(row["schedule"], row["knobs"].split())
     schedule = policies.build(row["schedule"], MODEL, workload, memory_of(point.profile), **knobs)
     assert row["digest"] == schedule.short_digest
     slower = {**row, "step_s": 2 * row["step_s"]}
     assert sweep.hand_on(sweep.Handed(point, slower, (row,)))["digest"] == row["digest"]
-    assert "bf16, clipped to 1; " in buying.step(pd.DataFrame([row]), 1e9)
+    assert told in buying.step(pd.DataFrame([row]), 1e9)
     assert "bf16; " in buying.step(pd.DataFrame([without]), 1e9)
 
 
-def test_rows_that_were_stored_before_steps_could_be_clipped_are_read(tmp_path: Path) -> None:
+def test_in_fp8_a_policy_skips_micro_batches_whose_tokens_are_no_multiple() -> None:
+    """Of three sequences of 8 tokens, which are not, or one, in 48 tokens: only the six together are."""
+    (point,) = some(["h200"], names=["resident"], seq_len=8, tokens_per_step=48, matmul="fp8")
+    assert sweep.evaluate(point)["micro_batch_size"] == 6
+    (refused,) = some(["h200"], names=["resident"], seq_len=8, tokens_per_step=8, matmul="fp8")
+    assert "fp8 products need a micro-batch's tokens, 8, to be a multiple" in sweep.evaluate(refused)["reason"]
+    least = sweep.evaluate(point)["device_gb"]
+    (short,) = some(
+        ["h200"], names=["resident"], seq_len=8, tokens_per_step=48, matmul="fp8", vary=[f"gpu.memory={least * 0.9}GB"]
+    )
+    row = sweep.evaluate(short)  # three would fit and are left out; two are a multiple
+    assert row["micro_batch_size"] == 2 if row["fits"] else row["reason"].startswith("device memory is")
+
+
+def test_rows_that_were_stored_before_steps_had_these_options_are_read(tmp_path: Path) -> None:
     (point,) = some(["h200"], names=["resident"])
-    before = sweep.evaluate(point)
-    del before["grad_clip"]
+    row = sweep.evaluate(point)
+    before = {key: value for key, value in row.items() if key not in ("grad_clip", "optimizer", "matmul")}
     (tmp_path / "rows.jsonl").write_text(json.dumps(before) + "\n")
-    assert sweep.run([point], tmp_path / "rows.jsonl", workers=1, progress=quiet) == [{**before, "grad_clip": None}]
+    assert sweep.run([point], tmp_path / "rows.jsonl", workers=1, progress=quiet) == [row]
 
 
 def test_what_was_measured_for_one_policy_fits_without_a_bound() -> None:
@@ -426,9 +453,11 @@ def test_the_key_of_a_point_changes_with_whatever_decides_its_row() -> None:
         some(["h200"])[1],
         replace(base, precision="fp32"),
         replace(base, grad_clip=1.0),
+        replace(base, optimizer="muon"),
+        replace(base, matmul="fp8"),
         replace(base, machine="mine.json"),  # the same numbers, perhaps at another price
     ]
-    assert len({point.key for point in [base, *others]}) == 8
+    assert len({point.key for point in [base, *others]}) == 10
 
 
 def test_a_row_that_tells_less_than_rows_do_now_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

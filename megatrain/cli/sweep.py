@@ -13,8 +13,10 @@ from megatrain.cli.bars import goes_on, progress_bar
 from megatrain.cli.options import (
     Clip,
     Json,
+    Matmul,
     Models,
     ModelsToo,
+    Optimizer,
     Precision,
     ResumedOut,
     Seq,
@@ -59,6 +61,8 @@ def sweep(
     tokens: Tokens = 65536,
     seq: Seq = 4096,
     precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     clip: Clip = None,
     train_tokens: Annotated[
         float, typer.Option(min=1.0, max=1e18, help="Tokens to train on, for time and cost.")
@@ -91,6 +95,8 @@ def sweep(
         tokens_per_step=tokens,
         precision=precision,
         grad_clip=clip,
+        optimizer=optimizer,
+        matmul=matmul,
     )
     for point in points:  # tells what is missing before anything is computed
         memory = point.profile.host.memory.value
