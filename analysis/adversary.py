@@ -15,7 +15,7 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.verify import verify
-from schedules.workload import Workload
+from schedules.workload import ADAMW, Workload
 from sim.cost import TooLong
 from sim.hardware import override
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, lookup
@@ -63,6 +63,8 @@ class Loss:
     seq_len: int
     micro_batch_size: int
     accumulation: int
+    optimizer: str
+    matmul: str  # "none" where products are in the activations' type
     around: str  # the machine
     machine: str  # what is changed of it
     first_binds: str
@@ -75,23 +77,42 @@ class Loss:
         return (
             f"{self.first} takes {self.ratio:.2f} times as long as {self.second} ({self.first_s:.3g} s against "
             f"{self.second_s:.3g} s): {self.blocks} blocks of width {self.hidden:,}, {self.accumulation} x "
-            f"{self.micro_batch_size} x {self.seq_len:,} tokens; {self.machine}; {self.first} is held up by "
-            f"{self.first_binds}"
+            f"{self.micro_batch_size} x {self.seq_len:,} tokens{self._how()}; {self.machine}; {self.first} is held up "
+            f"by {self.first_binds}"
         )
+
+    def _how(self) -> str:
+        """What is not as usual of the step."""
+        multiplied = "" if self.matmul == "none" else f", {self.matmul} products"
+        return multiplied + ("" if self.optimizer == ADAMW else f", {self.optimizer}")
 
 
 def search(
-    first: str, second: str, machine: HardwareProfile, *, points: int, seed: int = 0, progress: Progress
+    first: str,
+    second: str,
+    machine: HardwareProfile,
+    *,
+    points: int,
+    seed: int = 0,
+    optimizer: str = ADAMW,
+    matmul: str | None = None,
+    progress: Progress,
 ) -> list[Loss]:
     """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
 
-    Both are policies with any knobs: "streamed slots=3".
+    Both are policies with any knobs: "streamed slots=3". `optimizer` and `matmul` are those of a workload.
 
     Raises:
         InputError: fewer than one point, a policy or knob that is not known, a policy that refuses every point, two
-            that do not do the same, a measured profile, or a machine on which every point takes too long.
+            that do not do the same, a measured profile, a machine on which every point takes too long, or an optimizer
+            or a format that is not known.
+        Refused: the machine states no rate of products in that format.
         ScheduleError: a policy's schedule is not safe.
     """
+    try:
+        like = Workload(micro_batch_size=1, seq_len=1, optimizer=optimizer, matmul=matmul)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     if points < 1:
         raise InputError("an adversary needs at least one point to try")
     if machine.mode == "measured":
@@ -108,7 +129,7 @@ def search(
         near = worst and chance.random() < AROUND
         point = _moved(chance.choice(worst)[1], chance) if near else _drawn(chance)
         try:
-            loss = _compared(first, second, machine, point)
+            loss = _compared(first, second, machine, point, like)
         except (policies.PolicyError, TooLong) as error:
             refused.append(error)
             loss = None
@@ -155,15 +176,16 @@ def _moved(point: Point, chance: random.Random) -> Point:
     return point | {name: min(max(point[name] * 1.5 ** chance.uniform(-1.0, 1.0), 1 / limit), limit)}
 
 
-def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -> Loss | None:
-    """Both policies at a point; None where one of them does not fit.
+def _compared(first: str, second: str, machine: HardwareProfile, point: Point, like: Workload) -> Loss | None:
+    """Both policies at a point, with a step that is like that one; None where one of them does not fit.
 
     Raises PolicyError where one refuses, TooLong where an op takes too long to be predicted.
     """
-    changes = _changes(machine, point)
+    changes = _changes(machine, point, like.matmul)
     profile = override(machine, changes)
     model = _model(int(point["hidden"]), int(point["blocks"]))
-    workload = Workload(
+    workload = replace(
+        like,
         micro_batch_size=int(point["micro_batch_size"]),
         seq_len=int(point["seq_len"]),
         accumulation=int(point["accumulation"]),
@@ -184,6 +206,8 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point) -
         first=labels[0],
         second=labels[1],
         ratio=times[0] / times[1],
+        optimizer=like.optimizer,
+        matmul=like.matmul or "none",
         first_s=times[0],
         second_s=times[1],
         around=machine.name,
@@ -218,16 +242,20 @@ def _duplex(machine: HardwareProfile, h2d: float, d2h: float) -> float:
     return max((h2d + d2h) * share, h2d, d2h)
 
 
-def _changes(machine: HardwareProfile, point: Point) -> list[str]:
+def _changes(machine: HardwareProfile, point: Point, matmul: str | None = None) -> list[str]:
     """The machine's numbers times their factors, to three digits; the duplex as large a share of both directions.
 
-    What cannot exceed the host's memory bandwidth, such as a drive's rates, is no more than that.
+    What cannot exceed the host's memory bandwidth, such as a drive's rates, is no more than that. Where blocks multiply
+    in fewer bits, that rate has the factor of the usual one.
     """
     values: dict[str, float] = {}
-    for path in MACHINE:
+    factors = {path: point[path] for path in MACHINE}
+    if matmul is not None and lookup(machine, "gpu.fp8_flops") is not None:
+        factors["gpu.fp8_flops"] = point["gpu.matmul_flops"]
+    for path, factor in factors.items():
         value = lookup(machine, path)
         assert value is not None, "every machine has these"
-        values[path] = float(f"{value.value * point[path]:.3g}")
+        values[path] = float(f"{value.value * factor:.3g}")
     memory = values["host.memory_bandwidth"]
     for path, limit in CEILINGS:
         if limit == "host.memory_bandwidth":

@@ -9,7 +9,7 @@ from timed_profile import timed
 
 from analysis import adversary
 from schedules import policies, presets
-from schedules.errors import InputError
+from schedules.errors import InputError, Refused
 from schedules.verify import ScheduleError
 from schedules.workload import Workload
 from sim import hardware, machine
@@ -48,6 +48,27 @@ def test_policies_that_keep_another_state_are_told() -> None:
     alike = found("zero3_offload master=weights", "streamed", points=8)
     told = "They do not keep the same state: zero3_offload bf16_fp32, streamed bf16."
     assert adversary.unlike(unlike) == told and not adversary.unlike(alike)
+
+
+def test_a_step_has_the_optimizer_and_the_products_that_are_asked_for() -> None:
+    """And the machine's rate of such products is varied as its usual rate is."""
+    both, words = ("streamed", "resident"), {"optimizer": "muon", "matmul": "fp8"}
+    usual, other = (adversary.search(*both, H200, points=4, progress=lambda *_: None, **how) for how in ({}, words))
+    assert (usual[0].optimizer, usual[0].matmul) == ("adamw", "none") and "fp8" not in usual[0].words()
+    assert (other[0].optimizer, other[0].matmul) == ("muon", "fp8")
+    assert " tokens, fp8 products, muon; gpu.matmul_flops " in other[0].words()
+    own, varied = (
+        H200.gpu,
+        hardware.override(H200, [part.replace(" ", "=", 1) for part in other[0].machine.split(", ")]),
+    )
+    assert own.fp8_flops is not None and varied.gpu.fp8_flops is not None
+    factor = varied.gpu.matmul_flops.value / own.matmul_flops.value
+    assert varied.gpu.fp8_flops.value / own.fp8_flops.value == pytest.approx(factor, rel=0.01) and factor != 1
+    with pytest.raises(InputError, match="muon updates blocks on the device"):
+        adversary.search("zero3_offload", "streamed", H200, points=2, progress=lambda *_: None, optimizer="muon")
+    with pytest.raises(Refused, match="states no rate of fp8 products"):
+        slow = hardware.load("a100-pcie")
+        adversary.search(*both, slow, points=2, progress=lambda *_: None, matmul="fp8")
 
 
 def test_a_policy_does_not_lose_to_itself() -> None:
@@ -117,6 +138,8 @@ def test_bad_input_is_told() -> None:
         found("streamd", "zero3_offload")
     with pytest.raises(InputError, match="at least one point"):
         found("streamed", "megatrain", points=0)
+    with pytest.raises(InputError, match="optimizer 'sgd' is unknown"):
+        adversary.search("streamed", "megatrain", H200, points=1, progress=lambda *_: None, optimizer="sgd")
     assert not adversary.frame([]).shape[0]
 
 

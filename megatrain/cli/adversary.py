@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from megatrain.cli.bars import progress_bar
-from megatrain.cli.options import Hardware, Json, Set, machine_of, print_json, require_outputs
+from megatrain.cli.options import (
+    Hardware,
+    Json,
+    Matmul,
+    Optimizer,
+    Set,
+    machine_of,
+    print_json,
+    require_outputs,
+)
 from schedules.errors import InputError, Refused
 
 
@@ -19,6 +28,8 @@ def adversary(
     second: Annotated[str, typer.Argument(help="The policy that should win, likewise.", show_default=False)],
     hardware: Hardware = "h200",
     change: Set = None,
+    optimizer: Optimizer = "adamw",
+    matmul: Matmul = None,
     points: Annotated[int, typer.Option(min=1, help="Points to try.")] = 300,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 5,
@@ -43,6 +54,8 @@ def adversary(
             machine,
             points=points,
             seed=seed,
+            optimizer=optimizer,
+            matmul=matmul,
             progress=lambda done, worst: bar.update(task, completed=done, note=_worst(worst)),
         )
     table = adversaries.frame(found)
