@@ -304,7 +304,8 @@ def _product_rate(op: Op, model: ModelSpec, workload: Workload, profile: Hardwar
     if workload.matmul is None or op.layer is None or not model.is_block(op.layer):
         return peak_flops(profile, workload) * gpu.matmul_efficiency.value
     if gpu.fp8_flops is None or gpu.fp8_efficiency is None:
-        lacks = "gpu.fp8_flops" if gpu.fp8_flops is None else "gpu.fp8_efficiency"
+        rates = {"gpu.fp8_flops": gpu.fp8_flops, "gpu.fp8_efficiency": gpu.fp8_efficiency}
+        lacks = " and ".join(path for path, value in rates.items() if value is None)
         raise Refused(
             f"{profile.name} states no rate of {workload.matmul} products: leave out matmul, or give it {lacks}"
         )
