@@ -577,6 +577,15 @@ def test_where_nothing_fits_the_table_and_the_page_say_why(tmp_path: Path, capsy
     assert "device memory is" in buying.write(tmp_path, table, found, 1e9, "megatrain sweep").read_text()
 
 
+def test_where_the_policy_refuses_the_step_the_answer_says_so(tmp_path: Path) -> None:
+    """Not only that nothing fits, which no more memory would change."""
+    words = ["sweep", "tiny", "-H", "h200", "-p", "zero3_offload", "--optimizer", "muon", "--prices", str(EXAMPLE)]
+    step = ["--tokens", "64", "--seq", "16", "--workers", "1", "--out", str(tmp_path)]
+    error = CliRunner().invoke(cli.app, [*words, *step]).exception
+    assert isinstance(error, Refused) and "of the first: zero3_offload: " in str(error)
+    assert "muon updates blocks on the device" in str(error)
+
+
 def test_whole_numbers_stay_whole_beside_a_point_that_does_not_fit(tmp_path: Path) -> None:
     vary = ["gpu.memory=100kB,1GB", "host.memory=1GB,2TB", "links.h2d.bandwidth=10GB/s,50GB/s"]
     rows = sweep.run(some(["h200"], vary=vary, names=["zenflow"]), tmp_path / "rows.jsonl", workers=1, progress=quiet)

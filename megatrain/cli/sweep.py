@@ -129,7 +129,7 @@ def sweep(
             if page is not None:
                 print(f"pictures and all numbers: {page}")
     if not table["fits"].any():
-        raise Refused("at none of these points does anything fit")
+        raise Refused(f"at none of these points does anything fit; of the first: {table['reason'].iloc[0]}")
 
 
 def _require_known(prices: Path, machines: Iterable[str]) -> None:
