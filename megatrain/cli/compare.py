@@ -133,10 +133,14 @@ def compare(
                 print_words(f"Left out, since they do not train every weight: {told}")
     if out is not None and not as_json:
         print(f"written to {out}: throughput.png, throughput.svg, throughput.csv")
-    if not frame["fits"].eq(True).any():  # a row that is not predicted is no answer, beside others or alone
-        if frame["fits"].eq(False).any():
-            raise Refused(f"none of these fits {', '.join(axes.get(varied.MACHINE, [profile.name]))}")
-        raise InputError(f"none of these is predicted: {frame['reason'].iloc[0]}")
+    if not frame["fits"].eq(True).any():  # a row that is not predicted is no yes, beside others or alone
+        where = ", ".join(axes.get(varied.MACHINE, [profile.name]))
+        unknown = frame["reason"][frame["fits"].isna()]
+        if unknown.empty:
+            raise Refused(f"none of these fits {where}")
+        if len(unknown) < len(frame):
+            raise Refused(f"none of these is predicted to fit {where}; the first not predicted: {unknown.iloc[0]}")
+        raise InputError(f"none of these is predicted: {unknown.iloc[0]}")
 
 
 def _note_unvaried(names: Sequence[str], axes: Mapping[str, list[str]]) -> None:
