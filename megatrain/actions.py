@@ -17,6 +17,7 @@ from megatrain import adam, autograd, muon, nf4
 from megatrain.adam import Adam
 from megatrain.backend import Work
 from megatrain.lifetime import released
+from megatrain.sink import Sink
 from megatrain.store import Store
 from megatrain.template import Templates, sinks, views
 from schedules import tensor as tensors
@@ -92,7 +93,7 @@ class Actions:
             found |= views(self.store.tensor(adapters[0]), self.trained_shapes(i))
         return found
 
-    def grads(self, op: Op, i: int) -> dict[str, autograd.Sink]:
+    def grads(self, op: Op, i: int) -> dict[str, Sink]:
         """Where the gradient of what is trained of layer i goes: added if `op` also reads it."""
         access = _named(op.writes, f"{tensors.GRAD}.{self.schedule.model.layer_name(i)}")
         return sinks(self.store.tensor(access), self.trained_shapes(i), accumulate=access in op.reads)
@@ -310,11 +311,11 @@ def _backward(a: Actions, op: Op) -> Work:
 def _accumulate(a: Actions, op: Op) -> Work:
     (target,) = op.writes
     source = next(access for access in op.reads if access != target)
-    sink = autograd.Sink(a.store.tensor(target), accumulate=target in op.reads)
+    sink = Sink(a.store.tensor(target), accumulate=target in op.reads)
     return functools.partial(_put, sink, a.store.tensor(source))
 
 
-def _put(sink: autograd.Sink, grad: Tensor, step: int) -> None:
+def _put(sink: Sink, grad: Tensor, step: int) -> None:
     sink.put(grad)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.autograd import Sink, backward, forward, sink_of
+from megatrain.autograd import backward, forward, sink_of
 from megatrain.linear import unread
 from megatrain.pointwise import PLAIN, Pointwise
+from megatrain.sink import Sink
 
 Mlp = Callable[[Mapping[str, Tensor], Tensor, bool], Tensor]  # parameters, input, whether its output is read
 

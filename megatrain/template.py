@@ -20,12 +20,13 @@ from torch import Tensor
 
 from megatrain import fp8
 from megatrain.attention import Attention, band
-from megatrain.autograd import Sink, again
+from megatrain.autograd import again
 from megatrain.experts import Mixture
 from megatrain.layer_parts import gated, mlp_again, norm_beside, rms_norm, rotate
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables
+from megatrain.sink import Sink
 from schedules.errors import InputError
 from schedules.model import SHARED, ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together

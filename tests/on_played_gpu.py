@@ -33,6 +33,7 @@ from megatrain.cuda import CudaBackend
 from megatrain.graphs import PHASES, replayed
 from megatrain.native import adam_gpu
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
+from megatrain.sink import Sink
 from megatrain.template import Block, Embed, Head, templates
 from schedules import policies, presets
 from schedules.model import ModelSpec
@@ -244,7 +245,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 def first_block(
     model: ModelSpec, workload: Workload, pointwise: Pointwise
-) -> tuple[Block, dict[str, torch.Tensor], torch.Tensor, torch.Tensor, dict[str, autograd.Sink]]:
+) -> tuple[Block, dict[str, torch.Tensor], torch.Tensor, torch.Tensor, dict[str, Sink]]:
     """The first of the largest, its parameters, an input, its output's gradient, and where those of parameters go."""
     i = model.largest_block
     found = templates(
@@ -259,7 +260,7 @@ def first_block(
     )
     params = {name: bf16(*shape) for name, shape in model.parameter_shapes(i).items()}
     x, dy = (bf16(workload.micro_batch_size, workload.seq_len, model.hidden_size) for _ in range(2))
-    sinks = {name: autograd.Sink(torch.zeros_like(p), False) for name, p in params.items()}
+    sinks = {name: Sink(torch.zeros_like(p), False) for name, p in params.items()}
     return found.blocks[model.layer_kind(i)], params, x, dy, sinks
 
 
@@ -342,7 +343,7 @@ def test_products_in_fp8_hold_one_weight_and_its_operands_at_a_time(
 @pytest.mark.parametrize("tokens", [16384, 65536])  # all columns at once, or a quarter of them
 def test_the_embeddings_backward_takes_no_more_than_is_counted(tokens: int) -> None:
     model, workload = presets.load("llama-3.1-8b"), Workload(micro_batch_size=1, seq_len=tokens)
-    sink = autograd.Sink(bf16(model.vocab_size, model.hidden_size), True)
+    sink = Sink(bf16(model.vocab_size, model.hidden_size), True)
     labels, dy = int64(1, tokens), bf16(1, tokens, model.hidden_size)
     taken = peak_bytes(lambda: Embed().backward(labels, dy, sink))
     assert 0.8 < taken / workspace_bytes(model, model.embed, Phase.BACKWARD, workload) < 1
@@ -420,7 +421,7 @@ def test_the_loss_takes_no_more_than_is_counted(pointwise: Pointwise) -> None:
     x, d_hidden, norm, table = bf16(4, 4096, 4096), bf16(4, 4096, 4096), bf16(4096), bf16(model.vocab_size, 4096)
     targets = torch.zeros(4, 4096, dtype=torch.int64, device="cuda")
     shares = torch.full((4, 4096), 1 / 16384, device="cuda")
-    sink, head = autograd.Sink(torch.zeros_like(table), False), Head(eps=model.rms_norm_eps, pointwise=pointwise)
+    sink, head = Sink(torch.zeros_like(table), False), Head(eps=model.rms_norm_eps, pointwise=pointwise)
 
     def loss() -> None:
         head.loss_and_grads(norm, table, x, targets, shares, d_hidden=d_hidden, norm_sink=None, table_sink=sink)

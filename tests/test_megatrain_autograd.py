@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.autograd import SavedError, Sink, backward, forward
+from megatrain.autograd import SavedError, backward, forward
+from megatrain.sink import Sink
 from megatrain.template import sinks, templates, views
 from schedules.model import ModelSpec
 from schedules.workload import Workload

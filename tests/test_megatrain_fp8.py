@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatrain import autograd, fp8, initial, train
 from megatrain.adam import Adam
-from megatrain.autograd import Sink
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.fp8 import E4M3, E5M2
 from megatrain.linear import linears
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, compiled
+from megatrain.sink import Sink
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets

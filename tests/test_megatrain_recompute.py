@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain import autograd, initial, train
 from megatrain.adam import Adam
-from megatrain.autograd import Sink
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.float_types import float_type
+from megatrain.sink import Sink
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets, trained

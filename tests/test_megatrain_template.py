@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from megatrain import template
 from megatrain.attention import _sides, attention_again, band
-from megatrain.autograd import Sink
 from megatrain.layer_parts import gated, rms_norm, rotate
 from megatrain.rotary import rotary_frequencies, rotary_tables
+from megatrain.sink import Sink
 from megatrain.template import Embed, Head, TemplateError, sinks, templates, views
 from schedules.families import ACTIVATIONS
 from schedules.model import ModelError, ModelSpec
