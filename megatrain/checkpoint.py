@@ -1,12 +1,13 @@
 """A training between two steps, as files: any exact schedule of the same model, precision and adapters goes on from it.
 
 A folder holds a checkpoint in a folder of its own for each step that was saved, `step-00000120`: a safetensors file per
-trained layer, with its weights (or adapters) and its optimizer state as bytes, and `training.json`, written last, with
-the checksums of both, so that what a drive changed is told before it is trained from.
-Without that file a checkpoint is not one, so a crash or a full disk costs no older one. The two newest are kept: that
-the newest is of use, and has not diverged, is known only when a step has been trained from it, by a stale schedule only
-some steps later; so of one that saves as often more are kept. What is frozen is not saved, but what it is known by is,
-see `megatrain.checksum`: adapters are of no use beside other weights.
+trained layer, with its weights (or adapters) and its optimizer state as bytes, and `training.json` with the checksums
+of both, so that a file which a drive has changed is found before anything is trained from it.
+
+`training.json` is written last, and a folder without it is no checkpoint: so a crash or a full disk costs none of the
+older ones. The two newest are kept, because whether the newest has diverged is known only once a step has been trained
+from it; with a stale schedule only some steps later, so more are kept where one saves that often. Frozen weights are
+not saved, only what they are known by (`megatrain.checksum`): adapters are of no use beside other weights.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def save(
     began: Path | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write the state after `step` steps beside the newest checkpoint in `folder`; the new one's own folder.
+    """Write the state after `step` steps into `folder`; the new checkpoint's own folder.
 
-    Older ones are removed first, but for the newest from which a step has been trained. Raises NotSaved, and Diverged
-    where weights are not finite.
+    First all checkpoints are removed that are older than the newest from which a step has been trained, to make room.
+    Raises NotSaved, and Diverged where weights are not finite.
     """
     target, complete = folder / f"step-{step:08d}", _complete(folder)
     if target in complete:
@@ -149,8 +150,9 @@ def all_finite(weights: Tensor) -> bool:
 
 
 def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None, saves: int, *, apart: int = 1) -> int:
-    """Before a training that saves so many times, `apart` steps at least: make `folder`; how many bytes it will take,
-    with what is there.
+    """Make `folder` before a training that saves so many times, at least `apart` steps apart.
+
+    Returns how many bytes more it will take than it does now.
 
     Raises:
         CheckpointError: nothing is trained, the folder is a checkpoint or in one, or there are checkpoints that this
@@ -204,7 +206,7 @@ def drop(folder: Path, step: int) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """First what makes it a checkpoint: one that is half removed is none. Or the link to one. Raises OSError."""
+    """Remove a checkpoint, or the link to one; first what makes it one: half removed it is none. Raises OSError."""
     if path.is_symlink():
         path.unlink()
         return
@@ -218,7 +220,7 @@ def is_there(folder: Path) -> bool:
 
 
 def told(folder: Path | None) -> str:
-    """A phrase that names the newest checkpoint in `folder`."""
+    """Which checkpoint in `folder` is kept, as a phrase."""
     complete = [] if folder is None else _complete(folder)
     return f"{complete[-1]} is kept" if complete else "no checkpoint was saved"
 
@@ -364,7 +366,7 @@ def _trained(lora_rank: object) -> str:
 
 
 def _short(key: str, value: object, other: object) -> str:
-    """What to say of a value where it is not the other."""
+    """A value of a key of `_of` in few words: what tells it from the other."""
     if key != "model" or not isinstance(value, dict):
         return repr(value)
     size = ("num_hidden_layers", "hidden_size")
@@ -389,8 +391,10 @@ def _named_so(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or all in it is of a save that was interrupted; other trainers name theirs so,
-    too."""
+    """Whether a folder is a checkpoint, or holds nothing but files of an interrupted save.
+
+    Other trainers name their folders in the same way.
+    """
     return (path / LAST).is_file() or all(OF_A_SAVE.fullmatch(file.name) for file in path.iterdir())
 
 

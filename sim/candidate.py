@@ -62,16 +62,17 @@ def _defaults() -> dict[str, Knob]:
 
 
 def cost(period: float, on_drive: bool) -> float:
-    """What schedules are compared by, in the period's unit: a little more than the period where a drive is used."""
+    """What schedules are compared by, in the period's unit: the period, and DRIVE_GAIN more where a drive is used."""
     return period * (1.0 + DRIVE_GAIN * on_drive)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A candidate and what became of it: `period_ns` where it was simulated, `reason` where it was not.
+    """A candidate and what became of it: `period_ns` if it was simulated, else `reason`.
 
-    `over` is how many bytes it lacked, zero if it has room; `on_drive` whether a drive holds any of it; `measured` is
-    False where the profile lacks an op's time, and `lacks` says of what kind, if it has none of that kind.
+    over: how many bytes it lacked; zero if it has room.
+    on_drive: whether a drive holds any of it.
+    measured: False if the profile lacks an op's time; `lacks` then says of what kind, if it has none of that kind.
     """
 
     policy: str
@@ -103,8 +104,9 @@ class Case:
 class Verdict:
     """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
 
-    `lacking` is where it had no room, `unmeasured` an op that the profile has no time for, `too_long` one that takes
-    too long.
+    lacking: the tier on which it had no room.
+    unmeasured: an op that the profile has no time for.
+    too_long: an op that takes too long.
     """
 
     tried: Tried

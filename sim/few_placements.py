@@ -24,12 +24,13 @@ def placements(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
 
 
 def try_all(found: Findings, workload: Workload, *, begun: Candidate, one_block: bool) -> None:
-    """Try all placements of one split of a step, none of which counts as effort.
+    """Try all placements of one split of a step; none of them counts as effort.
 
-    Once something fits, micro-batches one after another with all numbers of resident layers, but only at the ends of
-    each other knob; and with the weights of all blocks held, which then need no buffers to come by. So too with fewer
-    buffers where that leaves room for more, and with as many blocks' states on the device as have room beside resident
-    layers. `one_block` as for `Room.begin`.
+    Once something fits, fewer are tried where micro-batches run one after another: every number of resident layers, but
+    of each other knob only its ends and its best value so far; and the same with the weights of all blocks held, which
+    then need no buffers. These placements are also tried with fewer buffers where that leaves room for more, and with
+    as many blocks' states, or their weights, on the device as have room beside the resident layers. `one_block` is as
+    for `Room.begin`.
     """
     every, effort = placements(found.model, workload, begun=begun), found.effort
     start, blocks = Candidate(policy=OURS, workload=workload), found.model.num_hidden_layers
@@ -65,7 +66,7 @@ def _ends(every: Mapping[str, list[Knob]], best: Candidate) -> dict[str, list[Kn
 
 
 def _thriftier(found: Findings, start: Candidate, begin: Candidate) -> list[Candidate]:
-    """With fewer or smaller buffers, where these leave room for more layers on the device, or more off the drive."""
+    """Candidates with fewer or smaller buffers, where that leaves room for more layers, or for more off the drive."""
     most, parts = found.room.most_residents(start), ways_to_part(found.model, start.workload)[-1]
     fewer: tuple[dict[str, Knob], ...] = ({}, {"grad_slots": 1}, ONE_BLOCK)
     ways = (start.with_knobs({**few, "parts": n}) for few in fewer for n in sorted({1, parts}))

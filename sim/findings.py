@@ -20,9 +20,9 @@ Progress = Callable[["Prediction | None", float, str], None]  # best so far, sha
 
 @dataclass
 class Findings:
-    """What became of candidates: each is judged once, and against the best of those before it.
+    """What became of candidates: each is judged once, against the best of those before it.
 
-    `effort` is how many ops may still be looked at. It is for who searches to heed, and may become negative.
+    `effort` is how many ops may still be looked at. Whoever searches has to heed it; here it may become negative.
     """
 
     model: ModelSpec
@@ -55,9 +55,9 @@ class Findings:
         return None if self.best is None else self.best.schedule.workload
 
     def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[Tried]:
-        """What becomes of candidates, those of ours with as much on a drive as must be.
+        """What becomes of candidates. Ours first get as much on a drive as must be there.
 
-        One that cannot beat the best of the rounds before is not simulated.
+        A candidate that cannot beat the best of the rounds before is not simulated.
         """
         some = [self.room.rebalanced(candidate) if candidate.policy == OURS else candidate for candidate in candidates]
         new = [candidate for candidate in dict.fromkeys(some) if candidate not in self.tried]
@@ -68,9 +68,9 @@ class Findings:
         return [self.tried[candidate] for candidate in some]
 
     def prefer(self, candidates: Sequence[Candidate], most_ns: float) -> bool:
-        """Take the cheapest of these for the best if it costs less than `most_ns`, be that more than the best before.
+        """Take the cheapest of these for the best, even if it costs more than the best so far, but less than `most_ns`.
 
-        Whether it did.
+        Returns whether it was taken.
         """
         judged = zip(candidates, self.judge(list(candidates), most_ns), strict=True)
         (candidate, verdict), *others = sorted(judged, key=lambda one: one[1].tried.cost_ns)
