@@ -12,7 +12,6 @@ from schedules.hazards import minimal_waits
 from schedules.op import Access, Kind, Op, Phase
 from schedules.tensor import parse
 from schedules.verify import Verified, verify
-from schedules.workload import Workload
 
 
 def evaluation(training: Verified) -> Verified:
@@ -32,7 +31,7 @@ def evaluation(training: Verified) -> Verified:
         wanted.difference_update(written)
         read = tuple(access for access in op.reads if parse(access.tensor).cls not in tensors.GRADIENTS)
         wanted.update(read)
-        found.append(_counted(replace(op, reads=read, writes=written), workload, amounts))
+        found.append(_counted(replace(op, reads=read, writes=written), amounts))
     found.reverse()
     lost = dict[Access, Op]()  # what the step carries over -> an op that writes over it
     for op in found:
@@ -73,7 +72,7 @@ def _brought(carried: Access, training: Verified, lost: Collection[Access]) -> O
     return None
 
 
-def _counted(op: Op, workload: Workload, amounts: Amounts) -> Op:
+def _counted(op: Op, amounts: Amounts) -> Op:
     """The same op with what it does where nothing is trained."""
     if op.kind != Kind.COMPUTE:
         return op

@@ -11,7 +11,7 @@ from typing import Any
 
 from schedules import policies
 from schedules.model import ModelSpec
-from schedules.op import Kind, Op, Phase, Stream, Tier
+from schedules.op import DRIVE_STREAMS, Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import SAVED, STATE, parse
@@ -121,7 +121,7 @@ class LayerAreas:
     def _learn(self, schedule: Schedule, profile: HardwareProfile) -> None:
         for op, cost in zip(schedule.ops, demands(schedule, profile, _ALONE), strict=True):
             areas = {name: cost.duration_ns * share for name, share in cost.usage.items()}
-            key = _key(op, schedule)
+            key = _key(op)
             if key is None:
                 continue
             if key[0] == "update":
@@ -149,13 +149,13 @@ def _least_ns(op: Op, schedule: Schedule, profile: HardwareProfile, whole_ns: in
     return min(found)
 
 
-def _key(op: Op, schedule: Schedule) -> tuple[object, ...] | None:
+def _key(op: Op) -> tuple[object, ...] | None:
     if op.kind == Kind.COMPUTE:
         return ("compute", op.layer, op.phase)
     if op.phase == Phase.ADAM:
         return ("update", op.layer, Tier.HOST if op.stream == Stream.CPU else Tier.DEVICE)
     if op.phase != Phase.COPY:
         return None
-    if op.stream in (Stream.NVME_READ, Stream.NVME_WRITE):
+    if op.stream in DRIVE_STREAMS:
         return ("drive", op.kind) if op.layer == 0 else None
     return ("copy", op.layer, parse(op.reads[0].tensor).cls, op.kind)

@@ -30,7 +30,7 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
     return policies.build(request.param, presets.load("tiny"), workload, memory_of(load("h200")))
 
 
-def test_bytes_of_a_node_by_hand(tmp_path: Path) -> None:
+def test_bytes_of_a_node_by_hand() -> None:
     """Keys are field number * 8 + wire type; 300 is AC 02 as a varint; -1 is ten bytes."""
     node = Node(
         id=300, name="P", type=MEM_LOAD_NODE, ctrl_deps=(1, 300), data_deps=(2,), duration_micros=5,

@@ -377,7 +377,7 @@ def test_recordings_are_compared(profile: HardwareProfile) -> None:
     assert trace_words.sentences(found)
 
 
-def test_recordings_whose_streams_overlap_are_not_replayed(schedule: Schedule, tmp_path: Path) -> None:
+def test_recordings_whose_streams_overlap_are_not_replayed(tmp_path: Path) -> None:
     """In the second run, two kernels beside each other; in the first, one behind the other."""
     kernels, both = recorded("knh", 0)
     start = np.array([0, 10, 5])

@@ -175,7 +175,7 @@ def rows_of(page: Path) -> list[str]:
     return [line.strip("| ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]
 
 
-def test_the_table_says_what_is_true_of_every_row(tmp_path: Path) -> None:
+def test_the_table_says_what_is_true_of_every_row() -> None:
     code = """import gpu_rows, gpu_table
 def step(case, seconds, **more):
     times = {"median": seconds, "least": seconds, "most": seconds}

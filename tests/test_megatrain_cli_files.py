@@ -105,7 +105,7 @@ def test_an_option_beside_a_file_is_not_read_with_defaults_that_are_not_the_file
     assert done.returncode == 2 and "step.json is a whole step: leave out --matmul, or name a model" in done.stderr
 
 
-def test_options_that_a_schedule_file_does_not_decide_are_taken(step: Path, tmp_path: Path) -> None:
+def test_options_that_a_schedule_file_does_not_decide_are_taken(step: Path) -> None:
     done = megatrain("simulate", str(step), "-H", "rtx4090", "--set", "host.memory=64GB", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["machine"].startswith("rtx4090")
     _, error = called("build", str(step), "-H", "rtx4090", "--set", "host.memory=64GB")
@@ -125,7 +125,7 @@ def test_an_import_says_what_was_trained(tmp_path: Path) -> None:
         assert done.returncode == 2 and f"Missing option '{lacking}'" in done.stderr
 
 
-def test_verify_tells_a_policy_from_a_schedule(step: Path) -> None:
+def test_verify_tells_a_policy_from_a_schedule() -> None:
     _, error = called("verify", "docs/my_policy.py")
     told = "verify takes a schedule file: megatrain build MODEL -p docs/my_policy.py --out FILE"
     assert isinstance(error, InputError) and str(error) == told
@@ -481,15 +481,13 @@ def test_who_interrupts_a_command_is_told_that_it_was(
     assert (left.value.code, capsys.readouterr().err) == (130, "megatrain: interrupted before it was done\n")
 
 
-def test_an_interrupted_sweep_says_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_sweep_says_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as left, goes_on():
         raise KeyboardInterrupt
     assert left.value.exit_code == 130 and "the same command goes on from here" in capsys.readouterr().err
 
 
-def test_a_run_tells_for_which_machine_it_was_predicted(tmp_path: Path) -> None:
+def test_a_run_tells_for_which_machine_it_was_predicted() -> None:
     step = ["run", "tiny", "-b", "1", "-s", "16", "--steps", "1", "-H", "h200"]
     assert re.search(r"predicted [\d.]+ ms a step on h200 \(datasheet profile\)", called(*step)[0])
     record = json.loads(called(*step, "--json")[0])
@@ -534,7 +532,7 @@ def test_where_two_policies_fit_nowhere_the_answer_is_no() -> None:
     assert isinstance(error, Refused) and "nothing can be said" in str(error)
 
 
-def test_a_price_that_a_profiles_own_name_has_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_price_that_a_profiles_own_name_has_is_noted(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(hardware.to_json(hardware.load("rtx4090"))))
     options = ["--hardware", str(file), "--prices", "docs/prices.yaml", "-t", "64", "-s", "64", "-p", "streamed"]

@@ -65,7 +65,7 @@ def test_the_narrowest_group_counts(machine: tuple[Path, Path]) -> None:
     assert (total_memory(*machine), available_memory(*machine)) == (GIB, 0)
 
 
-def test_policies_plan_with_the_limit(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_plan_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram, "_limits", lambda proc, groups: iter([(GIB, GIB // 4)]))
     found = machine_here(this_cpu, None)
     assert (found.device_bytes, found.host_bytes, found.free_bytes) == (GIB // 2, GIB // 2, GIB // 4)
