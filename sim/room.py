@@ -102,12 +102,17 @@ class Room:
 
     def stays(self, start: Candidate) -> int:
         """How many parts of blocks' states may stay on the device, beside no activations."""
+        every = self._model.num_hidden_layers * start.count("parts")
+        all_there = start.with_knobs({"keep": 0, "stay": every})
+        # none of them then needs the buffers through which those pass that do not stay
+        if start.workload.multiplies_to_update and self.on(Tier.DEVICE, all_there):
+            return every
         over = self._over(Tier.DEVICE, start.with_knobs({"keep": 0, "stay": 0}))
         parts, state = start.count("parts"), state_of_block(self._model, start.workload)
         room = 0 if over is None or not state else max(-over, 0) * parts // state
         if room % parts:  # what is left of a block passes through two buffers
             room = max(room - 2, room // parts * parts)
-        return min(room, self._model.num_hidden_layers * parts)
+        return min(room, every)
 
     def begin(self, start: Candidate, *, one_block: bool) -> Candidate:
         """With no more on the device and the host than have room there, as far as that can be.

@@ -12,8 +12,8 @@ from strategies import MODEL, round_profile
 from test_sim_plan import machine, period_if_it_fits, shallow, state_bytes, step
 from timed_profile import timed
 
-from schedules import policies
-from schedules.op import Phase, Stream
+from schedules import policies, presets
+from schedules.op import Phase, Stream, Tier
 from schedules.optimizer import step_flops, step_workspace
 from schedules.program import Program
 from schedules.schedule import Knob
@@ -27,7 +27,7 @@ from sim.knob_space import knob_space
 from sim.placement_bound import NoPlacement, placement_bound
 from sim.plan import bound_of_these_micro_batches, plan
 from sim.prediction import estimated_workspace, memory_of, predict
-from sim.room import orders, state_of_block, ways_to_part
+from sim.room import Room, orders, state_of_block, ways_to_part
 from sim.signature import in_words, signature
 
 MUON = Workload(micro_batch_size=2, seq_len=16, optimizer="muon")
@@ -127,6 +127,21 @@ def test_the_search_leaves_alone_what_muon_has_no_use_for() -> None:
     )
     assert of_adamw - of_muon == {"defer", "through", "order", "singly", "hold"} and of_muon <= of_adamw
     assert orders(several) == ("layers",) and ways_to_part(shallow(2), several) == (1,)
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_where_all_states_stay_none_needs_a_buffer_to_pass_through(blocks: int) -> None:
+    """Two more stay than beside the buffers; of two blocks it is all or none, and none took more of the host."""
+    model, a100 = replace(presets.load("tiny"), num_hidden_layers=blocks), hardware.load("a100-pcie")
+    tight = Candidate(policy="streamed", workload=MUON, knobs=(("grad_slots", 1), ("keep", 0), ("slots", 1)))
+    takes = Room(model, a100, MEMORY).peaks(tight.with_knobs({"stay": blocks}))
+    assert takes is not None
+    device, host = takes[Tier.DEVICE], takes[Tier.HOST]
+    room = Room(model, a100, MemoryBudget(device_bytes=device, host_bytes=host))
+    assert room.stays(tight) == blocks
+    assert Room(model, a100, MemoryBudget(device_bytes=device - 1, host_bytes=host)).stays(tight) < blocks
+    other = hardware.override(a100, [f"gpu.memory={device}bytes", f"host.memory={host}bytes"])
+    assert plan(model, other, seq_len=16, tokens_per_step=32, optimizer="muon").schedule.knobs["stay"] == blocks
 
 
 @pytest.mark.parametrize("seed", range(24))
