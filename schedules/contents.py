@@ -8,7 +8,7 @@ needs and what it leaves behind.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from schedules import tensor as tensors
 from schedules import trained
@@ -21,8 +21,7 @@ from schedules.tensor import Part, describe, parse
 from schedules.violation import Violation
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """A tensor in a buffer. `version` counts updates (weights, state) or is the step (everything else)."""
 
     tensor: str
@@ -39,7 +38,7 @@ class Content:
         due = sorted(map(str, tensors.parts(part.of))) if part else []
         updated = sorted({*self.updated, str(part)}) if part else []
         whole = updated == due
-        return replace(self, version=self.version + whole, updated=() if whole else tuple(updated))
+        return self._replace(version=self.version + whole, updated=() if whole else tuple(updated))
 
 
 class Contents:
@@ -59,8 +58,8 @@ class Contents:
         self._step = 0
         # layer -> the most steps by which weights that it was computed with were behind the newest
         self.behind = dict.fromkeys(self._coverage.layers, 0)
-        # (step and weights, micro-batch) -> the version that its forward read
-        self._forward_version: dict[tuple[str, int], int] = {}
+        # (step, weights, micro-batch) -> the version that its forward read
+        self._forward_version: dict[tuple[int, str, int], int] = {}
         self.initial: dict[str, str] = {}  # buffer -> the tensor it must hold before the first step
 
     def check(self) -> Iterator[Violation]:
@@ -223,7 +222,7 @@ class Contents:
     # ---- writing
 
     def _write(self, op: Op, access: Access, content: Content) -> None:
-        self._held[access.buffer] = replace(content, tensor=access.tensor, writer=op.name)
+        self._held[access.buffer] = content._replace(tensor=access.tensor, writer=op.name)
 
     def _copy(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         (source,) = op.reads
@@ -240,10 +239,11 @@ class Contents:
         for buffer in self._may_hold.get(saved, ()):
             content = self._held.get(buffer)
             if content is not None and content.tensor == saved:
-                self._held[buffer] = replace(content, ended_by=op.name)
+                self._held[buffer] = content._replace(ended_by=op.name)
 
     def _compute(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
-        yield from self._complete_op(op)
+        if self._step == 0:  # what an op names is the same in every step
+            yield from self._complete_op(op)
         yield from self._one_version(op, found)
         for access in op.writes:
             cls = parse(access.tensor).cls
@@ -280,7 +280,7 @@ class Contents:
         for access, content in found.items():
             if parse(access.tensor).cls not in tensors.PARAMETERS:
                 continue
-            key = (f"{self._step}.{access.tensor}", op.microbatch)
+            key = (self._step, access.tensor, op.microbatch)
             first = self._forward_version.setdefault(key, content.version)
             if first != content.version:
                 yield Violation(
@@ -318,7 +318,7 @@ class Contents:
         yield from self._coverage.whole_norm(op, found)
         yield from self._coverage.whole_gradient(op, target, gradient)
         yield from self._coverage.not_clipped(op, target, gradient)
-        self._write(op, target, replace(gradient, scaled=True))
+        self._write(op, target, gradient._replace(scaled=True))
 
     def _zero(self, op: Op, found: dict[Access, Content]) -> Iterator[Violation]:
         for access in op.writes:
@@ -345,7 +345,7 @@ class Contents:
         for access in (weights, state):
             yield from self._up_to_date(op, access, found[access])
         self._write(op, weights, updated)
-        self._write(op, state, replace(found[state], version=found[state].version + 1))
+        self._write(op, state, found[state]._replace(version=found[state].version + 1))
 
     def _up_to_date(self, op: Op, access: Access, content: Content) -> Iterator[Violation]:
         """What is updated must have had every update so far: otherwise copies could take turns, each having some."""

@@ -44,14 +44,15 @@ class Accesses:
 
     def hazards(self, op: Op) -> Iterator[Hazard]:
         """The hazards of `op` against everything recorded before it."""
-        for buffer in dict.fromkeys(access.buffer for access in op.reads):
-            if buffer in self._writer:
-                yield Hazard("RAW", buffer, self._writer[buffer])
-        for buffer in dict.fromkeys(access.buffer for access in op.writes):
+        read = dict.fromkeys([access.buffer for access in op.reads])
+        for buffer in read:
+            if (writer := self._writer.get(buffer)) is not None:
+                yield Hazard("RAW", buffer, writer)
+        for buffer in dict.fromkeys([access.buffer for access in op.writes]):
             for reader in self._readers.get(buffer, ()):
                 yield Hazard("WAR", buffer, reader)
-            if buffer in self._writer and not op.reads_from(buffer):
-                yield Hazard("WAW", buffer, self._writer[buffer])
+            if buffer not in read and (writer := self._writer.get(buffer)) is not None:
+                yield Hazard("WAW", buffer, writer)
 
     def record(self, op: Op, instance: Instance) -> None:
         """Take note of `op`'s accesses."""
@@ -80,11 +81,14 @@ class HappensBefore:
     def __init__(self) -> None:
         self._streams: list[Clock] = [[0] * len(_STREAMS) for _ in _STREAMS]
         self._host: Clock = self._streams[_HOST]
+        self._met = [self._host for _ in _STREAMS]  # of each stream, the host's clock that its own takes in already
         self._finished: dict[Instance, _Finished] = {}
 
     def start(self, op: Op) -> Clock:
         """What has finished when `op` starts, by its place in its stream and in the issue order."""
-        return _join(self._streams[_STREAMS[op.stream]], self._host)
+        stream = _STREAMS[op.stream]
+        clock = self._streams[stream]
+        return clock if self._met[stream] is self._host else _join(clock, self._host)
 
     def after(self, clock: Clock, first: Instance) -> Clock:
         """`clock`, with `first` and all before it known to have finished."""
@@ -104,7 +108,7 @@ class HappensBefore:
         stream = _STREAMS[op.stream]
         done = list(clock)
         done[stream] = self._streams[stream][stream] + 1
-        self._streams[stream] = done
+        self._streams[stream], self._met[stream] = done, self._host
         self._finished[instance] = _Finished(stream, done[stream], done)
         if op.blocking or stream == _HOST:
             self._host = _join(self._host, done)

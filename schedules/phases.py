@@ -9,7 +9,7 @@ from schedules import tensor as tensors
 from schedules import trained
 from schedules.op import Access, Op, Phase
 from schedules.schedule import Schedule
-from schedules.tensor import Tensor, describe, parse
+from schedules.tensor import describe, named, parse
 from schedules.traffic import phases_of
 
 COMPUTE = (Phase.EMBED, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD)
@@ -22,7 +22,7 @@ def needed(schedule: Schedule, op: Op) -> tuple[list[str], list[str]]:
     name = model.layer_name
 
     def at(cls: str, layer: int, microbatch: int | None = None) -> str:
-        return str(Tensor(cls, name(layer), microbatch))
+        return named(cls, name(layer), microbatch)
 
     workload = schedule.workload
     updated = trained.layers(model, workload)
@@ -80,6 +80,8 @@ def _sync(op: Op) -> Iterator[tuple[str, str]]:
 def _in_one_place(op: Op) -> Iterator[tuple[str, str]]:
     """Who runs an op looks for one buffer of each tensor, and a buffer holds one tensor at a time."""
     for side, accesses in (("reads", op.reads), ("writes", op.writes)):
+        if len({access.tensor for access in accesses}) == len(accesses):
+            continue
         buffers = defaultdict[str, list[str]](list)
         for access, times in Counter(accesses).items():
             if times > 1:
@@ -116,7 +118,7 @@ def _compute(schedule: Schedule, op: Op) -> Iterator[tuple[str, str]]:
         what = f"{op.name} ({op.phase} of layer {model.layer_name(i)}) reads {_names(read)}"
         yield what, "name what it computes with, and a gradient where it adds to it"
     if op.phase in (Phase.FORWARD, Phase.RECOMPUTE):
-        may += [str(Tensor(cls, model.layer_name(i), m)) for cls in (tensors.OUTPUT, tensors.SAVED)]
+        may += [named(cls, model.layer_name(i), m) for cls in (tensors.OUTPUT, tensors.SAVED)]
     if made := [access for access in op.writes if access.tensor not in may]:
         yield f"{op.name} ({op.phase} of layer {model.layer_name(i)}) writes {_names(made)}", "it makes no such tensor"
     held = {access.buffer: access.tensor for access in op.reads}

@@ -138,6 +138,7 @@ _WORDS = {
 }
 
 
+@functools.cache  # the verifier has the words ready for every read
 def describe(tensor: str) -> str:
     """A tensor's name in words: 'the output of layer 3, micro-batch 0'."""
     name = parse(tensor)

@@ -136,9 +136,11 @@ def _races(schedule: Schedule) -> Iterator[Violation]:
     told: set[tuple[str, str, str, int]] = set()
     for instance, op, clock in in_order(schedule, order, steps=3):
         for hazard in accesses.hazards(op):
+            if order.implies(clock, hazard.first):
+                continue
             first = schedule.ops[hazard.first.place]
             key = (op.name, first.name, hazard.buffer, instance.step - hazard.first.step)
-            if not order.implies(clock, hazard.first) and key not in told:
+            if key not in told:
                 told.add(key)
                 yield _race(op, first, hazard, instance)
         accesses.record(op, instance)

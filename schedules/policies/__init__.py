@@ -7,6 +7,7 @@ keyword-only parameters are its knobs: what the command line offers and `--vary`
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -43,7 +44,12 @@ class PolicyError(InputError):
 
 def names() -> list[str]:
     """The policies of this package, sorted."""
-    return sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_"))
+    return list(_names())
+
+
+@functools.cache  # every schedule that is built asks for them
+def _names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.py") if not path.stem.startswith("_")))
 
 
 def comparable() -> list[str]:
@@ -112,7 +118,7 @@ def knobs(name_or_path: str | Path) -> dict[str, inspect.Parameter]:
     The annotation is bool, int (a count, never negative), float, str, Literal of strings, None, or a union of
     these; a parameter that has none is of its default's type. Raises PolicyError.
     """
-    return _knobs(load(name_or_path), short(name_or_path))
+    return dict(_knobs(load(name_or_path), short(name_or_path)))
 
 
 def parse_knobs(name_or_path: str | Path, settings: Sequence[str]) -> dict[str, Knob]:
@@ -288,7 +294,8 @@ class _Blame:
 # ---- knobs
 
 
-def _knobs(function: Policy, where: str) -> dict[str, inspect.Parameter]:
+@functools.lru_cache(maxsize=64)  # a search builds hundreds of schedules of one policy; annotations are evaluated
+def _knobs(function: Policy, where: str) -> Mapping[str, inspect.Parameter]:
     try:
         signature = inspect.signature(function, eval_str=True)
     except Exception as error:  # annotations are expressions of the policy's author
