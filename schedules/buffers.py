@@ -27,6 +27,8 @@ def index(number: SupportsIndex, call: str) -> int:
 
     Raises ProgramError for anything else: True, 1.0, "1".
     """
+    if type(number) is int:  # as nearly all are
+        return number
     try:
         if isinstance(number, bool):
             raise TypeError
@@ -177,15 +179,16 @@ class Buffers:
 
     def _access(self, op: str, buffer: str, tensor: str) -> Access:
         """The access of an op to a tensor in a buffer, which is made large enough for it."""
-        if (buffer, tensor) not in self._accesses:
+        known = self._accesses.get((buffer, tensor))
+        if known is None:
             if not isinstance(buffer, str):
                 due = f"a buffer for {tensor}, as .next() or load() of a ring gives"
                 raise ProgramError(f"{op} takes {due}, not {buffer!r}")
             if buffer not in self._tiers:
                 raise ProgramError(f"{op}: there is no buffer {buffer}; declare it with buffer() or slots()")
             self._sizes[buffer] = max(self._sizes.get(buffer, 0), self.nbytes(tensor))
-            self._accesses[buffer, tensor] = Access(buffer, tensor)
-        return self._accesses[buffer, tensor]
+            known = self._accesses[buffer, tensor] = Access(buffer, tensor)
+        return known
 
     def _put(self, access: Access) -> None:
         """The buffer holds the tensor from here on."""

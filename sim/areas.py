@@ -57,7 +57,7 @@ class LayerAreas:
         probes += [{"resident": len(small.layers)}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
         missing: MissingCost | TooLong | None = None
         for knobs in probes:
-            schedule = policies.build("streamed", small, step, _ENDLESS, **knobs)
+            schedule = policies.build_without_waits("streamed", small, step, _ENDLESS, **knobs)
             try:
                 self._learn(schedule, profile)
             except (MissingCost, TooLong) as error:  # what has no time here, no schedule predicted with it can use

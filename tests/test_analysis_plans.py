@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,8 +22,14 @@ SMALL = hardware.override(hardware.load("rtx4090"), ["gpu.memory=6GB"])
 STEP = {"seq_len": 512, "tokens_per_step": 4 * 512}
 
 
+@functools.cache
+def small() -> tuple[plans.Row, dict[str, float]]:
+    """A row and what named policies do, which takes seconds."""
+    return plans.row(MODEL, SMALL, **STEP, machine="small")
+
+
 def test_a_row_has_the_plan_and_the_best_that_every_policy_does() -> None:
-    row, named = plans.row(MODEL, SMALL, **STEP, machine="small")
+    row, named = small()
     assert row.machine == "small" and row.reason == ""
     assert row.planned_on == today() and row.planned_by == f"1 process on {machine_name()}"
     assert row.best_named_tokens_per_s == max(rate for rate in named.values() if not math.isnan(rate))
@@ -31,7 +38,7 @@ def test_a_row_has_the_plan_and_the_best_that_every_policy_does() -> None:
 
 
 def test_policies_that_are_known_are_not_predicted_again() -> None:
-    row, named = plans.row(MODEL, SMALL, **STEP)
+    row, named = small()
     known = {name: 1.0 for name in named if name != "lohan"} | {"gemini": 1e9}
     again, rates = plans.beside(row, MODEL, SMALL, known)
     assert rates == {**known, "lohan": named["lohan"]} and list(rates) == list(named)
@@ -103,6 +110,6 @@ def test_what_does_not_fit_is_a_row_with_its_reason() -> None:
     nowhere = replace(hardware.override(SMALL, ["gpu.memory=1GB", "host.memory=1GB"]), nvme=None)
     row, named = plans.row(MODEL, nowhere, **STEP)
     assert math.isnan(row.tokens_per_s) and not named and "qwen2.5-7b that is searched fits" in row.reason
-    table = plans.frame([plans.row(MODEL, SMALL, **STEP), (row, named)])
+    table = plans.frame([small(), (row, named)])
     lines = plans.markdown(table).splitlines()
     assert len(lines) == 4 and "nothing fits" in lines[-1]
