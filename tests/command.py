@@ -13,9 +13,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 120.0
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["megatrain.cli", "megatrain.session", "analysis.sweep", "analysis.buying", "sim.plan", "rich.table"]
-)
+SERVER.set_forkserver_preload(["tests.preloaded"])
 
 
 def megatrain(*arguments: str, cwd: Path | None = None) -> CompletedProcess[str]:

@@ -14,3 +14,7 @@ def pytest_collection_finish() -> None:
     """Modules and tests live to the end: the garbage collector, a fifth of some tests' time, need not walk them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some libraries count at the end what was never given back
