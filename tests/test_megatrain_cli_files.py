@@ -649,7 +649,7 @@ def test_muon_is_an_option_of_the_step(tmp_path: Path) -> None:
     error = called("simulate", "tiny", "--optimizer", "sgd")[1]
     assert isinstance(error, InputError) and "optimizer 'sgd' is unknown; known are adamw, muon" in str(error)
     file = tmp_path / "muon.json"
-    out, error = called("plan", "tiny", "--optimizer", "muon", "-t", "2048", "-s", "512", "--out", str(file))
+    out, error = called("plan", "tiny", "--optimizer", "muon", "-t", "64", "-s", "64", "--out", str(file))
     assert error is None and ", bf16, muon" in out
     assert codec.loads(file.read_text()).workload.optimizer == "muon"
     error = called("simulate", str(file), "--optimizer", "muon")[1]
