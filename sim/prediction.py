@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from schedules import tensor as tensors
@@ -269,12 +270,13 @@ def shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget)
 
 def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> tuple[str | None, int]:
     """The op that allocates most beside its buffers, and its bytes: measured, or else estimated."""
-    sizes = [(_workspace(op, schedule, profile), op.name) for op in schedule.ops if op.takes_workspace]
+    estimated = _estimates(schedule)
+    sizes = [(_workspace(op, schedule, profile, estimated), op.name) for op in schedule.ops if op.takes_workspace]
     size, name = max(sizes, key=lambda found: found[0], default=(0, None))
     return name, size
 
 
-def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
+def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile, estimated: Callable[[Op], int]) -> int:
     if op.layer is None:
         return 0
     table = profile.measured.workspace if profile.measured else None
@@ -283,19 +285,28 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile) -> int:
         measured = tabulated(table, key, schedule.workload, largest_of_lines)
         if measured is not None:
             return math.ceil(measured)
-    return _estimated(op, schedule)
+    return estimated(op)
 
 
-def _estimated(op: Op, schedule: Schedule) -> int:
-    if op.layer is None:
-        return 0
-    output = tensors.makes_output(access.tensor for access in op.writes)
-    return workspace_bytes(schedule.model, op.layer, op.phase, schedule.workload, output=output)
+def _estimates(schedule: Schedule) -> Callable[[Op], int]:
+    """What tells the bytes of an op's workspace; a layer's ops of one phase and result take the same."""
+
+    @functools.cache
+    def of(layer: int, phase: Phase, output: bool) -> int:
+        return workspace_bytes(schedule.model, layer, phase, schedule.workload, output=output)
+
+    def estimated(op: Op) -> int:
+        if op.layer is None:
+            return 0
+        return of(op.layer, op.phase, tensors.makes_output(access.tensor for access in op.writes))
+
+    return estimated
 
 
 def estimated_workspace(schedule: Schedule) -> int:
     """Bytes of the largest workspace of any op, on whatever machine."""
-    return max((_estimated(op, schedule) for op in schedule.ops if op.takes_workspace), default=0)
+    estimated = _estimates(schedule)
+    return max((estimated(op) for op in schedule.ops if op.takes_workspace), default=0)
 
 
 def contents(schedule: Schedule, tier: Tier) -> list[tuple[str, int]]:
