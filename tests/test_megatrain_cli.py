@@ -364,11 +364,10 @@ def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: 
 
 
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
-    with _endless(tmp_path, "--accumulation", "600") as run:  # a step takes a while
+    with _endless(tmp_path, "--accumulation", "200") as run:  # a step takes a while
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGINT)
-        while "steps under way" not in run.stderr.readline():
-            pass
+        _read_until(run, "steps under way")
         time.sleep(TOGETHER_S)
         run.send_signal(signal.SIGINT)
         _, told = run.communicate(timeout=60)
@@ -379,12 +378,10 @@ def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
 
 def test_who_interrupts_in_a_long_op_is_told_and_then_does_not_wait(tmp_path: Path) -> None:
     with _endless(tmp_path, "--seq", "60000") as run:  # an op takes seconds
-        while "first step" not in run.stderr.readline():
-            pass
+        _read_until(run, "first step")
         time.sleep(2.0)
         run.send_signal(signal.SIGINT)
-        while "ends after the ops under way" not in run.stderr.readline():
-            pass
+        _read_until(run, "ends after the ops under way")
         run.send_signal(signal.SIGINT)
         _, told = run.communicate(timeout=60)
     assert run.returncode == 130 and told == "\nmegatrain: ended in the middle of an op\n"
@@ -409,8 +406,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as
     with _endless(tmp_path, "--accumulation", "200") as run:
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGTERM)
-        while "steps under way" not in run.stderr.readline():
-            pass
+        _read_until(run, "steps under way")
         run.send_signal(signal.SIGTERM)
         _, told = run.communicate(timeout=60)
     assert run.returncode == 130 and told.endswith(" is kept\n") and list((tmp_path / "run").iterdir())
@@ -486,9 +482,16 @@ def _endless(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             run.kill()  # one that did not hear would be waited for
 
 
+def _read_until(run: subprocess.Popen[str], words: str) -> None:
+    assert run.stderr is not None
+    if not any(words in line for line in run.stderr):
+        pytest.fail(f"it ended, and did not say {words!r}")
+
+
 def _wait(until: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not until() and time.monotonic() < end:
+    end = time.monotonic() + 120
+    while not until():
+        assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.05)
 
 

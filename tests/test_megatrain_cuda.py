@@ -259,6 +259,7 @@ def test_an_op_is_timed_alone_without_its_launches(gpu: FakeGpu, monkeypatch: py
     schedule = WRITERS["two_slots"](MODEL, WORKLOAD)
     on_device = [op for op in schedule.ops if op.stream in DEVICE_STREAMS]
     monkeypatch.setattr(profile, "LOADED_S", 0.0)
+    monkeypatch.setattr(profile, "ENOUGH_S", 1e3)  # however long a step takes here, that is not enough
     found = profile.alone(schedule, lambda: FakeBackend(gpu))
     assert len(found["durations_ns"]) == profile.ALONE_STEPS
     for stream in DEVICE_STREAMS:

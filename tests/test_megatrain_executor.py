@@ -609,6 +609,6 @@ def test_a_master_is_made_on_the_host_and_what_needs_no_room_where_it_stays(
         initialise(weights, state, *rest)
 
     store = Store(schedule, allocate)
-    monkeypatch.setattr(store_module.adam, "initialise", seen)
+    monkeypatch.setattr(store_module.adam_state, "initialise", seen)
     store.fill(verified, initial.random_parameters(MODEL, 0))
     assert set(made) == {in_place}
