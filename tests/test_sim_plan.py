@@ -210,13 +210,14 @@ def test_a_block_larger_than_the_head_needs_room_for_its_own_backward() -> None:
     assert ample["state on device"] > short["state on device"] > 0.0
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(36))
 def test_nothing_random_is_below_the_bound_or_fits_where_it_says_that_nothing_does(seed: int) -> None:
-    """Blocks larger than the head and smaller ones, in little memory."""
+    """Blocks larger than the head and smaller ones, and a small one before large ones, in little memory."""
     chance = random.Random(seed)
     blocks, large = chance.choice([1, 2, 4]), presets.load("gpt-oss-120b")
     mixture = replace(large, num_hidden_layers=blocks, layer_types=large.layer_types[:blocks], num_experts=16)
-    model = chance.choice([shallow(blocks), replace(mixture, vocab_size=8192)])
+    first_dense = replace(presets.load("glm-4.5-air"), num_hidden_layers=blocks, num_experts=16)
+    model = chance.choice([shallow(blocks), replace(mixture, vocab_size=8192), replace(first_dense, vocab_size=8192)])
     workload = step(chance.choice([1, 16, 64]), accumulation=chance.choice([1, 2, 8]))
     held = state_bytes(model) / 1e9
     device, host = chance.uniform(0.2, 1.5) * held + 0.5, chance.uniform(0.3, 2.0) * held
