@@ -70,7 +70,9 @@ def check(gpu: FakeGpu, name: str, workload: Workload, folder: Path) -> None:
     assert losses == pytest.approx(right[0], rel=1e-5 if workload.precision == "fp32" else 1e-2)
     if workload.precision == "fp32":
         for found, expected in zip(parameters, right[1], strict=True):
-            assert float((found - expected).abs().max() / expected.abs().max()) < 1e-3
+            # of all together: Adam moves an element whose gradient is nearly zero as far as others, and which way is
+            # chance, the order of sums being another
+            assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("name", [*WRITERS, *POLICIES])
