@@ -84,12 +84,12 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         elements = 2 * elements + (2 * h + 2 * f if again else 0)
         weights += trained * b.grad + (2 * h * f * b.weight if again else 0)
     if phase == Phase.RECOMPUTE and not output:
-        if model.has_experts(i) and not model.post_norm:  # those that are shared
-            elements -= _of_shared(model, i) // 3 + model.shared_width
-            weights -= h * model.shared_width * b.weight
-        elif not model.keeps_mlp_output(i):
+        if not model.keeps_mlp_output(i):
             elements -= h + f + (2 * h + 2 * f if again else 0)
             weights -= (3 if again else 1) * h * f * b.weight
+        elif _of_shared(model, i) and not model.post_norm:
+            elements -= h + model.shared_width
+            weights -= h * model.shared_width * b.weight
     return tokens * elements * b.activation + weights
 
 
