@@ -1,4 +1,4 @@
-"""`megatrain ...` as a process of its own, forked from one with all imports, which take longer than most commands."""
+"""Processes of their own that are forked from one with all imports, which take longer than most of what is run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 120.0
@@ -17,27 +19,68 @@ SERVER.set_forkserver_preload(["tests.preloaded"])
 
 
 def megatrain(*arguments: str, cwd: Path | None = None) -> CompletedProcess[str]:
-    """What it wrote and how it ended. Raises TimeoutExpired."""
+    """`megatrain ...`: what it wrote and how it ended. Raises TimeoutExpired."""
+    return _forked(_megatrain, ["megatrain", *arguments], cwd or ROOT, os.environ)
+
+
+def python(code: str, *arguments: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
+    """`python -c code ...` with one thread, likewise, but that what it began and left is not waited for."""
+    return _forked(_python, ["-c", *arguments], ROOT, environment, code)
+
+
+def _forked(
+    run: Callable[..., None], argv: list[str], cwd: Path, environment: Mapping[str, str], *more: Any
+) -> CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = SERVER.Process(target=_run, args=(arguments, cwd or ROOT, files, dict(os.environ)))
+        process = SERVER.Process(target=_run, args=(run, argv, cwd, files, dict(environment), *more))
         process.start()
         process.join(TIMEOUT_S)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise TimeoutExpired(arguments, TIMEOUT_S)
+            raise TimeoutExpired(argv, TIMEOUT_S)
         out, err = (file.read_text() for file in files)
-    return CompletedProcess(arguments, process.exitcode, out, err)
+    return CompletedProcess(argv, process.exitcode, out, err)
 
 
-def _run(arguments: tuple[str, ...], cwd: Path, files: list[Path], environment: Mapping[str, str]) -> None:
-    from megatrain.cli import main
-
+def _run(
+    run: Callable[..., None],
+    argv: list[str],
+    cwd: Path,
+    files: list[Path],
+    environment: Mapping[str, str],
+    *more: Any,
+) -> None:
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.argv = ["megatrain", *arguments]
+    sys.argv = argv
+    run(*more)
+
+
+def _megatrain() -> None:
+    from megatrain.cli import main
+
     main()
+
+
+def _python(code: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late: torch is there
+    multiprocessing.set_start_method(None, force=True)  # that of any process, and not the one by which this came to be
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    status: object = 0
+    try:
+        exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 0)

@@ -37,7 +37,8 @@ MEMORY = MemoryBudget(device_bytes=10**9, host_bytes=10**9)
 # a large eps: where a gradient is near zero, Adam divides rounding errors by it and makes them visible
 HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
 PLAIN = Adam(lr=1e-3)  # with the usual eps: nothing is rounded differently where it is used
-STEPS = 20
+STEPS = 8
+LEARNT = 20  # steps after which that shows
 VARIANTS: dict[str, dict[str, Knob]] = {
     "streamed, keep=0": {"keep": 0},
     "streamed, keep=1, defer=1, slots=3, slabs=1": {"keep": 1, "defer": 1, "slots": 3, "slabs": 1},
@@ -193,7 +194,11 @@ def _library() -> Tensor:
 
 @cache
 def expected(
-    case: Case, staleness: int = 0, changed: Workload | None = None, fresh: frozenset[int] = frozenset()
+    case: Case,
+    staleness: int = 0,
+    changed: Workload | None = None,
+    fresh: frozenset[int] = frozenset(),
+    steps: int = STEPS,
 ) -> Reference:
     """Of the case's workload, or of the one that a policy makes of it; `fresh` layers are not stale."""
     workload = changed or case.workload
@@ -206,7 +211,7 @@ def expected(
         HYPER,
         initial=start if workload.quantised is None else reference.in_nf4(start, case.model),
         adapters=None if rank is None else initial.random_adapters(case.model, rank, 0),
-        steps=STEPS,
+        steps=steps,
         staleness=staleness,
         fresh=fresh,
     )
@@ -263,14 +268,14 @@ def distance(found: Reference, right: Reference, i: int) -> float:
 
 
 def test_reference_learns_and_clips() -> None:
-    free, clipped = expected(CASES[0]), expected(CASES[2])
+    free, clipped = expected(CASES[0], steps=LEARNT), expected(CASES[2])
     assert free.losses[-1] < free.losses[0] - 0.3
     norms = [torch.cat(list(g.values())).norm().item() for g in clipped.gradients]
     assert norms == pytest.approx([0.5] * STEPS, rel=1e-5)  # every step of these was longer
 
 
 def test_a_stale_reference_applies_each_gradient_one_step_late() -> None:
-    exact, stale = expected(CASES[0]), expected(CASES[0], staleness=1)
+    exact, stale = expected(CASES[0], steps=LEARNT), expected(CASES[0], staleness=1, steps=LEARNT)
     # two steps from the same weights, of different text; from the third on the weights are others
     assert stale.losses[0] == exact.losses[0]
     assert stale.losses[1] > exact.losses[1]
@@ -346,7 +351,7 @@ def test_correct_schedule_does_not_notice_delays_and_poison(name: str, precision
     schedule = schedule_of(name, FOUR_BLOCKS, workload)
     right = run(schedule, 2)
     assert all(map(math.isfinite, right.losses))
-    for seed in range(4):
+    for seed in range(2):
         assert_same_bits(run(schedule, 2, Debug(poison=True, delay_s=2e-4, seed=seed)), right)
 
 
