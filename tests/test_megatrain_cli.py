@@ -96,7 +96,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["plan", "tiny", "-t", "1000"], 2, "no whole number of sequences"),
         (["plan", "tiny", "--set", "gpu.memory=0GB"], 2, "must be above zero"),
         (
-            ["plan", "qwen2.5-72b", "-H", "rtx4090", "--set", "nvme.capacity=1GB", "-t", "4096"],
+            ["plan", "qwen2.5-7b", "-H", "rtx4090", "--set", "host.memory=8GB", "--set", "nvme.capacity=1GB", "-t", "4096"],
             1,
             "GB of device memory",
         ),

@@ -252,11 +252,12 @@ def test_a_sweep_plans_on_a_measured_profile(here: str, shallow: str, tmp_path: 
 
 
 def test_a_plan_that_nothing_fits_is_json_too() -> None:
-    told = megatrain("plan", "qwen2.5-72b", "-H", "rtx4090", "--set", "nvme.capacity=1GB", "-t", "4096", "--json")
+    room = ["--set", "host.memory=8GB", "--set", "nvme.capacity=1GB"]
+    told = megatrain("plan", "qwen2.5-7b", "-H", "rtx4090", *room, "-t", "4096", "--json")
     assert told.returncode == 1
     record = json.loads(told.stdout)
-    assert record["fits"] is False and record["model"] == "qwen2.5-72b"
-    assert record["machine"] == "rtx4090 with nvme.capacity=1GB"
+    assert record["fits"] is False and record["model"] == "qwen2.5-7b"
+    assert record["machine"] == "rtx4090 with host.memory=8GB, nvme.capacity=1GB"
     assert record["reason"] in told.stderr.replace("megatrain: ", "")
 
 
