@@ -190,10 +190,6 @@ class Buffers:
             known = self._accesses[buffer, tensor] = Access(buffer, tensor)
         return known
 
-    def _put(self, access: Access) -> None:
-        """The buffer holds the tensor from here on."""
-        self._holds[access.buffer] = access.tensor
-
     def _used(self) -> tuple[Buffer, ...]:
         """The buffers in use, in the order in which they were declared."""
         return tuple(

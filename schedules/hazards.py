@@ -54,6 +54,13 @@ class Accesses:
             if buffer not in read and (writer := self._writer.get(buffer)) is not None:
                 yield Hazard("WAW", buffer, writer)
 
+    def before(self, op: Op) -> set[Instance]:
+        """What must have finished before `op` starts: the first ops of its hazards."""
+        found = {writer for access in op.accesses if (writer := self._writer.get(access.buffer))}
+        for access in op.writes:
+            found.update(self._readers.get(access.buffer, ()))
+        return found
+
     def record(self, op: Op, instance: Instance) -> None:
         """Take note of `op`'s accesses."""
         written = {access.buffer for access in op.writes}
@@ -149,8 +156,8 @@ def minimal_waits(ops: Sequence[Op]) -> tuple[Wait, ...]:
     waits: list[Wait] = []
     for instance, op in unrolled(ops, 2):
         clock = order.start(op)
-        hazards = (hazard.first for hazard in accesses.hazards(op))
-        for first in sorted({first for first in hazards if not order.implies(clock, first)}, reverse=True):
+        late = [first for first in accesses.before(op) if not order.implies(clock, first)]
+        for first in sorted(late, reverse=True):
             if order.implies(clock, first):
                 continue
             clock = order.after(clock, first)

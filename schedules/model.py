@@ -259,11 +259,10 @@ class ModelSpec:
 
     def layer_name(self, i: int) -> str:
         """'embed', 'head', or the block's number. Raises ModelError when there is no layer i."""
-        if 0 <= i < self.num_hidden_layers:
-            return str(i)
-        if i not in self.layers:
+        name = self._names.get(i)
+        if name is None:
             raise ModelError(f"{self.name} has no layer {i}; its layers are {self.embed} to {self.head}")
-        return "embed" if i == self.embed else "head"
+        return name
 
     def layer_index(self, name: str) -> int:
         """The inverse of `layer_name`. Raises ModelError when no layer has that name."""
@@ -273,8 +272,12 @@ class ModelSpec:
         return i
 
     @cached_property
+    def _names(self) -> dict[int, str]:
+        return {self.embed: "embed", **{i: str(i) for i in self.blocks}, self.head: "head"}
+
+    @cached_property
     def _indices(self) -> dict[str, int]:
-        return {self.layer_name(i): i for i in self.layers}
+        return {name: i for i, name in self._names.items()}
 
     def window(self, i: int) -> int | None:
         """How many keys, its own included, a token of block i may attend to; None for all before it."""

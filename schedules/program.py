@@ -492,13 +492,13 @@ class Program(Buffers):
         require_few(len(self._ops) + 1)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
-        read = tuple(self._access(name, *pair) for pair in reads)
-        written = tuple(self._access(name, *pair) for pair in writes)
+        read = tuple([self._access(name, buffer, tensor) for buffer, tensor in reads])
+        written = tuple([self._access(name, buffer, tensor) for buffer, tensor in writes])
         for access in written:
-            self._put(access)
-        self._names[name] = self._names.get(name, 0) + 1
-        if self._names[name] > 1:
-            name = f"{name}#{self._names[name]}"
+            self._holds[access.buffer] = access.tensor
+        self._names[name] = times = self._names.get(name, 0) + 1
+        if times > 1:
+            name = f"{name}#{times}"
         self._ops.append(
             Op(
                 name=name,
