@@ -15,7 +15,7 @@ from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.verify import verify
-from schedules.workload import ADAMW, Workload
+from schedules.workload import Workload
 from sim.cost import TooLong
 from sim.hardware import override
 from sim.machine import CEILINGS, NUMBERS, HardwareProfile, lookup
@@ -42,6 +42,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 }
 AROUND = 0.5  # of the points are looked for near the worst known
 NEAR = 5  # worst points that are looked around
+USUAL = Workload(micro_batch_size=1, seq_len=1)  # but for its shape
 Point = dict[str, float]
 Progress = Callable[[int, float], None]  # points tried, the largest ratio so far
 
@@ -63,13 +64,16 @@ class Loss:
     seq_len: int
     micro_batch_size: int
     accumulation: int
+    precision: str  # that is asked for
     optimizer: str
-    matmul: str  # "none" where products are in the activations' type
+    grad_clip: float | None
+    recompute: str
+    matmul: str | None
     around: str  # the machine
     machine: str  # what is changed of it
     first_binds: str
     second_binds: str
-    first_state: str  # the precision that it keeps; a policy may keep more than it is asked to
+    first_state: str  # the precision that it keeps, which may be more than it is asked to
     second_state: str
 
     def words(self) -> str:
@@ -83,8 +87,14 @@ class Loss:
 
     def _how(self) -> str:
         """What is not as usual of the step."""
-        multiplied = "" if self.matmul == "none" else f", {self.matmul} products"
-        return multiplied + ("" if self.optimizer == ADAMW else f", {self.optimizer}")
+        told = (
+            (self.precision != USUAL.precision, self.precision),
+            (self.matmul is not None, f"{self.matmul} products"),
+            (self.optimizer != USUAL.optimizer, self.optimizer),
+            (self.grad_clip is not None, f"gradients clipped to {self.grad_clip}"),
+            (self.recompute != USUAL.recompute, f"recompute {self.recompute}"),
+        )
+        return "".join(f", {words}" for unusual, words in told if unusual)
 
 
 def search(
@@ -94,25 +104,19 @@ def search(
     *,
     points: int,
     seed: int = 0,
-    optimizer: str = ADAMW,
-    matmul: str | None = None,
+    like: Workload = USUAL,
     progress: Progress,
 ) -> list[Loss]:
     """The points at which `first` loses most to `second`, the worst one first; at most one per shape.
 
-    Both are policies with any knobs: "streamed slots=3". `optimizer` and `matmul` are those of a workload.
+    Both are policies with any knobs: "streamed slots=3". Steps are `like` this one but for their shape.
 
     Raises:
         InputError: fewer than one point, a policy or knob that is not known, a policy that refuses every point, two
-            that do not do the same, a measured profile, a machine on which every point takes too long, or an optimizer
-            or a format that is not known.
+            that do not do the same, a measured profile, or a machine on which every point takes too long.
         Refused: the machine states no rate of products in that format.
         ScheduleError: a policy's schedule is not safe.
     """
-    try:
-        like = Workload(micro_batch_size=1, seq_len=1, optimizer=optimizer, matmul=matmul)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     if points < 1:
         raise InputError("an adversary needs at least one point to try")
     if machine.mode == "measured":
@@ -206,8 +210,11 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point, l
         first=labels[0],
         second=labels[1],
         ratio=times[0] / times[1],
+        precision=like.precision,
         optimizer=like.optimizer,
-        matmul=like.matmul or "none",
+        grad_clip=like.grad_clip,
+        recompute=like.recompute,
+        matmul=like.matmul,
         first_s=times[0],
         second_s=times[1],
         around=machine.name,

@@ -159,7 +159,7 @@ def whole_steps(source: TokenSource, workload: Workload) -> int:
     if source.sequences is None or source.sequences < of_a_step:
         raise DataError(
             f"there are {source.sequences or 0:,} sequences of {workload.seq_len:,} tokens, too few for a step of "
-            f"{of_a_step:,}"
+            f"{of_a_step:,}: give a longer text, or shorter or fewer sequences"
         )
     return source.sequences // of_a_step
 

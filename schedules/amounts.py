@@ -24,6 +24,7 @@ class Amounts:
         self._nbytes: dict[str, int] = {}
         self._computed: dict[tuple[str, Phase, bool, bool], tuple[int, int]] = {}
         self._workspace: dict[tuple[str, Phase], int] = {}
+        self._updated: dict[tuple[int | None, Phase, Part | None, tuple[str, ...]], tuple[int, int, int]] = {}
 
     def tensor(self, name: str) -> int:
         """Bytes of a tensor, and so of its copy. Raises InputError as `tensor_bytes` does."""
@@ -47,34 +48,37 @@ class Amounts:
             self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload)
         return self._workspace[key]
 
-    def update(self, i: int | None, phase: Phase, touched: Iterable[str], part: Part | None) -> tuple[int, int, int]:
+    def update(self, i: int | None, phase: Phase, touched: tuple[str, ...], part: Part | None) -> tuple[int, int, int]:
         """Parameters of an update of a part of layer i, its FLOPs, and the bytes that it reads and writes.
 
         None stands for no layer, and for all of one. Of tensors that have no parts a part has its share.
         """
-        params, nbytes = self._passed_over(i, touched, part)
-        if phase != Phase.ADAM or i is None:
-            return params, 0, nbytes
-        flops = optimizer.step_flops(self._model, self._workload, i)
-        return params, flops, nbytes + optimizer.step_bytes(self._model, self._workload, i)
+        key = i, phase, part, touched
+        if key not in self._updated:
+            params, nbytes = self._passed_over(i, touched, part)
+            flops = 0
+            if phase == Phase.ADAM and i is not None:
+                flops = optimizer.step_flops(self._model, self._workload, i)
+                nbytes += optimizer.step_bytes(self._model, self._workload, i)
+            self._updated[key] = params, flops, nbytes
+        return self._updated[key]
 
-    def _passed_over(self, i: int | None, touched: Iterable[str], part: Part | None) -> tuple[int, int]:
-        tensors_of = list(touched)
+    def _passed_over(self, i: int | None, touched: tuple[str, ...], part: Part | None) -> tuple[int, int]:
         if i is None:
-            return 0, sum(map(self.tensor, tensors_of))
-        if any(parse(name).cls == tensors.QUANTISED for name in tensors_of):
-            return self._model.params(i), sum(map(self.tensor, tensors_of))
+            return 0, sum(map(self.tensor, touched))
+        if any(parse(name).cls == tensors.QUANTISED for name in touched):
+            return self._model.params(i), sum(map(self.tensor, touched))
         of = trained.span(self._model, self._workload, i, part)
         params: int = of.stop - of.start
         if part is None:
-            return params, sum(map(self.tensor, tensors_of))
+            return params, sum(map(self.tensor, touched))
         whole = trained.params(self._model, self._workload, i)
 
         def share(name: str) -> int:
             is_whole = parse(name).part is not None or name == tensors.NORM
             return self.tensor(name) if is_whole else self.tensor(name) // whole * params
 
-        return params, sum(map(share, tensors_of))
+        return params, sum(map(share, touched))
 
 
 amounts_of = functools.lru_cache(maxsize=4)(Amounts)  # a planner writes hundreds of programs of one step

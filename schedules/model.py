@@ -296,8 +296,16 @@ class ModelSpec:
 
     def layer_kind(self, i: int) -> str:
         """Layers of one kind have the same parameters and the same computation, hence the same cost."""
-        if not self.is_block(i):
-            return self.layer_name(i)
+        if i not in self._kinds:
+            self._kinds[i] = self._block_kind(i) if self.is_block(i) else self.layer_name(i)
+        return self._kinds[i]
+
+    @cached_property
+    def _kinds(self) -> dict[int, str]:
+        """Those told so far: schedules ask for them once per op."""
+        return {}
+
+    def _block_kind(self, i: int) -> str:
         kind = "block" if self.window(i) is None else "block.sliding"
         if self.num_experts and not self.has_experts(i):
             kind += ".dense"

@@ -371,7 +371,8 @@ class Program(Buffers):
         i = index(i, "update")
         if stream != Stream.COMPUTE and matrices(self.model, self.workload, i):
             by = f"{self.workload.optimizer} updates blocks on the device's compute stream, by products of matrices"
-            raise ProgramError(f"update({self.model.layer_name(i)}) is queued on {stream}: {by}")
+            cure = "take another policy or optimizer, or write update(..., stream=Stream.COMPUTE)"
+            raise ProgramError(f"update({self.model.layer_name(i)}) is queued on {stream}: {by}; {cure}")
         grad = held(grad or self.at_home(self.grad(i)), "update(grad=...)")
         if grad not in self._accesses:
             missing = "backward" if self._tiers.get(grad[0]) == Tier.DEVICE else f'offload("{grad[1]}", out_of=...)'
@@ -410,7 +411,7 @@ class Program(Buffers):
         fresh: int = 0,
     ) -> None:
         part = tensors.part_of(tensor for _, tensor in writes)
-        touched = (tensor for _, tensor in [*reads, *writes])
+        touched = tuple(tensor for _, tensor in (*reads, *writes))
         params, flops, nbytes = self._amounts.update(i, phase, touched, part)
         self._emit(
             name,

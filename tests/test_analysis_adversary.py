@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,10 @@ def test_policies_that_keep_another_state_are_told() -> None:
 
 def test_a_step_has_the_optimizer_and_the_products_that_are_asked_for() -> None:
     """And the machine's rate of such products is varied as its usual rate is."""
-    both, words = ("streamed", "resident"), {"optimizer": "muon", "matmul": "fp8"}
-    usual, other = (adversary.search(*both, H200, points=4, progress=lambda *_: None, **how) for how in ({}, words))
-    assert (usual[0].optimizer, usual[0].matmul) == ("adamw", "none") and "fp8" not in usual[0].words()
+    both, muon = ("streamed", "resident"), replace(adversary.USUAL, optimizer="muon")
+    likes = (adversary.USUAL, replace(muon, matmul="fp8"))
+    usual, other = (adversary.search(*both, H200, points=4, progress=lambda *_: None, like=like) for like in likes)
+    assert (usual[0].optimizer, usual[0].matmul) == ("adamw", None) and "fp8" not in usual[0].words()
     assert (other[0].optimizer, other[0].matmul) == ("muon", "fp8")
     assert " tokens, fp8 products, muon; gpu.matmul_flops " in other[0].words()
     own, varied = (
@@ -69,10 +71,22 @@ def test_a_step_has_the_optimizer_and_the_products_that_are_asked_for() -> None:
     factor = varied.gpu.matmul_flops.value / own.matmul_flops.value
     assert varied.gpu.fp8_flops.value / own.fp8_flops.value == pytest.approx(factor, rel=0.01) and factor != 1
     with pytest.raises(InputError, match="muon updates blocks on the device"):
-        adversary.search("zero3_offload", "streamed", H200, points=2, progress=lambda *_: None, optimizer="muon")
+        adversary.search("zero3_offload", "streamed", H200, points=2, progress=lambda *_: None, like=muon)
     with pytest.raises(Refused, match="states no rate of fp8 products"):
         slow = hardware.load("a100-pcie")
-        adversary.search(*both, slow, points=2, progress=lambda *_: None, matmul="fp8")
+        adversary.search(*both, slow, points=2, progress=lambda *_: None, like=likes[1])
+
+
+def test_a_step_is_as_it_is_asked_for_but_for_its_shape() -> None:
+    like = replace(adversary.USUAL, precision="bf16_split", grad_clip=0.5, recompute="pointwise")
+    (usual, *_), (other, *_) = (
+        adversary.search("megatrain", "streamed", H200, points=3, progress=lambda *_: None, like=of)
+        for of in (adversary.USUAL, like)
+    )
+    assert (other.precision, other.grad_clip, other.recompute) == ("bf16_split", 0.5, "pointwise")
+    assert (other.first_state, other.second_state) == ("bf16_split", "bf16_split")
+    assert " tokens, bf16_split, gradients clipped to 0.5, recompute pointwise; " in other.words()
+    assert " tokens; " in usual.words() and other.second_s != usual.second_s
 
 
 def test_a_policy_does_not_lose_to_itself() -> None:
@@ -142,8 +156,6 @@ def test_bad_input_is_told() -> None:
         found("streamd", "zero3_offload")
     with pytest.raises(InputError, match="at least one point"):
         found("streamed", "megatrain", points=0)
-    with pytest.raises(InputError, match="optimizer 'sgd' is unknown"):
-        adversary.search("streamed", "megatrain", H200, points=1, progress=lambda *_: None, optimizer="sgd")
     assert not adversary.frame([]).shape[0]
 
 

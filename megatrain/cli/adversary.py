@@ -9,14 +9,18 @@ import typer
 
 from megatrain.cli.bars import progress_bar
 from megatrain.cli.options import (
+    Clip,
     Hardware,
     Json,
     Matmul,
     Optimizer,
+    Precision,
+    Recompute,
     Set,
     machine_of,
     print_json,
     require_outputs,
+    workload_of,
 )
 from schedules.errors import InputError, Refused
 
@@ -28,7 +32,10 @@ def adversary(
     second: Annotated[str, typer.Argument(help="The policy that should win, likewise.", show_default=False)],
     hardware: Hardware = "h200",
     change: Set = None,
+    precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
+    clip: Clip = None,
+    recompute: Recompute = "none",
     matmul: Matmul = None,
     points: Annotated[int, typer.Option(min=1, help="Points to try.")] = 300,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
@@ -45,6 +52,7 @@ def adversary(
     require_outputs(files=[out])
     if first == second:
         raise InputError(f"{first} against itself: name two policies")
+    like = workload_of(1, 1, 1, precision, clip, recompute, optimizer, matmul)  # but for its shape
     machine = machine_of(hardware, change)
     with progress_bar() as bar:
         task = bar.add_task("searching", total=points, note="")
@@ -54,8 +62,7 @@ def adversary(
             machine,
             points=points,
             seed=seed,
-            optimizer=optimizer,
-            matmul=matmul,
+            like=like,
             progress=lambda done, worst: bar.update(task, completed=done, note=_worst(worst)),
         )
     table = adversaries.frame(found)
