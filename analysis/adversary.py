@@ -68,7 +68,7 @@ class Loss:
     optimizer: str
     grad_clip: float | None
     recompute: str
-    matmul: str | None
+    matmul: str  # "none" where products are in the activations' type
     around: str  # the machine
     machine: str  # what is changed of it
     first_binds: str
@@ -89,7 +89,7 @@ class Loss:
         """What is not as usual of the step."""
         told = (
             (self.precision != USUAL.precision, self.precision),
-            (self.matmul is not None, f"{self.matmul} products"),
+            (self.matmul != "none", f"{self.matmul} products"),
             (self.optimizer != USUAL.optimizer, self.optimizer),
             (self.grad_clip is not None, f"gradients clipped to {self.grad_clip}"),
             (self.recompute != USUAL.recompute, f"recompute {self.recompute}"),
@@ -214,7 +214,7 @@ def _compared(first: str, second: str, machine: HardwareProfile, point: Point, l
         optimizer=like.optimizer,
         grad_clip=like.grad_clip,
         recompute=like.recompute,
-        matmul=like.matmul,
+        matmul=like.matmul or "none",
         first_s=times[0],
         second_s=times[1],
         around=machine.name,

@@ -60,7 +60,7 @@ def test_a_step_has_the_optimizer_and_the_products_that_are_asked_for() -> None:
     both, muon = ("streamed", "resident"), replace(adversary.USUAL, optimizer="muon")
     likes = (adversary.USUAL, replace(muon, matmul="fp8"))
     usual, other = (adversary.search(*both, H200, points=4, progress=lambda *_: None, like=like) for like in likes)
-    assert (usual[0].optimizer, usual[0].matmul) == ("adamw", None) and "fp8" not in usual[0].words()
+    assert (usual[0].optimizer, usual[0].matmul) == ("adamw", "none") and "fp8" not in usual[0].words()
     assert (other[0].optimizer, other[0].matmul) == ("muon", "fp8")
     assert " tokens, fp8 products, muon; gpu.matmul_flops " in other[0].words()
     own, varied = (

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import codec, policies, presets, trained
+from schedules.hazards import Accesses, unrolled
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.policies import PolicyError
@@ -153,6 +154,14 @@ def test_no_wait_of_a_policy_can_be_left_out(name: str, clip: float | None) -> N
         with pytest.raises(ScheduleError) as raised:
             verify(replace(schedule, waits=rest))
         assert {v.rule for v in raised.value.violations} == {"race"}, wait
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_what_comes_before_an_op_is_what_it_has_hazards_with(name: str) -> None:
+    accesses = Accesses()
+    for instance, op in unrolled(small(name, clip=1.0).ops, 2):
+        assert accesses.before(op) == {hazard.first for hazard in accesses.hazards(op)}
+        accesses.record(op, instance)
 
 
 @pytest.mark.parametrize("name", policies.names())
