@@ -48,14 +48,14 @@ class Amounts:
             self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload)
         return self._workspace[key]
 
-    def update(self, i: int | None, phase: Phase, touched: tuple[str, ...], part: Part | None) -> tuple[int, int, int]:
+    def update(self, i: int | None, phase: Phase, touched: Iterable[str], part: Part | None) -> tuple[int, int, int]:
         """Parameters of an update of a part of layer i, its FLOPs, and the bytes that it reads and writes.
 
         None stands for no layer, and for all of one. Of tensors that have no parts a part has its share.
         """
-        key = i, phase, part, touched
+        key = i, phase, part, tuple(touched)
         if key not in self._updated:
-            params, nbytes = self._passed_over(i, touched, part)
+            params, nbytes = self._passed_over(i, key[3], part)
             flops = 0
             if phase == Phase.ADAM and i is not None:
                 flops = optimizer.step_flops(self._model, self._workload, i)

@@ -411,7 +411,7 @@ class Program(Buffers):
         fresh: int = 0,
     ) -> None:
         part = tensors.part_of(tensor for _, tensor in writes)
-        touched = tuple(tensor for _, tensor in (*reads, *writes))
+        touched = (tensor for _, tensor in [*reads, *writes])
         params, flops, nbytes = self._amounts.update(i, phase, touched, part)
         self._emit(
             name,

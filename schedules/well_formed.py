@@ -259,7 +259,7 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
     if op.phase == Phase.COPY:
         return {"nbytes": (amounts.tensor(op.writes[0].tensor),)}
     if op.kind == Kind.UPDATE:
-        touched = tuple(access.tensor for access in op.accesses)
+        touched = (access.tensor for access in op.accesses)
         params, multiplied, nbytes = amounts.update(op.layer, op.phase, touched, trained.part(op))
         # a plain store of a gradient may go into memory that the process has only now been given
         stores = op.phase == Phase.ACCUMULATE and len(op.reads) == 1
