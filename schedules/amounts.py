@@ -53,9 +53,10 @@ class Amounts:
 
         None stands for no layer, and for all of one. Of tensors that have no parts a part has its share.
         """
-        key = i, phase, part, tuple(touched)
+        names = tuple(touched)
+        key = i, phase, part, names
         if key not in self._updated:
-            params, nbytes = self._passed_over(i, key[3], part)
+            params, nbytes = self._passed_over(i, names, part)
             flops = 0
             if phase == Phase.ADAM and i is not None:
                 flops = optimizer.step_flops(self._model, self._workload, i)

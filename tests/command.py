@@ -73,14 +73,18 @@ def _python(code: str) -> None:
     torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late: torch is there
     multiprocessing.set_start_method(None, force=True)  # that of any process, and not the one by which this came to be
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
-    status: object = 0
+    status = 0
     try:
         exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
     except SystemExit as ended:
-        status = ended.code
+        if isinstance(ended.code, int):
+            status = ended.code
+        elif ended.code is not None:  # a message
+            print(ended.code, file=sys.stderr)
+            status = 1
     except BaseException:
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status if isinstance(status, int) else 0)
+    os._exit(status)
