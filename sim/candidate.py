@@ -19,8 +19,8 @@ from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.workload import MemoryBudget, Workload
-from sim.bound import bound
-from sim.cost import MissingCost, TooLong, Unmeasured
+from sim.bound import bound_of
+from sim.cost import MissingCost, TooLong, Unmeasured, demands
 from sim.machine import HardwareProfile
 from sim.prediction import DoesNotFit, Prediction, predict, require_fit
 from sim.units import seconds
@@ -136,11 +136,12 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         if schedule is None:
             schedule = replace(built, waits=minimal_waits(built.ops))
         reason = "" if schedule.staleness == 0 else f"stale by {schedule.staleness}"
-        limit = bound(schedule, case.profile)
+        costs = demands(schedule, case.profile)
+        limit = bound_of(schedule, costs)
         if not reason and limit.period_ns >= best_ns:
             reason = f"cannot take less than {seconds(limit.period_ns / 1e9)}"
         if not reason:
-            prediction = predict(schedule, case.profile, case.budget, limit=limit)
+            prediction = predict(schedule, case.profile, case.budget, costs=costs, limit=limit)
             period = prediction.period_ns
             effort = len(schedule.ops)
     except DoesNotFit as error:

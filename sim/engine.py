@@ -6,10 +6,9 @@ down ends at the first whole nanosecond at which its work is done.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,16 +38,18 @@ def simulate(
     steps: int = 4,
     terms: Terms = Terms(),
     seed: int | None = None,
+    costs: Sequence[Demand] | None = None,
 ) -> Trace:
     """The predicted trace of `steps` consecutive steps on a machine.
 
-    `seed` makes noise repeatable; without noise it has no effect.
+    `seed` makes noise repeatable; without noise it has no effect. `costs` are the schedule's `demands`, where they are
+    known already.
 
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
         Stuck: some op would never run.
     """
-    costs = demands(schedule, profile, terms)
+    costs = demands(schedule, profile, terms) if costs is None else costs
     durations = np.tile(np.array([cost.duration_ns for cost in costs], dtype=np.int64), (steps, 1))
     if terms.noise:
         factors = np.random.default_rng(seed).lognormal(0.0, terms.noise, durations.shape)
@@ -101,7 +102,7 @@ def play(
         issue_ns=np.array(issue, dtype=np.int64),
         start_ns=np.array(start, dtype=np.int64),
         end_ns=np.array(end, dtype=np.int64),
-        waited_on=np.array(run.released_by(), dtype=np.int64),
+        waited_on=run.released_by(),
     )
 
 
@@ -114,10 +115,10 @@ def _only_kind(usage: Mapping[str, float]) -> Mapping[str, float]:
 class _Task:
     """An op at work: `left` of its work at moment `since`, going at `speed` (both in units of FULL)."""
 
+    row: int
     usage: int  # the number of its kind of usage
     left: int
     since: int
-    done: simpy.Event
     speed: int = 0
     timer: simpy.Event | None = None
 
@@ -126,11 +127,18 @@ class _Machine:
     """The ops at work, each as fast as the others let it be.
 
     When an op starts or finishes, all speeds are found anew, after whatever else happens at that instant. Work is
-    counted in integers, so that a change of speed neither loses nor gains a nanosecond.
+    counted in integers, so that a change of speed neither loses nor gains a nanosecond. `ended(row)` is called when
+    what a row put to work is done.
     """
 
-    def __init__(self, env: simpy.Environment, usages: Sequence[Mapping[str, float]], slowdown: float) -> None:
-        self._env = env
+    def __init__(
+        self,
+        env: simpy.Environment,
+        usages: Sequence[Mapping[str, float]],
+        slowdown: float,
+        ended: Callable[[int], None],
+    ) -> None:
+        self._env, self._ended = env, ended
         kinds = [tuple(sorted(usage.items())) for usage in usages]
         self._kinds = list(dict.fromkeys(kinds))  # few, since ops of one sort use the same shares
         number = {kind: i for i, kind in enumerate(self._kinds)}
@@ -141,14 +149,13 @@ class _Machine:
         self._speeds: dict[tuple[int, ...], list[int]] = {}
         self._changed = False
 
-    def run(self, op: int, duration: int) -> simpy.Event:
-        """Put op number `op` to work; the event is its end."""
+    def run(self, row: int, op: int, duration: int) -> None:
+        """Put op number `op` to work for `row`."""
         if self._alone or duration == 0:
-            return self._env.timeout(duration)
-        task = _Task(self._kind_of[op], duration * FULL, int(self._env.now), self._env.event())
-        self._tasks.append(task)
+            self._env.timeout(duration).callbacks.append(lambda _: self._ended(row))
+            return
+        self._tasks.append(_Task(row, self._kind_of[op], duration * FULL, int(self._env.now)))
         self._change()
-        return task.done
 
     def _change(self) -> None:
         if not self._changed:
@@ -170,7 +177,7 @@ class _Machine:
     def _end(self, task: _Task, timer: simpy.Event) -> None:
         if task.timer is timer:  # not one set before a change of speed
             self._tasks.remove(task)
-            task.done.succeed()
+            self._ended(task.row)
             self._change()
 
     def _speeds_of_tasks(self) -> list[int]:
@@ -201,30 +208,32 @@ class _Run:
         usages: Sequence[Mapping[str, float]],
         slowdown: float,
     ) -> None:
-        self._ops = schedule.ops
+        self._ops = ops = schedule.ops
+        self._count, self._rows = len(ops), steps * len(ops)
         self._issue_cost = [cost.issue_ns for cost in costs]
-        self._wake = [
-            0 if op.stream == Stream.HOST else cost.wake_ns for op, cost in zip(schedule.ops, costs, strict=True)
-        ]
+        self._wake = [0 if op.stream == Stream.HOST else cost.wake_ns for op, cost in zip(ops, costs, strict=True)]
         self._durations = durations
         self._env = simpy.Environment(initial_time=0)
-        self._machine = _Machine(self._env, usages, slowdown)
-        self._waits = schedule.waits_at
-        count = len(schedule.ops)
-        rows = steps * count
-        self._issued = [self._env.event() for _ in range(rows)]
-        self._done = [self._env.event() for _ in range(rows)]
-        self.issue_ns, self.start_ns, self.end_ns = [0] * rows, [0] * rows, [0] * rows
+        self._machine = _Machine(self._env, usages, slowdown, self._end)
+        # per op, how far before it the rows are that it waits for, and whether they run on another stream than it does,
+        # so that it has to notice their end
+        self._waits = [
+            [(i - on + distance * self._count, ops[on].stream != op.stream) for on, distance in waits]
+            for i, (op, waits) in enumerate(zip(ops, schedule.waits_at, strict=True))
+        ]
+        self._before_on_stream = [0] * self._count  # per op, how far before it the row is that its stream runs before
+        self._issued = 0  # how many rows are
+        self._expected: dict[int, simpy.Event] = {}  # rows that their streams are ready for before they are issued
+        self._done = [self._env.event() for _ in range(self._rows)]
+        self.issue_ns, self.start_ns, self.end_ns = [0] * self._rows, [0] * self._rows, [0] * self._rows
         self._at = 0  # the row at which the host stands
-        self._before_on_stream: list[int | None] = [None] * rows
         self._env.process(self._host())
-        for stream, ops in schedule.streams.items():
-            positions = [schedule.index[op.name] for op in ops]
-            of_stream = [step * count + i for step in range(steps) for i in positions]
-            for first, second in pairwise(of_stream):
-                self._before_on_stream[second] = first
+        for stream, of_stream in schedule.streams.items():
+            positions = [schedule.index[op.name] for op in of_stream]
+            for before, i in zip([positions[-1] - self._count, *positions], positions, strict=False):
+                self._before_on_stream[i] = i - before
             if stream != Stream.HOST:
-                self._env.process(self._stream(of_stream))
+                self._env.process(self._stream([step * self._count + i for step in range(steps) for i in positions]))
 
     def finish(self) -> tuple[list[int], list[int], list[int]]:
         """Run to the end; (issue, start, end) of every row. Raises Stuck if some row never ran."""
@@ -235,13 +244,15 @@ class _Run:
 
     def _host(self) -> _Steps:
         """Issue everything in program order; wait where an op is blocking, work where it is the host's."""
-        for row in range(len(self._done)):
+        for row in range(self._rows):
             self._at = row
-            op = self._ops[row % len(self._ops)]
-            if cost := self._issue_cost[row % len(self._ops)]:
+            op = self._ops[row % self._count]
+            if cost := self._issue_cost[row % self._count]:
                 yield self._env.timeout(cost)
             self.issue_ns[row] = int(self._env.now)
-            self._issued[row].succeed()
+            self._issued = row + 1
+            if (expected := self._expected.pop(row, None)) is not None:
+                expected.succeed()
             if op.stream == Stream.HOST:
                 yield from self._execute(row)
             elif op.blocking:
@@ -249,46 +260,46 @@ class _Run:
 
     def _stream(self, rows: Sequence[int]) -> _Steps:
         for row in rows:
-            yield self._issued[row]
+            if row >= self._issued:
+                self._expected[row] = self._env.event()
+                yield self._expected[row]
             yield from self._execute(row)
 
     def _execute(self, row: int) -> _Steps:
+        op = row % self._count
         released = self.issue_ns[row]
-        for before in self._waits_of(row):
-            yield self._done[before]
-            if self._elsewhere(before, row):
-                released = max(released, self.end_ns[before])
-        noticed = released + self._wake[row % len(self._ops)]
+        for ago, elsewhere in self._waits[op]:
+            if ago <= row:
+                yield self._done[row - ago]
+                if elsewhere:
+                    released = max(released, self.end_ns[row - ago])
+        noticed = released + self._wake[op]
         if noticed > self._env.now:
             yield self._env.timeout(noticed - self._env.now)
         self.start_ns[row] = int(self._env.now)
-        yield self._machine.run(row % len(self._ops), self._durations[row])
+        self._machine.run(row, op, self._durations[row])
+        yield self._done[row]
+
+    def _end(self, row: int) -> None:
         self.end_ns[row] = int(self._env.now)
         self._done[row].succeed()
 
-    def _waits_of(self, row: int) -> list[int]:
-        """The rows that `row` waits for; none of a step before step 0."""
-        step, op = divmod(row, len(self._ops))
-        return [(step - distance) * len(self._ops) + on for on, distance in self._waits[op] if distance <= step]
-
-    def _elsewhere(self, before: int, row: int) -> bool:
-        """Whether `row` runs on another stream than `before`, and so has to notice its end."""
-        return self._ops[before % len(self._ops)].stream != self._ops[row % len(self._ops)].stream
-
-    def released_by(self) -> list[int]:
+    def released_by(self) -> Ints:
         """Per row, the row whose end let it start (of several, the one issued last), or ISSUE."""
-        found = [ISSUE] * len(self._done)
-        for row, start in enumerate(self.start_ns):
-            wake = self._wake[row % len(self._ops)]
-            if start > self.issue_ns[row] + wake:
-                found[row] = max(b for b, lag in self._before(row, wake) if self.end_ns[b] + lag == start)
+        others = [
+            (i, ago, self._wake[i]) for i, waits in enumerate(self._waits) for ago, elsewhere in waits if elsewhere
+        ]
+        same = [(i, ago, 0) for i, ago in enumerate(self._before_on_stream)]
+        op, ago, lag = np.array([*others, *same], dtype=np.int64).T
+        issue, start, end = (np.array(times, dtype=np.int64) for times in (self.issue_ns, self.start_ns, self.end_ns))
+        steps = self._rows // self._count
+        row = np.repeat(np.arange(steps) * self._count, len(op)) + np.tile(op, steps)
+        before = row - np.tile(ago, steps)
+        waited = start[row] > issue[row] + np.array(self._wake, dtype=np.int64)[row % self._count]
+        let_go = waited & (before >= 0) & (end[before] + np.tile(lag, steps) == start[row])
+        found = np.full(self._rows, ISSUE, dtype=np.int64)
+        np.maximum.at(found, row[let_go], before[let_go])
         return found
-
-    def _before(self, row: int, wake: int) -> list[tuple[int, int]]:
-        """The rows that `row` must follow, each with how long after its end `row`'s stream notices that."""
-        stream = self._before_on_stream[row]
-        others = [(b, wake) for b in self._waits_of(row) if self._elsewhere(b, row)]
-        return others + ([] if stream is None else [(stream, 0)])
 
     # ---- when nothing moves any more
 
@@ -304,13 +315,14 @@ class _Run:
         return "nothing can move any more:\n  " + "\n  ".join(links)
 
     def _obstacle(self, row: int) -> tuple[str, int]:
-        if not self._issued[row].triggered:
+        if row >= self._issued:
             return "is not issued while the host waits for", self._at
-        stream = self._before_on_stream[row]
-        if stream is not None and not self._done[stream].triggered:
-            return f"stands on {self._ops[row % len(self._ops)].stream} behind", stream
-        return "waits for", next(b for b in self._waits_of(row) if not self._done[b].triggered)
+        op, before = row % self._count, row - self._before_on_stream[row % self._count]
+        if before >= 0 and not self._done[before].triggered:
+            return f"stands on {self._ops[op].stream} behind", before
+        waits = [row - ago for ago, _ in self._waits[op] if ago <= row]
+        return "waits for", next(b for b in waits if not self._done[b].triggered)
 
     def _name(self, row: int) -> str:
-        step, op = divmod(row, len(self._ops))
+        step, op = divmod(row, self._count)
         return f"{self._ops[op].name} (step {step})"

@@ -15,8 +15,8 @@ from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
-from sim.bound import Bound, bound
-from sim.cost import peak_flops
+from sim.bound import Bound, bound_of
+from sim.cost import Demand, demands, peak_flops
 from sim.engine import simulate
 from sim.interpolation import largest_of_lines
 from sim.machine import HardwareProfile
@@ -174,20 +174,23 @@ def predict(
     profile: HardwareProfile,
     budget: MemoryBudget | None = None,
     *,
+    costs: Sequence[Demand] | None = None,
     limit: Bound | None = None,
 ) -> Prediction:
     """Simulate a schedule until its period repeats. One that does not fit is simulated all the same.
 
-    `budget` is the machine's own memory if left out; `limit` the schedule's bounds, where they are known already.
+    `budget` is the machine's own memory if left out; `costs` and `limit` are the schedule's demands and bounds, where
+    they are known already.
 
     Raises:
         MissingCost: the profile is a measured one and lacks an op's time.
         Stuck: some op would never run.
     """
     budget = budget or memory_of(profile)
-    limit = limit or bound(schedule, profile)
+    costs = demands(schedule, profile) if costs is None else costs
+    limit = limit or bound_of(schedule, costs)
     for steps in STEPS:
-        trace = simulate(schedule, profile, steps=steps)
+        trace = simulate(schedule, profile, steps=steps, costs=costs)
         if found := repeats(trace):
             break
     last, span = found or (trace.steps - 2, trace.steps // 2)
