@@ -36,6 +36,7 @@ class Findings:
     chosen: Tried | None = None  # the candidate that it is of
     at: Candidate | None = None  # the best with our own knobs
     tried: dict[Candidate, Tried] = field(default_factory=dict)
+    placed: dict[Candidate, Candidate] = field(default_factory=dict)  # as it was asked for -> as it was judged
     shortest: tuple[int, Tier] | None = None  # bytes that the closest candidate lacked, and where
     unmeasured: Unmeasured | None = None  # the first op that a candidate needs and the profile has no time for
     too_long: TooLong | None = None  # the first op that takes too long, of a candidate that has room
@@ -55,17 +56,33 @@ class Findings:
         return None if self.best is None else self.best.schedule.workload
 
     def evaluate(self, *candidates: Candidate, at_once: int = ROUND) -> list[Tried]:
-        """What becomes of candidates. Ours first get as much on a drive as must be there.
+        """What becomes of candidates. Ours get as much on a drive as must be there, see `placed`.
 
         A candidate that cannot beat the best of the rounds before is not simulated.
         """
-        some = [self.room.rebalanced(candidate) if candidate.policy == OURS else candidate for candidate in candidates]
-        new = [candidate for candidate in dict.fromkeys(some) if candidate not in self.tried]
+        for asked in candidates:
+            if asked not in self.placed:
+                self.placed[asked] = self.room.rebalanced(asked) if _on_a_drive(asked) else asked
+        some = dict.fromkeys(self.placed[asked] for asked in candidates)
+        new = [candidate for candidate in some if candidate not in self.tried]
         for first in range(0, len(new), at_once):
-            round_ = new[first : first + at_once]
-            for candidate, verdict in zip(round_, self.judge(round_, self.cost_ns), strict=True):
+            for candidate, verdict in self._verdicts(new[first : first + at_once]):
                 self.add(candidate, verdict)
-        return [self.tried[candidate] for candidate in some]
+        return [self.tried[self.placed[asked]] for asked in candidates]
+
+    def _verdicts(self, round_: list[Candidate]) -> list[tuple[Candidate, Verdict]]:
+        """Of a round. Those that turn out to lack room on the host are judged as they are with a drive.
+
+        To know before takes a schedule more for each, and most have that room.
+        """
+        found = dict(zip(round_, self.judge(round_, self.cost_ns), strict=True))
+        for candidate, verdict in found.items():
+            if verdict.lacking == Tier.HOST and candidate.policy == OURS and not _on_a_drive(candidate):
+                self.placed[candidate] = self.room.rebalanced(candidate)
+        moved = dict.fromkeys(self.placed[candidate] for candidate in round_)
+        new = [candidate for candidate in moved if candidate not in found and candidate not in self.tried]
+        found.update(zip(new, self.judge(new, self.cost_ns), strict=True))
+        return [(candidate, found[candidate]) for candidate in moved if candidate in found]
 
     def prefer(self, candidates: Sequence[Candidate], most_ns: float) -> bool:
         """Take the cheapest of these for the best, even if it costs more than the best so far, but less than `most_ns`.
@@ -99,3 +116,8 @@ class Findings:
             self.shortest = tried.over, verdict.lacking
         if self.progress is not None:
             self.progress(self.best, self.share, f"{len(self.tried)} tried")
+
+
+def _on_a_drive(candidate: Candidate) -> bool:
+    """Whether some of a candidate of ours is: how much must be there depends on its other knobs."""
+    return candidate.policy == OURS and bool(candidate.value("nvme") or candidate.value("nvme_offload"))

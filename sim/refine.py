@@ -56,8 +56,9 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
             ways = [way for way in (step, -step) if 0 <= here + way < len(values) and (name, way) not in too_far]
             if found.effort <= 0:
                 break
-            there = [found.room.rebalanced(_changed(found.room, at, name, values[here + way])) for way in ways]
-            for way, candidate, tried in zip(ways, there, found.evaluate(*there), strict=True):
+            there = [_changed(found.room, at, name, values[here + way]) for way in ways]
+            for way, asked, tried in zip(ways, there, found.evaluate(*there), strict=True):
+                candidate = found.placed[asked]
                 if tried.over:
                     candidate, tried = _thriftier(found, candidate)
                 if tried.over:
