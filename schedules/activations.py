@@ -26,7 +26,7 @@ class ActivationBuffers:
         self._nbytes = nbytes
         self._free: dict[tuple[str, int], list[str]] = {}  # by kind and size, given back longest ago first
         self._made: dict[str, int] = {}  # kind -> how many buffers
-        self._live: dict[str, tuple[str, Tier]] = {}
+        self._live: dict[str, tuple[str, tuple[str, int]]] = {}  # in which buffer, of which kind and size
         self._gone: set[str] = set()  # made and given back
 
     @property
@@ -45,30 +45,27 @@ class ActivationBuffers:
 
     def take(self, tensor: str, tier: Tier = Tier.DEVICE) -> str:
         """A buffer for `tensor`, from now on its place; where it was before is given back."""
-        kind, size = self._kind(tensor, tier)
-        if free := self._free.get((kind, size)):
+        # inputs and their gradients have one size and share their buffers
+        cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
+        kind = cls if tier == Tier.DEVICE else f"{tier}.{cls}", self._nbytes(tensor)
+        if free := self._free.get(kind):
             buffer = free.pop(0)
         else:
-            number = self._made.get(kind, 0)
-            self._made[kind] = number + 1
-            buffer = self._declare(f"{kind}{number}", tier)
+            number = self._made.get(kind[0], 0)
+            self._made[kind[0]] = number + 1
+            buffer = self._declare(f"{kind[0]}{number}", tier)
         if tensor in self._live:
             self.give_back(tensor)
-        self._live[tensor] = buffer, tier
+        self._live[tensor] = buffer, kind
         return buffer
 
     def give_back(self, tensor: str) -> str:
         """Forget `tensor`; returns the buffer that is free now. Raises ProgramError if it is in none."""
         buffer = self.where(tensor)
-        _, tier = self._live.pop(tensor)
-        self._free.setdefault(self._kind(tensor, tier), []).append(buffer)
+        _, kind = self._live.pop(tensor)
+        self._free.setdefault(kind, []).append(buffer)
         self._gone.add(tensor)
         return buffer
-
-    def _kind(self, tensor: str, tier: Tier) -> tuple[str, int]:
-        # inputs and their gradients have one size and share their buffers
-        cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
-        return f"{'' if tier == Tier.DEVICE else f'{tier}.'}{cls}", self._nbytes(tensor)
 
 
 def _missing(tensor: str, *, gone: bool) -> str:

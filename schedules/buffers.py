@@ -96,7 +96,9 @@ class Buffers:
         return self._named("output_grad", tensors.OUTPUT_GRAD, i, index(m, "output_grad"))
 
     def _named(self, call: str, cls: str, i: int, of: int | Part | None = None) -> str:
-        return named(cls, self.model.layer_name(index(i, call)), of)
+        if type(i) is not int:
+            i = index(i, call)
+        return named(cls, self.model.layer_name(i), of)
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""

@@ -493,10 +493,10 @@ class Program(Buffers):
         require_few(len(self._ops) + 1)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
-        read = tuple([self._access(name, buffer, tensor) for buffer, tensor in reads])
-        written = tuple([self._access(name, buffer, tensor) for buffer, tensor in writes])
-        for access in written:
-            self._holds[access.buffer] = access.tensor
+        known = self._accesses  # that most are, and a call each takes as long as all the rest
+        read = tuple([known.get(held) or self._access(name, *held) for held in reads])
+        written = tuple([known.get(held) or self._access(name, *held) for held in writes])
+        self._holds.update(writes)
         self._names[name] = times = self._names.get(name, 0) + 1
         if times > 1:
             name = f"{name}#{times}"
