@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 from sim.units import UNITS, rounded
@@ -235,6 +235,7 @@ class HardwareProfile:
 # ---- the table, walked
 
 
+@cache
 def rules(section: type) -> tuple[tuple[str, Rule, bool], ...]:
     """(field, rule, required) of one section."""
     hints = get_type_hints(section, include_extras=True)
