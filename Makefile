@@ -4,6 +4,8 @@
 # make install  only .venv, with the megatrain command in it
 PYTHON ?= python3
 BIN := .venv/bin
+# pip would compile every module on one core: those that are imported are compiled then, and kept
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test lint clean
 
@@ -11,7 +13,7 @@ install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
 demo: install
