@@ -224,7 +224,7 @@ def to_json(profile: HardwareProfile) -> dict[str, Any]:
     return _write_section(profile)
 
 
-def _write_section(section: Any) -> dict[str, Any]:
+def _write_section(section: object) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for key, rule, _ in rules(type(section)):
         item: Any = getattr(section, key)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 from sim.units import UNITS, rounded
@@ -235,11 +235,17 @@ class HardwareProfile:
 # ---- the table, walked
 
 
-@cache
 def rules(section: type) -> tuple[tuple[str, Rule, bool], ...]:
     """(field, rule, required) of one section."""
-    hints = get_type_hints(section, include_extras=True)
-    return tuple((item.name, get_args(hints[item.name])[1], item.default is MISSING) for item in fields(section))
+    if section not in _rules:
+        hints = get_type_hints(section, include_extras=True)  # slow: every profile that is read asks for all sections
+        _rules[section] = tuple(
+            (item.name, get_args(hints[item.name])[1], item.default is MISSING) for item in fields(section)
+        )
+    return _rules[section]
+
+
+_rules: dict[type, tuple[tuple[str, Rule, bool], ...]] = {}
 
 
 def _numbers(section: type, prefix: str = "") -> Iterator[tuple[str, Rule]]:
