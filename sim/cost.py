@@ -299,10 +299,15 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
 
 
 def _product_rate(op: Op, model: ModelSpec, workload: Workload, profile: HardwareProfile) -> float:
-    """FLOP/s that an op's matrix products sustain."""
-    gpu = profile.gpu
+    """FLOP/s that an op's matrix products sustain. Raises as `fp8_rate` does."""
     if workload.matmul is None or op.layer is None or not model.is_block(op.layer):
-        return peak_flops(profile, workload) * gpu.matmul_efficiency.value
+        return peak_flops(profile, workload) * profile.gpu.matmul_efficiency.value
+    return fp8_rate(profile, workload)
+
+
+def fp8_rate(profile: HardwareProfile, workload: Workload) -> float:
+    """FLOP/s that the blocks' products sustain in the workload's 8 bits. Raises Refused where nothing states it."""
+    gpu = profile.gpu
     if gpu.fp8_flops is None or gpu.fp8_efficiency is None:
         rates = {"gpu.fp8_flops": gpu.fp8_flops, "gpu.fp8_efficiency": gpu.fp8_efficiency}
         lacks = " and ".join(path for path, value in rates.items() if value is None)

@@ -84,6 +84,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--eps", "-1"], 2, "--eps -1.0: give a number from 0 up"),
         (["run", "tiny", "--beta2", "1"], 2, "--beta2 1.0: give a number from 0 up and below 1"),
         (["compare", "tiny", "-p", "streamd"], 2, "streamed"),
+        (["compare", "tiny", "-H", "rtx3090", "--matmul", "fp8"], 1, "megatrain: rtx3090 states no rate of fp8"),
         (["adversary", "streamd", "resident"], 2, "streamed"),
         (["adversary", "streamed", "streamed"], 2, "streamed against itself: name two policies"),
         (["adversary", "streamed", "flexgen_block"], 2, "streamed trains weights and flexgen_block trains nothing"),

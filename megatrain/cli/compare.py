@@ -86,6 +86,7 @@ def compare(
     from analysis.axes import axes_of
     from megatrain.terminal import print_words
     from schedules import policies
+    from sim.cost import fp8_rate
     from sim.hardware import load
 
     require_outputs(folders=[out])
@@ -108,6 +109,8 @@ def compare(
     for name in axes.get(varied.MACHINE, [hardware]):
         at_one = next(point.profile for point in points if point.values.get(varied.MACHINE, hardware) == name)
         note_idle(load(name).name, at_one, list(axes))
+    if not axes and matmul is not None and profile.mode == "datasheet":
+        fp8_rate(profile, workload)  # or every row would say that there is none
     frame = _at_points(points) if axes else _at_one_step(specs, chosen, profile, workload, refused_too=policy is None)
     setting = varied.setting(workload, profile.name, axes)
     shares = frame[["mfu", "hfu"]].max(axis=1).where(frame["matmul"].eq("none")).fillna(0.0)
