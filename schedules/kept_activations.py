@@ -135,16 +135,22 @@ def from_0_to_1(what: str, **shares: float | None) -> None:
             raise ProgramError(f"{name}: {what}, from 0 to 1, not {share}")
 
 
-def most_that_fit(build: Callable[[int], Program], memory: MemoryBudget, *, copies: Sequence[int]) -> Program:
+def most_that_fit(
+    build: Callable[[int], Program], memory: MemoryBudget, *, copies: Sequence[int], grows: bool = False
+) -> Program:
     """The step that `build(n)` writes with the largest n of blocks keeping their activations that fits the device.
 
-    The k-th of them keeps those of copies[k] micro-batches at once. It is `build(0)` where nothing fits.
+    The k-th of them keeps those of copies[k] micro-batches at once. It is `build(0)` where nothing fits. `grows`: with
+    more of them it never takes less, so that the others need not be written to see that; where several blocks run again
+    from one input it may.
     """
     written = functools.cache(build)
 
     def too_large(n: int) -> bool:
         return written(n).device_bytes() > memory.device_bytes
 
+    if grows and too_large(0):
+        return written(0)
     # a block that keeps its activations may hold its input as well, or no longer need buffers that others share
     guess = written(0).blocks_that_fit(memory, copies=copies)
     if guess and too_large(guess):

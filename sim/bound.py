@@ -80,6 +80,14 @@ def bound_of(schedule: Schedule, costs: Sequence[Demand], *, sharing: bool = Tru
     )
 
 
+def busiest_ns(schedule: Schedule, costs: Sequence[Demand]) -> int:
+    """What the busiest resource or stream takes for one step's work, which no wait changes: no more than the bound."""
+    streams = Counter[str]()
+    for op, cost in zip(schedule.ops, costs, strict=True):
+        streams[op.stream] += cost.duration_ns
+    return max([*_areas(costs).values(), *streams.values()], default=0)
+
+
 def _areas(costs: Sequence[Demand]) -> dict[str, int]:
     """By resource, the time in which it could do one step's work if it were never idle."""
     whole = Counter[tuple[str, float]]()  # resource, share -> ns; few shares are used

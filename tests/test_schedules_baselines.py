@@ -90,8 +90,12 @@ def test_what_blocks_keep_is_said_in_one_word_but_for_the_last_ones() -> None:
             kept_as(model, activations, every=2)
 
 
-@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).map(sorted), guess=st.integers(0, 7))
-def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(sizes: list[int], guess: int) -> None:
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).map(sorted), guess=st.integers(0, 7), grows=st.booleans()
+)
+def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(
+    sizes: list[int], guess: int, grows: bool
+) -> None:
     class Written(NamedTuple):
         count: int
 
@@ -102,7 +106,7 @@ def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(sizes
             return min(guess, len(copies))
 
     for limit in range(21):
-        found = most_that_fit(Written, room(limit), copies=[1] * (len(sizes) - 1))  # type: ignore[arg-type]
+        found = most_that_fit(Written, room(limit), copies=[1] * (len(sizes) - 1), grows=grows)  # type: ignore[arg-type]
         assert found.count == max((n for n, size in enumerate(sizes) if size <= limit), default=0)  # type: ignore[attr-defined]
 
 

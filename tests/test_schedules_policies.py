@@ -26,9 +26,9 @@ from schedules.policies import PolicyError
 from schedules.schedule import Knob, Schedule
 from schedules.traffic import workspace_bytes
 from schedules.verify import ScheduleError, verify
-from schedules.workload import PRECISIONS, MemoryBudget, Workload
+from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
 from sim import hardware
-from sim.prediction import peak_bytes
+from sim.prediction import estimated_workspace, peak_bytes
 
 TINY = presets.load("tiny")
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
@@ -256,37 +256,40 @@ def test_streamed_by_micro_batches_is_safe_with_blocks_held_and_without(hold: in
     verify(policies.build("streamed", TINY, workload(accumulation=3), ROOM, order="microbatches", hold=hold))
 
 
+ANY_KNOBS = st.fixed_dictionaries(
+    {
+        "slots": st.integers(1, 4),
+        "grad_slots": st.integers(1, 3),
+        "slabs": st.integers(1, 3),
+        "keep": st.none() | st.integers(0, 7),
+        "offload": st.integers(0, 7),
+        "defer": st.integers(0, 7),
+        "resident": st.integers(0, 9),
+        "inputs": st.integers(0, 7),
+        "slack": st.integers(1, 4),
+        "through": st.integers(0, 7),
+        "stay": st.integers(0, 20),
+        "nvme": st.integers(0, 20),
+        "parts": st.integers(1, 4),
+        "nvme_weights": st.integers(0, 7),
+        "nvme_slots": st.integers(1, 3),
+        "nvme_inputs": st.integers(0, 7),
+        "nvme_offload": st.integers(0, 7),
+        "every": st.integers(1, 4),
+        "nested": st.booleans(),
+        "hold": st.integers(0, 7),
+        "order": st.sampled_from(["layers", "microbatches"]),
+        "singly": st.integers(0, 7),
+    }
+)
+
+
 @given(
     layers=st.integers(1, 6),
     accumulation=st.integers(1, 3),
     tied=st.booleans(),
     clip=st.sampled_from([None, 1.0]),
-    knobs=st.fixed_dictionaries(
-        {
-            "slots": st.integers(1, 4),
-            "grad_slots": st.integers(1, 3),
-            "slabs": st.integers(1, 3),
-            "keep": st.none() | st.integers(0, 7),
-            "offload": st.integers(0, 7),
-            "defer": st.integers(0, 7),
-            "resident": st.integers(0, 9),
-            "inputs": st.integers(0, 7),
-            "slack": st.integers(1, 4),
-            "through": st.integers(0, 7),
-            "stay": st.integers(0, 20),
-            "nvme": st.integers(0, 20),
-            "parts": st.integers(1, 4),
-            "nvme_weights": st.integers(0, 7),
-            "nvme_slots": st.integers(1, 3),
-            "nvme_inputs": st.integers(0, 7),
-            "nvme_offload": st.integers(0, 7),
-            "every": st.integers(1, 4),
-            "nested": st.booleans(),
-            "hold": st.integers(0, 7),
-            "order": st.sampled_from(["layers", "microbatches"]),
-            "singly": st.integers(0, 7),
-        }
-    ),
+    knobs=ANY_KNOBS,
 )
 @settings(max_examples=100)
 def test_streamed_is_safe_with_any_knobs(
@@ -297,6 +300,21 @@ def test_streamed_is_safe_with_any_knobs(
     schedule = policies.build("streamed", model, step, ROOM, **knobs)
     verify(schedule)
     assert schedule.knobs == knobs
+
+
+@given(layers=st.integers(1, 6), accumulation=st.integers(1, 3), mode=st.sampled_from(RECOMPUTED), knobs=ANY_KNOBS)
+@settings(max_examples=40)
+def test_a_block_more_that_keeps_its_activations_takes_no_less_where_each_runs_again_by_itself(
+    layers: int, accumulation: int, mode: str, knobs: dict[str, Knob]
+) -> None:
+    """So that where none may, no more may: `most_that_fit` counts on that."""
+    model, step = blocks(layers), replace(workload(accumulation=accumulation), recompute=mode)
+    knobs = {name: _at_most(name, value, layers, knobs["parts"]) for name, value in knobs.items()} | {"every": 1}
+    taken = []
+    for keep in range(layers + 1):
+        built = policies.build_without_waits("streamed", model, step, ROOM, **{**knobs, "keep": keep})
+        taken.append(built.allocated_bytes(Tier.DEVICE) + estimated_workspace(built))
+    assert taken == sorted(taken)
 
 
 def _at_most(name: str, value: Knob, layers: int, parts: Knob) -> Knob:

@@ -340,7 +340,7 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, eff
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     blocks=st.sampled_from([1, 2, 4, 6, 8]),
     batch=st.sampled_from([1, 4, 32]),
@@ -485,7 +485,7 @@ def test_more_memory_never_makes_the_plan_slower(name: str) -> None:
     held = state_bytes(model) / 1e9
     periods = [
         searched(model, machine(name, device_gb=share * held + 1.0, host_gb=2 * held), workload).prediction.period_ns
-        for share in (0.8, 1.0, 1.3, 1.8)
+        for share in (0.8, 1.1, 1.6)
     ]
     assert periods == sorted(periods, reverse=True)
 
