@@ -53,8 +53,14 @@ class LayerAreas:
         clip = None if workload.multiplies_to_update else workload.grad_clip
         step = replace(workload, accumulation=min(workload.accumulation, 2), grad_clip=clip)
         blocks = len(first)
-        probes: list[dict[str, int]] = [{"keep": 0}, {"keep": blocks}, {"keep": 0, "offload": blocks}]
-        probes += [{"resident": len(small.layers)}, {"through": blocks}, *([{"nvme": blocks}] if profile.nvme else [])]
+        probes: list[dict[str, int]] = [{"keep": 0}, {"keep": 0, "offload": blocks}]
+        places = (
+            {},
+            {"resident": len(small.layers)},
+            {"through": blocks},
+            *([{"nvme": blocks}] if profile.nvme else []),
+        )
+        probes += [{"keep": blocks, **place} for place in places]
         missing: MissingCost | TooLong | None = None
         for knobs in probes:
             schedule = policies.build_without_waits("streamed", small, step, _ENDLESS, **knobs)

@@ -36,7 +36,7 @@ class Findings:
     chosen: Tried | None = None  # the candidate that it is of
     at: Candidate | None = None  # the best with our own knobs
     tried: dict[Candidate, Tried] = field(default_factory=dict)
-    placed: dict[Candidate, Candidate] = field(default_factory=dict)  # as it was asked for -> as it was judged
+    moved: dict[Candidate, Candidate] = field(default_factory=dict)  # to a drive, or off it, as much as must be
     shortest: tuple[int, Tier] | None = None  # bytes that the closest candidate lacked, and where
     unmeasured: Unmeasured | None = None  # the first op that a candidate needs and the profile has no time for
     too_long: TooLong | None = None  # the first op that takes too long, of a candidate that has room
@@ -61,28 +61,36 @@ class Findings:
         A candidate that cannot beat the best of the rounds before is not simulated.
         """
         for asked in candidates:
-            if asked not in self.placed:
-                self.placed[asked] = self.room.rebalanced(asked) if _on_a_drive(asked) else asked
-        some = dict.fromkeys(self.placed[asked] for asked in candidates)
+            if _on_a_drive(asked) and asked not in self.moved:
+                self.moved[asked] = self.room.rebalanced(asked)
+        some = dict.fromkeys(map(self.placed, candidates))
         new = [candidate for candidate in some if candidate not in self.tried]
         for first in range(0, len(new), at_once):
-            for candidate, verdict in self._verdicts(new[first : first + at_once]):
-                self.add(candidate, verdict)
-        return [self.tried[self.placed[asked]] for asked in candidates]
+            self._judge_round(new[first : first + at_once])
+        return [self.tried[self.placed(asked)] for asked in candidates]
 
-    def _verdicts(self, round_: list[Candidate]) -> list[tuple[Candidate, Verdict]]:
-        """Of a round. Those that turn out to lack room on the host are judged as they are with a drive.
+    def placed(self, asked: Candidate) -> Candidate:
+        """A candidate as it is judged."""
+        there = self.moved.get(asked, asked)
+        return self.moved.get(there, there)
 
-        To know before takes a schedule more for each, and most have that room.
+    def _judge_round(self, candidates: list[Candidate]) -> None:
+        """Add what becomes of candidates, all measured against the best before them.
+
+        One that turns out to lack room on the host is judged again with a drive, in place of what it was: to know
+        before takes a schedule more for each, and most have that room.
         """
-        found = dict(zip(round_, self.judge(round_, self.cost_ns), strict=True))
-        for candidate, verdict in found.items():
+        best_ns, again = self.cost_ns, list[Candidate]()
+        for candidate, verdict in zip(candidates, self.judge(candidates, best_ns), strict=True):
             if verdict.lacking == Tier.HOST and candidate.policy == OURS and not _on_a_drive(candidate):
-                self.placed[candidate] = self.room.rebalanced(candidate)
-        moved = dict.fromkeys(self.placed[candidate] for candidate in round_)
-        new = [candidate for candidate in moved if candidate not in found and candidate not in self.tried]
-        found.update(zip(new, self.judge(new, self.cost_ns), strict=True))
-        return [(candidate, found[candidate]) for candidate in moved if candidate in found]
+                self.moved[candidate] = moved = self.room.rebalanced(candidate)
+                if moved != candidate:
+                    again.append(moved)
+                    continue
+            self.add(candidate, verdict)
+        new = [candidate for candidate in dict.fromkeys(again) if candidate not in self.tried]
+        for candidate, verdict in zip(new, self.judge(new, best_ns), strict=True):
+            self.add(candidate, verdict)
 
     def prefer(self, candidates: Sequence[Candidate], most_ns: float) -> bool:
         """Take the cheapest of these for the best, even if it costs more than the best so far, but less than `most_ns`.

@@ -58,7 +58,7 @@ def refine(found: Findings, *, begun: Candidate, hold: bool, stride: int | None 
                 break
             there = [_changed(found.room, at, name, values[here + way]) for way in ways]
             for way, asked, tried in zip(ways, there, found.evaluate(*there), strict=True):
-                candidate = found.placed[asked]
+                candidate = found.placed(asked)
                 if tried.over:
                     candidate, tried = _thriftier(found, candidate)
                 if tried.over:
