@@ -493,7 +493,7 @@ class Program(Buffers):
         require_few(len(self._ops) + 1)
         if not isinstance(blocking, bool):
             raise ProgramError(f"{name}: blocking is True or False, not {blocking!r}")
-        known = self._accesses  # that most are, and a call each takes as long as all the rest
+        known = self._accesses  # most are: no call for them
         read = tuple([known.get(held) or self._access(name, *held) for held in reads])
         written = tuple([known.get(held) or self._access(name, *held) for held in writes])
         self._holds.update(writes)

@@ -209,7 +209,7 @@ class _Run:
         slowdown: float,
     ) -> None:
         self._ops = ops = schedule.ops
-        self._count, self._rows = len(ops), steps * len(ops)
+        self._steps, self._count, self._rows = steps, len(ops), steps * len(ops)
         self._issue_cost = [cost.issue_ns for cost in costs]
         self._wake = [0 if op.stream == Stream.HOST else cost.wake_ns for op, cost in zip(ops, costs, strict=True)]
         self._durations = durations
@@ -290,13 +290,12 @@ class _Run:
             (i, ago, self._wake[i]) for i, waits in enumerate(self._waits) for ago, elsewhere in waits if elsewhere
         ]
         same = [(i, ago, 0) for i, ago in enumerate(self._before_on_stream)]
-        op, ago, lag = np.array([*others, *same], dtype=np.int64).T
+        op, ago, lag = np.array([*others, *same], dtype=np.int64).reshape(-1, 3).T
         issue, start, end = (np.array(times, dtype=np.int64) for times in (self.issue_ns, self.start_ns, self.end_ns))
-        steps = self._rows // self._count
-        row = np.repeat(np.arange(steps) * self._count, len(op)) + np.tile(op, steps)
-        before = row - np.tile(ago, steps)
+        row = np.repeat(np.arange(self._steps) * self._count, len(op)) + np.tile(op, self._steps)
+        before = row - np.tile(ago, self._steps)
         waited = start[row] > issue[row] + np.array(self._wake, dtype=np.int64)[row % self._count]
-        let_go = waited & (before >= 0) & (end[before] + np.tile(lag, steps) == start[row])
+        let_go = waited & (before >= 0) & (end[before] + np.tile(lag, self._steps) == start[row])
         found = np.full(self._rows, ISSUE, dtype=np.int64)
         np.maximum.at(found, row[let_go], before[let_go])
         return found

@@ -271,3 +271,9 @@ def test_every_term_counts_unless_it_is_switched_off(term: str) -> None:
 def test_planning_never_imports_torch() -> None:
     code = "import sys, sim.prediction, sim.longest_path; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_schedule_without_ops_has_an_empty_trace() -> None:
+    step, room = Workload(micro_batch_size=1, seq_len=16), MemoryBudget(device_bytes=1 << 40, host_bytes=1 << 40)
+    schedule = policies.build("streamed", presets.load("tiny"), step, room)
+    assert len(play(replace(schedule, ops=(), waits=(), buffers=()), [], steps=2)) == 0
