@@ -33,12 +33,17 @@ DENSE = tuple(map(presets.load, ("llama-3.2-1b", "qwen2.5-7b")))
 _GPT_OSS, _QWEN = (
     replace(presets.load(name), num_experts=8, num_experts_per_tok=2) for name in ("gpt-oss-20b", "qwen3-30b-a3b")
 )
+_DEEPSEEK = replace(
+    presets.load("deepseek-v2-lite"), num_experts=8, num_experts_per_tok=2, first_k_dense_replace=0, q_lora_rank=768
+)
 # Both kinds of gpt-oss' blocks, and a window without sinks; experts as both layouts store them, though fewer: eight,
-# since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them.
+# since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them;
+# latent attention, of queries, too, to values narrower than keys, and experts that are given all tokens.
 MIXTURES = (
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-20b without a window", sliding_window=None, layer_types=()),
     replace(_QWEN, name="qwen3-30b-a3b with a window", sliding_window=128),
+    replace(_DEEPSEEK, name="deepseek-v2-lite with latent queries"),
 )
 WAYS = (PLAINLY, Way(fused=True), Way(graphs=True))
 SEQUENCES, LENGTH = 2, 1024

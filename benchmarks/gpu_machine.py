@@ -262,7 +262,8 @@ def attention() -> list[Row]:
 
 def attention_kernel(model: ModelSpec, seq: int) -> SDPBackend:
     """Which of torch's kernels computes the attention of the first block in bf16."""
-    if model.attention_sinks or (model.window(0) or seq) < seq:
+    padded = model.latent is not None and model.latent.padded
+    if model.attention_sinks or (model.window(0) or seq) < seq or padded:
         return SDPBackend.FLASH_ATTENTION  # asked for by megatrain.attention
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     q, k, v = (

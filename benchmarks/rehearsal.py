@@ -99,6 +99,9 @@ def _always(value: object) -> Callable[..., object]:
 def small(model: ModelSpec) -> ModelSpec:
     """As the model in all that decides what is computed."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    if model.latent is not None:
+        sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        sizes |= {"num_key_value_heads": 8}
     return dataclasses.replace(model, **sizes, head_dim=16, sliding_window=model.window(0) and 4)
 
 

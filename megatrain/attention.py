@@ -1,4 +1,4 @@
-"""Causal attention within a window, and beside sinks, that keeps what attention keeps.
+"""Causal attention within a window, beside sinks, and to values narrower than keys, that keeps what attention keeps.
 
 Shapes as the projections have them: queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads,
 head_dim]. Plain causal attention is torch's own, but for fp32 on a GPU.
@@ -29,9 +29,10 @@ class Attention:
     scale: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention's output, of q's shape. `sinks` [heads] are logits of a key that has no value."""
-        if self.window is not None or sinks is not None:
-            return _Banded.apply(  # type: ignore[no-any-return, no-untyped-call]
+        """Attention's output [batch, seq, heads, width of v]; `sinks` [heads] are logits of a key that has no value."""
+        narrow = v.shape[-1] < q.shape[-1] and not (q.is_cuda and q.dtype == torch.float32)
+        if self.window is not None or sinks is not None or narrow:
+            return _Flash.apply(  # type: ignore[no-any-return, no-untyped-call]
                 q, k, v, sinks, self.window, self.mask, self.scale
             )
         # torch wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that neither
@@ -52,8 +53,10 @@ def band(seq_len: int, window: int | None, device: torch.device, dtype: torch.dt
     return mask
 
 
-class _Banded(torch.autograd.Function):
+class _Flash(torch.autograd.Function):
     """Saves queries, keys, values, the output, and one number per query and head, as attention does.
+
+    Flash attention has values as wide as keys: narrower ones get zeros behind, and the output loses what comes of them.
 
     A sink adds to the softmax's denominator only. So it scales the output and shifts the logsumexp, and with the
     two of them attention's own backward has the right probabilities and the right row sums.
@@ -95,16 +98,18 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None, scale: float | None = None
 ) -> list[Tensor]:
     """The output, each row's logsumexp [batch, heads, seq], and on a GPU the state of random numbers not drawn."""
-    seq = q.shape[1]
+    seq, width = q.shape[1], v.shape[-1]
+    v = _padded(v, q)
     if q.is_cuda:
         found = aten._flash_attention_forward(
             q, k, v, None, None, seq, seq, 0.0, True, False, scale=scale, **_sides(window)
         )
-        return list(found[:4])
-    assert mask is not None
+        return [_narrowed(found[0], width), *found[1:4]]
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    y, total = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, attn_mask=mask[:seq, :seq], scale=scale)
-    return [y.transpose(1, 2), total]
+    y, total = aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first, is_causal=mask is None, attn_mask=None if mask is None else mask[:seq, :seq], scale=scale
+    )
+    return [_narrowed(y.transpose(1, 2), width), total]
 
 
 def _attend_backward(
@@ -119,17 +124,30 @@ def _attend_backward(
     mask: Tensor | None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    seq = q.shape[1]
+    seq, width = q.shape[1], v.shape[-1]
+    dy, v, y = _padded(dy.contiguous(), q), _padded(v, q), _padded(y, q)
     if q.is_cuda:
-        return aten._flash_attention_backward(  # type: ignore[no-any-return]
-            dy.contiguous(), q, k, v, y, total, None, None, seq, seq, 0.0, True, *random, scale=scale, **_sides(window)
+        dq, dk, dv = aten._flash_attention_backward(
+            dy, q, k, v, y, total, None, None, seq, seq, 0.0, True, *random, scale=scale, **_sides(window)
         )
-    assert mask is not None
+        return dq, dk, _narrowed(dv, width)
     heads_first = (t.transpose(1, 2) for t in (dy, q, k, v, y))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *heads_first, total, 0.0, False, attn_mask=mask[:seq, :seq], scale=scale
+        *heads_first, total, 0.0, mask is None, attn_mask=None if mask is None else mask[:seq, :seq], scale=scale
     )
-    return tuple(grad.transpose(1, 2) for grad in grads)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, _narrowed(dv, width)
+
+
+def _padded(t: Tensor, like: Tensor) -> Tensor:
+    """t with zeros behind, as wide as `like`."""
+    missing = like.shape[-1] - t.shape[-1]
+    return F.pad(t, (0, missing)) if missing else t
+
+
+def _narrowed(t: Tensor, width: int) -> Tensor:
+    """The first elements of each row, without the memory of the others."""
+    return t if t.shape[-1] == width else t[..., :width].contiguous()
 
 
 def _sides(window: int | None) -> dict[str, int]:

@@ -35,9 +35,10 @@ ALIGNED = 64  # columns: grouped products want rows that begin at multiples of 1
 class Mixture:
     """The MLP of a block with experts.
 
-    `chosen` experts per token, weighted as in `route`; `correction` names the parameter that it takes, None where there
-    is none. In gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and
-    both are clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between.
+    `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`; `correction`
+    names the parameter that it takes, None where there is none. In gpt-oss' layout (`interleaved`) matrices are stored
+    (in, out), columns of gate and up take turns, and both are clamped; elsewhere matrices are (out, in), gate before
+    up, with SwiGLU between.
     """
 
     chosen: int
@@ -45,6 +46,8 @@ class Mixture:
     interleaved: bool
     correction: str | None = None
     scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
     pointwise: Pointwise = PLAIN
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
@@ -57,7 +60,15 @@ class Mixture:
         router = "mlp.router" if self.interleaved else "mlp.gate"
         logits = F.linear(rows, params[f"{router}.weight"], params.get(f"{router}.bias"))
         correction = None if self.correction is None else params[self.correction]
-        weights, expert, order = route(logits, self.chosen, correction, normalised=self.normalised, scale=self.scale)
+        weights, expert, order = route(
+            logits,
+            self.chosen,
+            correction,
+            normalised=self.normalised,
+            scale=self.scale,
+            groups=self.groups,
+            chosen_groups=self.chosen_groups,
+        )
         copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
         with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
             both = self._product(params, "gate_up_proj", copies, expert, order)
@@ -78,31 +89,47 @@ class Mixture:
 
 
 def route(
-    logits: Tensor, chosen: int, correction: Tensor | None = None, *, normalised: bool, scale: float = 1.0
+    logits: Tensor,
+    chosen: int,
+    correction: Tensor | None = None,
+    *,
+    normalised: bool,
+    scale: float = 1.0,
+    groups: int = 1,
+    chosen_groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which experts each row of logits [T, n] chooses: `weights` [T, k], `expert` [T, k] and `order` [T k].
 
     Weights are probabilities, in at least fp32, of which the k chosen add up to one if `normalised`; with a
     `correction` [n], sigmoids, which are chosen by their sum with that. It has no gradient: one of zeros. Then they are
-    multiplied by `scale`. The expert of choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by
-    expert in `order`. Both are int32.
+    multiplied by `scale`. Of several `groups` of n / groups experts, side by side, only the best `chosen_groups` are
+    chosen from: by their best expert, with a `correction` by their two best together. The expert of choice j of token t
+    is expert[t, j]; choices, numbered t k + j, are sorted by expert in `order`. Both are int32.
     """
-    return _Route.apply(logits, chosen, correction, normalised, scale)  # type: ignore[no-any-return, no-untyped-call]
+    return _Route.apply(  # type: ignore[no-any-return, no-untyped-call]
+        logits, chosen, correction, normalised, scale, groups, chosen_groups
+    )
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, chosen: int, correction: Tensor | None, normalised: bool, scale: float
+        ctx: Any,
+        logits: Tensor,
+        chosen: int,
+        correction: Tensor | None,
+        normalised: bool,
+        scale: float,
+        groups: int,
+        chosen_groups: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if correction is None:
-            probabilities = wide.softmax(-1)
-            weights, index = probabilities.topk(chosen, dim=-1)
-        else:
-            probabilities = wide.sigmoid()
-            index = (probabilities + correction).topk(chosen, dim=-1).indices
-            weights = probabilities.gather(-1, index)
+        probabilities = wide.softmax(-1) if correction is None else wide.sigmoid()
+        scores = probabilities if correction is None else probabilities + correction
+        if chosen_groups < groups:
+            scores = _of_best_groups(scores, groups, chosen_groups, by=1 if correction is None else 2)
+        index = scores.topk(chosen, dim=-1).indices
+        weights = probabilities.gather(-1, index)
         if normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         if scale != 1:
@@ -131,7 +158,15 @@ class _Route(torch.autograd.Function):
             d_logits *= 1 - probabilities
             if ctx.needs_input_grad[2]:
                 d_correction = probabilities.new_zeros(probabilities.shape[-1], dtype=ctx.corrected)
-        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, None, None
+        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, None, None, None, None
+
+
+def _of_best_groups(scores: Tensor, groups: int, chosen: int, *, by: int) -> Tensor:
+    """Scores [T, n], -inf outside of each row's best groups: those whose `by` best add up to the most."""
+    grouped = scores.view(len(scores), groups, -1)
+    best = grouped.topk(by, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return grouped.masked_fill(outside[..., None], -torch.inf).view_as(scores)
 
 
 class _Copies(torch.autograd.Function):

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from schedules.errors import InputError
+from schedules.families import SHARING
 from schedules.model import ModelError, ModelSpec
 
 HEAD = "lm_head.weight"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
-PREDICT_MORE = ("Glm4MoeForCausalLM",)  # its files have a further block, which predicts the token after the next
+# Their files have a further block, which predicts the token after the next.
+PREDICT_MORE = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
@@ -48,8 +50,9 @@ def adapter_name(model: ModelSpec, i: int, name: str) -> str:
 EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
     "MixtralForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     "MiniMaxM2ForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "Qwen3MoeForCausalLM": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-    "Glm4MoeForCausalLM": ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+    **dict.fromkeys(
+        ("Qwen3MoeForCausalLM", *SHARING), ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+    ),
 }
 
 
@@ -151,7 +154,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
     "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
-    "sigmoid_router", "routed_scaling_factor",
+    "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "qk_rope_head_dim",
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

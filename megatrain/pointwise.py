@@ -127,6 +127,29 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, *rest), dim=-1)
 
 
+def last_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [batch, seq, heads, head_dim], its last dimensions turned by [seq, 1, some / 2], each pair side by side."""
+    left = x.shape[-1] - 2 * cos.shape[-1]
+    a, b = x[..., left::2], x[..., left + 1 :: 2]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :left], turned), dim=-1)
+
+
+def keys_values(both: Tensor, key: Tensor, cos: Tensor, sin: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, contiguous, of [batch, seq, heads, nope + value] and a key [batch, seq, 1, rope] for all heads.
+
+    That is turned, and comes last in each key.
+    """
+    turned = last_turned(key, cos, sin).expand(*both.shape[:-1], key.shape[-1])
+    return torch.cat((both[..., :nope], turned), dim=-1), both[..., nope:].contiguous()
+
+
+def keys_values_backward(dk: Tensor, dv: Tensor, cos: Tensor, back: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """The gradients of `both` and of the key for all heads; `back` is -sin."""
+    of_key = dk[..., nope:].sum(-2, keepdim=True, dtype=torch.promote_types(dk.dtype, torch.float32))
+    return torch.cat((dk[..., :nope], dv), dim=-1), last_turned(of_key, cos, back).to(dk.dtype)
+
+
 def cross_entropy(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of logits [tokens, vocab] in at least fp32, each token's times its share, added up; and their gradient.
 
@@ -212,6 +235,9 @@ class Pointwise:
     summed_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_backward
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
+    last_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = last_turned
+    keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values
+    keys_values_backward: Callable[..., tuple[Tensor, Tensor]] = keys_values_backward
     cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
     fp8_unit: Callable[[Tensor, torch.dtype], Tensor] = fp8_unit
     fp8_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor] = fp8_rows

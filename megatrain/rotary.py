@@ -26,7 +26,7 @@ def rotary_tables(
 
 
 def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
-    """Radians per position of each pair of a head's dimensions, fp32 [rotary_dim / 2], in sequences of that length.
+    """Radians per position of each pair of dimensions that turns, fp32 [rotary_dim / 2], in sequences of that length.
 
     Plain (Su et al., arXiv:2104.09864), "linear" (all slowed by `factor`), or "llama3": wavelengths longer
     than original / low_freq_factor positions are slowed by `factor`, those shorter than
@@ -90,5 +90,20 @@ def _scale(model: ModelSpec) -> float:
     # of "longrope" transformers takes what stands beside the lists (modeling_rope_utils.py)
     factor = max(float(scaling.get("factor") or model.max_position_embeddings / original), 1.0)
     if kind == "yarn":
-        return 0.1 * math.log(factor) + 1.0
+        of_tables, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return _sharper(factor, of_tables) / _sharper(factor, of_all) if of_tables and of_all else _sharper(factor)
     return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _sharper(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
+
+
+def sharper_products(model: ModelSpec) -> float:
+    """What products of queries and keys are multiplied by beside 1 / sqrt(head_dim): 1, but with "mscale_all_dim".
+
+    Then also what is not turned counts as if both were that much longer (transformers, modeling_deepseek_v3.py).
+    """
+    scaling = dict(model.rope_scaling)
+    of_all = scaling.get("mscale_all_dim")
+    return _sharper(float(scaling["factor"]), of_all) ** 2 if of_all else 1.0

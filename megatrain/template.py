@@ -22,10 +22,11 @@ from megatrain import fp8
 from megatrain.attention import Attention, band
 from megatrain.autograd import again
 from megatrain.experts import Mixture
+from megatrain.latent import Expansion
 from megatrain.layer_parts import gated, mlp_again, norm_beside, rms_norm, rotate
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
-from megatrain.rotary import rotary_tables
+from megatrain.rotary import rotary_tables, sharper_products
 from megatrain.sink import Sink
 from schedules.errors import InputError
 from schedules.model import SHARED, ModelSpec, Norms
@@ -103,10 +104,11 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """A decoder block: grouped-query attention with rotary embedding, then a gated MLP or a mixture.
+    """A decoder block: grouped-query or latent attention with rotary embedding, then a gated MLP or a mixture.
 
     rotary: the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type; None without
         rotary embedding.
+    expansion: what attention reads where it is latent.
     pointwise_again: the outputs of norms and gate are not kept, and backward computes them again.
     mlp_chunk: the MLP keeps its input only, and backward computes it again, that many tokens at a time.
     in_fp8: the block multiplies by its matrices in 8 bits, and these functions make the operands.
@@ -119,6 +121,7 @@ class Block:
     hidden_act: str = "silu"
     rotary: tuple[Tensor, Tensor] | None
     attention: Attention = CAUSAL
+    expansion: Expansion | None = None
     mixture: Mixture | None = None
     pointwise: Pointwise = PLAIN
     pointwise_again: bool = False
@@ -188,6 +191,15 @@ class Block:
             return linear(params, f"{place}.down_proj", product, output=output, in_fp8=self.in_fp8)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self.expansion is None:
+            q, k, v = self._projected(params, x)
+        else:
+            q, k, v = self.expansion.forward(params, x, *self._turns(x.shape[1]), self._derived)
+        y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
+        del q, k, v  # a forward that saves nothing can free them here
+        return linear(params, "self_attn.o_proj", y.flatten(2), in_fp8=self.in_fp8)
+
+    def _projected(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, seq, _ = x.shape
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         q, k, v = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
@@ -198,13 +210,17 @@ class Block:
             k = self._norm(k.view(batch, seq, -1, len(weights[1])), weights[1])
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
         if self.rotary is not None:
-            if seq > (prepared := len(self.rotary[0])):
-                raise TemplateError(f"a sequence of {seq} tokens is longer than the {prepared} prepared for")
-            cos, sin = (table[:seq] for table in self.rotary)
+            cos, sin = self._turns(seq)
             q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
-        y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
-        del q, k, v  # a forward that saves nothing can free them here
-        return linear(params, "self_attn.o_proj", y.reshape(batch, seq, -1), in_fp8=self.in_fp8)
+        return q, k, v
+
+    def _turns(self, seq: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for a sequence of that length."""
+        assert self.rotary is not None
+        if seq > (prepared := len(self.rotary[0])):
+            raise TemplateError(f"a sequence of {seq} tokens is longer than the {prepared} prepared for")
+        cos, sin = self.rotary
+        return cos[:seq], sin[:seq]
 
 
 class _Products:
@@ -342,6 +358,7 @@ def templates(
         norm_offset=model.norm_offset,
         hidden_act=model.hidden_act,
         rotary=tables,
+        expansion=None if model.latent is None else Expansion(widths=model.latent, pointwise=pointwise),
         pointwise=pointwise,
         pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
@@ -373,6 +390,8 @@ def _attention(model: ModelSpec, i: int, seq_len: int, device: torch.device, dty
     if window is not None and window >= seq_len:
         window = None
     scale = None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5
+    if (sharper := sharper_products(model)) != 1:
+        scale = sharper * model.head_dim**-0.5
     if window is None and not model.attention_sinks:
         return replace(CAUSAL, scale=scale)
     if device.type == "cuda" and dtype == torch.float32:
@@ -387,6 +406,8 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         normalised=model.norm_topk_prob,
         correction=model.score_correction,
         scale=model.routed_scaling_factor,
+        groups=model.n_group,
+        chosen_groups=model.topk_group,
         interleaved=model.architecture == "GptOssForCausalLM",
         pointwise=pointwise,
     )

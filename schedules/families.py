@@ -19,6 +19,9 @@ MODEL_TYPES = {
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
@@ -60,6 +63,52 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+    },
+    "Glm4MoeLiteForCausalLM": {
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+    },
+    "DeepseekV2ForCausalLM": {
+        "max_position_embeddings": 2048,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+    },
+    "DeepseekV3ForCausalLM": {
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
     },
     "SeedOssForCausalLM": {
         "attention_bias": True,
@@ -109,6 +158,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
     "MiniMaxM2ForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True, "sigmoid_router": True},
     "Glm4MoeForCausalLM": {"sigmoid_router": True},
+    "Glm4MoeLiteForCausalLM": {"sigmoid_router": True},
+    "DeepseekV2ForCausalLM": {"norm_topk_prob": False},
+    "DeepseekV3ForCausalLM": {"sigmoid_router": True},
     "Phi3ForCausalLM": {"fused_projections": True},
     "Gemma3ForCausalLM": {"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
     "Olmo2ForCausalLM": OLMO,
@@ -131,11 +183,14 @@ BIASES: dict[str, tuple[str, ...]] = {
 WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM",)
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 )  # fmt: skip
+LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
+SHARING = ("Glm4MoeForCausalLM", *LATENT)  # some experts are given all tokens, and some blocks have none
 # Blocks of these without a window have one rotary embedding, those with a window another.
 TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.
-KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", *LATENT)
 # These state a window, and switch it on apart.
 SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 

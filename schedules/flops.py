@@ -21,18 +21,18 @@ def attended_pairs(model: ModelSpec, i: int, seq_len: int) -> int:
 def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     """FLOPs of one micro-batch through layer i, a multiply-add being 2.
 
-    Matrix products only: 2 * tokens * weights of every matrix a token meets, and 4 * pairs * heads *
-    head_dim for QK^T and PV over the pairs the causal mask leaves. Norms, rotary, softmax and biases are
-    not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The
-    embedding is a lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied.
-    Adapters are matrices like others.
+    Matrix products only: 2 * tokens * weights of every matrix a token meets, and 2 * pairs * heads * head_dim for QK^T
+    and as many, of values' dimensions, for PV, over the pairs the causal mask leaves. Norms, rotary, softmax and biases
+    are not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The embedding is a
+    lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied. Adapters are matrices like
+    others.
     """
     tokens, h = workload.tokens_per_microbatch, model.hidden_size
     if i == model.embed:
         return 0
     if i == model.head:
         return 2 * tokens * h * model.vocab_size
-    projections = 2 * h * model.q_width + 2 * h * model.kv_width
+    projections = sum(map(math.prod, model.attention_matrices))
     mlp = MLP_PROJECTIONS * h * model.mlp_width(i)
     mlp += h * model.num_experts if model.has_experts(i) else 0  # the router is a matrix of h x experts
     matrices = projections + mlp + _adapter_params(model, i, workload)
@@ -41,7 +41,13 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
 
 def attention_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     """The part of a block's forward FLOPs that attention has, QK^T and PV."""
-    return 4 * workload.micro_batch_size * attended_pairs(model, i, workload.seq_len) * model.q_width
+    pairs = workload.micro_batch_size * attended_pairs(model, i, workload.seq_len)
+    return 2 * pairs * (model.q_width + model.attended_width)
+
+
+def attention_padding(model: ModelSpec) -> float:
+    """Times the FLOPs of attention that are multiplied: values as wide as keys, whatever of that is zeros."""
+    return 2 * model.q_width / (model.q_width + model.attended_width)
 
 
 def backward_flops(model: ModelSpec, i: int, workload: Workload) -> int:

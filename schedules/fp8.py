@@ -26,11 +26,13 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
         return None
     if model.num_experts:
         return f"{model.name}: experts' products are not made in {workload.matmul}"
+    if model.latent is not None:
+        return f"{model.name}: latent attention's products are not made in {workload.matmul}"
     widths = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
         "the width of its queries": model.q_width,
-        "the width of its keys": model.kv_width,
+        "the width of its keys": model.k_width,
         "a micro-batch's tokens": workload.tokens_per_microbatch,
     }
     for what, width in widths.items():
@@ -111,7 +113,7 @@ def workspace_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, chunk
     Outputs' norms keep one more.
     """
     tokens, h, f = workload.tokens_per_microbatch, model.hidden_size, model.intermediate_size
-    q, kv = model.q_width, model.kv_width
+    q, kv = model.q_width, model.k_width
     again = workload.recompute == "mlp"
     rows = min(tokens, chunk) if again else tokens
     normalised = 2 * h * tokens if model.post_norm else 0
@@ -128,7 +130,7 @@ def workspace_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, chunk
 
 
 def _groups(model: ModelSpec, workload: Workload, parts: int) -> list[_Group]:
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.intermediate_size
+    h, q, kv, f = model.hidden_size, model.q_width, model.k_width, model.intermediate_size
     times = parts if workload.recompute == "mlp" else 1
     return [
         _Group(width=h, heights=(q, kv, kv)),

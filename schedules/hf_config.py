@@ -17,7 +17,9 @@ from schedules.families import (
     FIXED,
     GPT_OSS_ACTIVATION,
     KV_FOR_EACH,
+    LATENT,
     MODEL_TYPES,
+    SHARING,
     SWITCHED,
     TWO_ROPES,
     WINDOWLESS,
@@ -52,6 +54,8 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
+MSCALE = ("mscale", "mscale_all_dim")  # numbers, too; 0 is as if they were not there
+WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM")  # may turn a part of each head
 MOST = 3.4028234663852886e38  # in fp32
@@ -68,8 +72,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     architecture = _architecture(config, name)
     settings = dict(ARCHITECTURES[architecture])
-    # an explicit null means "the default" for most fields, but "none" for a sliding window
-    settings |= {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    # an explicit null means "the default" for most fields, but "none" for these
+    none = ("sliding_window", "q_lora_rank")
+    settings |= {key: value for key, value in config.items() if value is not None or key in none}
 
     def need(key: str) -> Any:
         if key not in settings:
@@ -79,6 +84,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     heads = need("num_attention_heads")
     if architecture not in KV_FOR_EACH and "num_key_value_heads" not in config:
         need("num_key_value_heads")  # transformers has a default here, but a different one in each class
+    latent = _latent(architecture, settings, name)
+    if latent:  # whose config, where it has a head_dim, means that of the part that is turned
+        settings["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
     if "head_dim" not in settings:
         settings["head_dim"] = _divide(need("hidden_size"), heads, name)
     for key, lacks in NOT_DONE.items():
@@ -106,6 +114,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "hidden_act": settings.get(_activation(architecture), "silu"),
         **FIXED.get(architecture, {}),
         **_biases(architecture, settings),
+        **latent,
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
         "no_rope_layers": rotated,
@@ -168,18 +177,29 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if architecture == "Qwen3MoeForCausalLM":
         config |= {key: spec[key] for key in ("num_experts", "moe_intermediate_size", "norm_topk_prob")}
         config["num_experts_per_tok"] = spec["num_experts_per_tok"]
-    elif architecture == "Glm4MoeForCausalLM":
+    elif architecture in SHARING:
         config |= {key: spec[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
+        dense = spec.get("first_k_dense_replace", 0)
         config |= {
             "n_routed_experts": spec["num_experts"],
-            "use_qk_norm": spec["qk_norm"],
             "n_shared_experts": spec.get("n_shared_experts", 0),
-            "first_k_dense_replace": spec.get("first_k_dense_replace", 0),
+            "first_k_dense_replace": dense,
             "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
+            "n_group": spec.get("n_group", 1),
+            "topk_group": spec.get("topk_group", 1),
         }
+        if architecture == "Glm4MoeForCausalLM":
+            config["use_qk_norm"] = spec["qk_norm"]
+        if architecture == "Glm4MoeLiteForCausalLM":
+            config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(spec["num_hidden_layers"])]
+        if architecture == "DeepseekV2ForCausalLM":
+            config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     elif spec["num_experts"]:
         config |= {"num_local_experts": spec["num_experts"], "num_experts_per_tok": spec["num_experts_per_tok"]}
         config["intermediate_size"] = spec["moe_intermediate_size"]
+    if architecture in LATENT:
+        config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
+        del config["head_dim"]
     return config
 
 
@@ -280,10 +300,12 @@ def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
     return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
 
 
-def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, count: int, name: str) -> None:
+def check_rope(
+    scaling: tuple[tuple[str, Any], ...], theta: float, count: int, name: str, *, mscale: bool = False
+) -> None:
     """Raises ModelError for a rope_scaling, as sorted pairs, that no layer of ours has, or that lacks a number.
 
-    So many pairs of dimensions are turned.
+    So many pairs of dimensions are turned. Only a model with `mscale` may have MSCALE.
     """
     pairs = dict(scaling)
     kind = pairs.get("rope_type", "default")
@@ -310,8 +332,12 @@ def check_rope(scaling: tuple[tuple[str, Any], ...], theta: float, count: int, n
         raise ModelError(f"{name}: rope_theta must be above 1 where rope_scaling is of type 'yarn', not {theta!r}")
     if kind == "longrope" and not (isinstance(pairs[ORIGINAL], int) and pairs[ORIGINAL] > 1):
         raise ModelError(f"{name}: {ORIGINAL} must be a whole number above 1, not {pairs[ORIGINAL]!r}")
-    if kind == "yarn" and (pairs.get("mscale") or pairs.get("mscale_all_dim")):  # no model that we know of has it
-        raise ModelError(f"{name}: rope_scaling of type 'yarn' with mscale is not supported")
+    if found := [key for key in MSCALE if pairs.get(key)]:
+        if not (mscale and kind == "yarn"):  # no model that we know of has it
+            raise ModelError(f"{name}: rope_scaling of type {kind!r} with {found[0]} is not supported here")
+        for key in found:
+            if not positive(pairs[key]):
+                raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
     if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
         raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
 
@@ -355,19 +381,61 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
             "moe_intermediate_size": need("moe_intermediate_size"),
             "norm_topk_prob": settings.get("norm_topk_prob", False),
         }
-    if architecture == "Glm4MoeForCausalLM":
-        for key in ("n_group", "topk_group"):
-            if settings.get(key, 1) != 1:
-                raise ModelError(f"{key} must be 1, as GLM-4.5 and GLM-4.6 have it, not {settings[key]!r}")
-        count = "n_routed_experts" if "n_routed_experts" in settings else "num_local_experts"
-        same = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts")
-        return {
-            "num_experts": need(count),
-            **{key: need(key) for key in (*same, "first_k_dense_replace")},
-            "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0),
-            "qk_norm": settings.get("use_qk_norm", False),
-        }
+    if architecture in SHARING:
+        return _sharing(architecture, settings, need)
     return {}
+
+
+def _sharing(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
+    """Experts where some are given all tokens, and the first blocks may have none."""
+    sigmoid = FIXED[architecture].get("sigmoid_router", False)
+    known: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid" if sigmoid else "softmax",), "moe_layer_freq": (1,)}
+    if architecture == "DeepseekV2ForCausalLM":
+        known |= {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)}
+    for key, values in known.items():
+        if settings.get(key, values[0]) not in values:
+            named = " or ".join(map(repr, values))
+            raise ModelError(f"{key} of a {architecture} must be {named}, not {settings[key]!r}")
+    count = "n_routed_experts" if "n_routed_experts" in settings else "num_local_experts"
+    found = {"num_experts": need(count), "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0)}
+    found |= {key: need(key) for key in ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")}
+    found["first_k_dense_replace"] = _dense(settings, need)
+    if settings.get("topk_method") != "greedy":  # which chooses from all
+        found |= {key: settings.get(key, 1) for key in ("n_group", "topk_group")}
+    if sigmoid:
+        found["norm_topk_prob"] = need("norm_topk_prob")
+    if architecture == "Glm4MoeForCausalLM":
+        found["qk_norm"] = settings.get("use_qk_norm", False)
+    return found
+
+
+def _dense(settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
+    """How many blocks, the first, have an MLP instead of experts; `mlp_layer_types` may say it of each."""
+    if (types := settings.get("mlp_layer_types")) is None:
+        return need("first_k_dense_replace")
+    if not isinstance(types, (list, tuple)) or any(kind not in ("dense", "sparse") for kind in types):
+        raise ModelError(f"mlp_layer_types must list 'dense' or 'sparse' for each block, not {types!r}")
+    count = types.count("dense")
+    if "dense" in types[count:]:
+        raise ModelError("a model with dense blocks after those with experts is not supported")
+    return count
+
+
+def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Of latent attention, nothing of other attention."""
+    if architecture not in LATENT:
+        return {}
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    partial = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    known = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "partial_rotary_factor": 1}
+    for key, value in known.items():
+        asked = settings.get(key, value)
+        if key == "partial_rotary_factor" and partial is not None:
+            asked = partial
+        if asked != value:
+            raise ModelError(f"{name}: {key} of a {architecture} must be {value}, not {asked!r}")
+    found = {key: _count(key, settings[key], name) for key in WIDTHS}
+    return found | {"q_lora_rank": settings["q_lora_rank"] or 0}
 
 
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:

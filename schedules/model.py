@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from schedules.families import ACTIVATIONS, ARCHITECTURES
 from schedules.hf_config import ModelError, as_pairs, check_rope, positive, read_config, require_few_blocks
+from schedules.latent import Latent
 from schedules.whole_numbers import fault
 from schedules.words import plain
 from schedules.workload import RECOMPUTED, Workload
@@ -33,12 +34,15 @@ FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj
 _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
     "rope_local_base_freq", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar", "sigmoid_router",
-    "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace",
+    "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 _PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
 _MAY_BE_NONE = (  # counts that may be 0
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
+_OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # what latent attention needs
 
 
 class Norms(NamedTuple):
@@ -61,13 +65,17 @@ class ModelSpec:
     weight; `attention_sinks` is one learned logit per head; with `scale_embeddings` embeddings are multiplied by the
     root of `hidden_size`; with `fused_projections` q, k and v are one matrix in files and beside LoRA's adapters, and
     so are gate and up. With `sigmoid_router` experts are chosen by the sigmoids of their logits and a bias each, which
-    no gradient changes, and weighted by those sigmoids, times `routed_scaling_factor`; `n_shared_experts` are given all
-    tokens, as one MLP of their widths together; the first `first_k_dense_replace` blocks have an MLP instead of
-    experts. `layer_types` names each block's attention; empty means all blocks alike, sliding if
-    `sliding_window` is set. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it;
-    empty means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with
-    `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
-    `query_pre_attn_scalar` is `head_dim` where None. Raises ModelError when a value has no meaning.
+    no gradient changes, and weighted by those sigmoids; without, by the probabilities that their logits make. Weights
+    are multiplied by `routed_scaling_factor`. Of `n_group` groups of experts those of the best `topk_group` alone are
+    chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths together; the first
+    `first_k_dense_replace` blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see
+    `schedules.latent`: `head_dim` is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding
+    turns the latter, and `q_lora_rank` 0 where queries have no latent vector. `layer_types` names each block's
+    attention; empty means all blocks alike, sliding if `sliding_window` is set. `no_rope_layers` has a 0 for each block
+    without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the config's
+    dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain rotary
+    embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None. Raises ModelError
+    when a value has no meaning.
     """
 
     name: str
@@ -112,6 +120,13 @@ class ModelSpec:
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 0
     first_k_dense_replace: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -126,6 +141,7 @@ class ModelSpec:
             )
         if self.head_dim % 2:
             raise ModelError(f"{self.name}: head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        self._check_latent()
         if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ModelError(
                 f"{self.name}: partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
@@ -140,7 +156,7 @@ class ModelSpec:
             raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only {known}")
         self._check_experts()
         self._check_attention()
-        check_rope(self.rope_scaling, self.rope_theta, self.rotary_dim // 2, self.name)
+        check_rope(self.rope_scaling, self.rope_theta, self.rotary_dim // 2, self.name, mscale=self.latent is not None)
 
     def _check_type(self, name: str, kind: str, value: object) -> None:
         optional = name in _MAY_BE_NONE
@@ -158,8 +174,9 @@ class ModelSpec:
 
     def _check_experts(self) -> None:
         if not self.num_experts:
-            for key in ("sigmoid_router", "n_shared_experts", "first_k_dense_replace"):
-                if getattr(self, key):
+            usual = {field.name: field.default for field in fields(self)}
+            for key in ("sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"):
+                if getattr(self, key) != usual[key]:
                     raise ModelError(f"{self.name}: {key} is {getattr(self, key)}, and num_experts is 0")
             return
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -169,15 +186,56 @@ class ModelSpec:
             )
         if not self.moe_intermediate_size:
             raise ModelError(f"{self.name}: a mixture of experts needs moe_intermediate_size")
-        if self.routed_scaling_factor != 1 and not self.sigmoid_router:
-            raise ModelError(
-                f"{self.name}: routed_scaling_factor is {self.routed_scaling_factor}, without sigmoid_router"
-            )
+        self._check_groups()
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ModelError(
                 f"{self.name}: first_k_dense_replace is {self.first_k_dense_replace}, "
                 f"num_hidden_layers is {self.num_hidden_layers}"
             )
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.n_group:
+            raise ModelError(f"{self.name}: {self.num_experts} experts are not {self.n_group} groups of the same size")
+        size = self.num_experts // self.n_group
+        if self.topk_group > self.n_group or self.topk_group * size < self.num_experts_per_tok:
+            raise ModelError(
+                f"{self.name}: of {self.n_group} groups of {size} experts, topk_group {self.topk_group} are not there "
+                f"or have not {self.num_experts_per_tok} experts to choose"
+            )
+        if self.sigmoid_router and self.n_group > 1 and size < 2:
+            raise ModelError(
+                f"{self.name}: groups are ranked by their two best experts, and n_group leaves one in each"
+            )
+
+    def _check_latent(self) -> None:
+        if not self.kv_lora_rank:
+            for key in ("q_lora_rank", *_OF_LATENT):
+                if getattr(self, key):
+                    raise ModelError(f"{self.name}: {key} is {getattr(self, key)}, and kv_lora_rank is 0")
+            return
+        for key in _OF_LATENT:
+            if not getattr(self, key):
+                raise ModelError(f"{self.name}: latent attention needs {key}")
+        if (head := self.qk_nope_head_dim + self.qk_rope_head_dim) != self.head_dim:
+            raise ModelError(
+                f"{self.name}: head_dim is {self.head_dim}; qk_nope_head_dim and qk_rope_head_dim are {head} together"
+            )
+        if self.v_head_dim > self.head_dim:
+            raise ModelError(f"{self.name}: v_head_dim {self.v_head_dim} is more than head_dim, {self.head_dim}")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ModelError(
+                f"{self.name}: latent attention has keys for every head; num_key_value_heads is "
+                f"{self.num_key_value_heads}, num_attention_heads {self.num_attention_heads}"
+            )
+        others = (
+            "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
+            "no_rope_layers", "query_pre_attn_scalar",
+        )  # fmt: skip
+        for key in others:
+            if getattr(self, key):
+                raise ModelError(f"{self.name}: latent attention with {key} is not supported")
+        if self.partial_rotary_factor != 1:
+            raise ModelError(f"{self.name}: latent attention turns all of qk_rope_head_dim, not a part of it")
 
     def _check_attention(self) -> None:
         if unknown := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
@@ -378,9 +436,11 @@ class ModelSpec:
         return norms[0] | self._attention_shapes() | norms[1] | norms[2] | mlp | norms[3]
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        q, kv = self.q_width, self.kv_width
+        if self.latent is not None:
+            return self.latent.parameter_shapes(self.hidden_size)
+        q, k = self.q_width, self.k_width
         shapes: dict[str, tuple[int, ...]] = {}
-        for letter, width in (("q", q), ("k", kv), ("v", kv)):
+        for letter, width in (("q", q), ("k", k), ("v", self.v_width)):
             shapes[f"self_attn.{letter}_proj.weight"] = (width, self.hidden_size)
             if self.attention_bias:
                 shapes[f"self_attn.{letter}_proj.bias"] = (width,)
@@ -389,7 +449,7 @@ class ModelSpec:
             shapes["self_attn.o_proj.bias"] = (self.hidden_size,)
         if self.qk_norm:
             shapes["self_attn.q_norm.weight"] = (q if self.qk_norm_all_heads else self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (kv if self.qk_norm_all_heads else self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (k if self.qk_norm_all_heads else self.head_dim,)
         if self.attention_sinks:
             shapes["self_attn.sinks"] = (self.num_attention_heads,)
         return shapes
@@ -456,7 +516,7 @@ class ModelSpec:
         """
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
-            if name.endswith("_proj.weight") and len(shape) == 2:
+            if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and len(shape) == 2:
                 projection = name.removesuffix("weight")
                 found[f"{projection}lora_A.weight"] = (rank, shape[1])
                 found[f"{projection}lora_B.weight"] = (shape[0], rank)
@@ -483,14 +543,43 @@ class ModelSpec:
         return self.num_attention_heads * self.head_dim
 
     @property
-    def kv_width(self) -> int:
-        """Elements of one token's keys, and of its values."""
+    def k_width(self) -> int:
+        """Elements of one token's keys."""
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def v_width(self) -> int:
+        """Elements of one token's values."""
+        return self.num_key_value_heads * (self.v_head_dim or self.head_dim)
+
+    @property
+    def attended_width(self) -> int:
+        """Elements of what attention returns of one token."""
+        return self.num_attention_heads * (self.v_head_dim or self.head_dim)
+
+    @cached_property
+    def latent(self) -> Latent | None:
+        """What latent attention goes through; None where attention is not latent."""
+        if not self.kv_lora_rank:
+            return None
+        return Latent(
+            heads=self.num_attention_heads,
+            q_rank=self.q_lora_rank,
+            kv_rank=self.kv_lora_rank,
+            nope=self.qk_nope_head_dim,
+            rope=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+        )
+
+    @cached_property
+    def attention_matrices(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes (out, in) of attention's projections."""
+        return tuple(shape for shape in self._attention_shapes().values() if len(shape) == 2)
+
+    @property
     def rotary_dim(self) -> int:
-        """Of a head's dimensions those, the first, that rotary embedding turns."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        """Of a head's dimensions those that rotary embedding turns: the first, of latent attention the last."""
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     def mlp_width(self, i: int) -> int:
         """Intermediate elements of one token in block i: of all its experts together, where there are experts."""
@@ -512,11 +601,13 @@ class ModelSpec:
     def saved_bytes(self, i: int, workload: Workload) -> int:
         """Bytes that block i keeps from forward for its backward, without its input and its weights.
 
-        Per token, in activation elements (h hidden, q and kv projection widths, f MLP width):
+        Per token, in activation elements (h hidden, q, k and v widths, a what attention returns, f MLP width):
           h        normalised input, read by the q, k, v projections; unless computed again; with pre_norm only
-          q + 2kv  queries and keys after rotary and values, read by attention
-          q        attention output, read by attention's backward and by the o projection
-          q + kv   queries and keys before their norm, with qk_norm only
+          q + k + v  queries and keys after rotary and values, read by attention
+          a        attention output, read by attention's backward and by the o projection
+          q + k    queries and keys before their norm, with qk_norm only
+          what latent attention compresses queries, keys and values to; and of that what has a norm, normalised, read by
+                   the projections that expand it, unless computed again
           2h       attention's and the MLP's output before their norms, with post_norm only
           h        residual sum after attention, the second norm's input or the MLP's
           h        its normalised value, read by gate and up, or by the router, unless that is frozen and no expert is
@@ -532,9 +623,10 @@ class ModelSpec:
         """
         if not self.is_block(i):
             return 0
-        h, q, kv, f = self.hidden_size, self.q_width, self.kv_width, self.mlp_width(i)
+        h, q, kv, f = self.hidden_size, self.q_width, self.k_width, self.mlp_width(i)
         heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
-        elements = h + 2 * q + 2 * kv + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
+        elements = h + q + kv + self.v_width + self.attended_width
+        elements += {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
         words = 2 * (self.pre_norm + self.post_norm) + heads
         if self.pre_norm and workload.recompute == "none":
             by_router_alone = self.has_experts(i) and not self.n_shared_experts
@@ -544,6 +636,9 @@ class ModelSpec:
         if self.qk_norm:
             elements += q + kv
             words += 2 if self.qk_norm_all_heads else heads + kv_heads
+        if (latent := self.latent) is not None:
+            elements += latent.compressed + (latent.normed if workload.recompute == "none" else 0)
+            words += latent.norms
         if self.has_experts(i):
             elements += (2 if workload.recompute == "none" else 1) * k * h
             words += self.num_experts + 3 * k

@@ -43,9 +43,9 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     """Of `op_bytes` what matrix products and attention move: their operands, weights included, and results.
 
     Forward of a block, per token, in activation elements:
-    3h + q+2kv  q, k, v projections
-    2q + 2kv    attention reads q, k, v and writes its output
-    q + h       o projection
+    3h + q+k+v  q, k, v projections; of latent attention those that compress and those that expand
+    q+k+v + a   attention reads q, k, v and writes its output
+    a + h       o projection
     2h + 2f     gate and up; with experts their input is one copy per choice, and a router comes before
     f + h       down; with experts one output per choice
     3h          shared experts' gate, up and down, whose width is in f
@@ -67,8 +67,10 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         if workload.task == "evaluate":
             return chunks * matrix * b.weight + logits
         return chunks * matrix * 2 * (b.weight + (b.grad if workload.lora_rank is None else 0)) + 3 * logits
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
-    elements, weights = 7 * h + 4 * q + 4 * kv + 3 * f, model.params(i) * b.weight
+    h, f = model.hidden_size, model.mlp_width(i)
+    attended = model.q_width + model.k_width + model.v_width + model.attended_width
+    elements, weights = sum(map(sum, model.attention_matrices)) + attended, model.params(i) * b.weight
+    elements += 3 * h + 3 * f
     if model.has_experts(i):
         elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h + _of_shared(model, i)
     trained = params(model, workload, i)
@@ -77,7 +79,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         weights += trained * b.weight
     again = workload.recompute == "mlp"
     if workload.matmul is not None:
-        attended = (2 * q + 2 * kv) * (2 if phase == Phase.BACKWARD else 1) * b.activation
+        attended *= (2 if phase == Phase.BACKWARD else 1) * b.activation
         scaled = fp8.product_bytes(model, phase, workload, output=output, parts=_mlp_parts(workload))
         return tokens * attended + scaled
     if phase == Phase.BACKWARD:
@@ -104,8 +106,8 @@ def pointwise_bytes(
     4h          6h             two norms of outputs, read and written; gradient and input read, their gradient written
     6h          0 or 6h        two residual sums, whose gradients are those of the norms' inputs, or where these have no
                                norm sums, too
-    2(q + kv)   2(q + kv)      rotary, and back; nothing in blocks without
-    2(q + kv)   3(q + kv)      qk_norm
+    2(q + k)    2(q + k)       rotary, and back; nothing in blocks without; of latent attention see `_latent_elements`
+    2(q + k)    3(q + k)       qk_norm; or the norms of latent vectors
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
                                read, both gradients written
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
@@ -122,7 +124,7 @@ def pointwise_bytes(
     and both gradients.
     """
     tokens, b = workload.tokens_per_microbatch, workload.bytes
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
+    h, f = model.hidden_size, model.mlp_width(i)
     if i == model.embed:
         passes = 2 if model.scale_embeddings else 0
         if phase == Phase.EMBED:
@@ -136,17 +138,17 @@ def pointwise_bytes(
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
     copied = summed = h + model.num_experts_per_tok * h if model.has_experts(i) else 0
     shared = _of_shared(model, i)
-    normed = q + kv if model.qk_norm else 0
-    turned = q + kv if model.has_rope(i) else 0
+    normed = _normed_in_attention(model)
+    turned, turned_back = _turned_elements(model, i)
     norms = 2 * (model.pre_norm + model.post_norm) * h
-    nbytes = (2 * norms + 6 * h + 2 * turned + 2 * normed + 3 * f + copied + summed + shared) * b.activation
+    nbytes = (2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared) * b.activation
     if not fused:
         nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
         if fused:
             of_router = 3 * h if model.has_experts(i) else 0
             of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
-            elements = of_norms + 2 * turned + 3 * normed + 5 * f + copied + of_router + 2 * summed + shared
+            elements = of_norms + turned_back + 3 * normed + 5 * f + copied + of_router + 2 * summed + shared
             nbytes = elements * b.activation
         else:
             nbytes *= 2
@@ -159,6 +161,29 @@ def pointwise_bytes(
     if workload.matmul is not None:
         moved += fp8.scaling_bytes(model, phase, workload, output=output, parts=_mlp_parts(workload))
     return tokens * nbytes + moved
+
+
+def _normed_in_attention(model: ModelSpec) -> int:
+    """Elements per token of queries and keys, or of latent vectors, that have a norm."""
+    if model.latent is not None:
+        return model.latent.normed
+    return model.q_width + model.k_width if model.qk_norm else 0
+
+
+def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
+    """Elements per token that rotary embedding moves in block i, forward and backward.
+
+    Queries and keys read and written. Keys of latent attention are put together of what was expanded and of the turned
+    one for all heads, and values are copied from beside them. Flash attention wants these as wide as keys: forward pads
+    values, and cuts what it returns; backward pads these and its gradient, and cuts values'.
+    """
+    if (latent := model.latent) is None:
+        both = 2 * (model.q_width + model.k_width) if model.has_rope(i) else 0
+        return both, both
+    q, cut = model.q_width, model.v_width
+    moved = 2 * q + latent.expanded + latent.rope + model.k_width + cut
+    pass_of_one = q + cut if latent.padded else 0
+    return moved + 2 * pass_of_one, moved + 4 * pass_of_one
 
 
 def _of_shared(model: ModelSpec, i: int) -> int:
@@ -182,10 +207,12 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     rotary   x cos, minus half, concatenated, x sin, sum: 10 elements for 2 when fused
     gate     activation and product apart: 5 elements for 3 when fused
     """
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
+    h, q, k, f = model.hidden_size, model.q_width, model.k_width, model.mlp_width(i)
     norm = 24 + 2 * a if a < FP32 else 20
-    elements = (8 * (q + kv) if model.has_rope(i) else 0) + 2 * f
-    norms = 2 * (model.pre_norm + model.post_norm) * h + (q + kv if model.qk_norm else 0)
+    if (latent := model.latent) is not None:
+        q, k = latent.heads * latent.rope, latent.rope  # that are turned
+    elements = (8 * (q + k) if model.has_rope(i) else 0) + 2 * f
+    norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model)
     return norms * norm + elements * a
 
 
@@ -216,7 +243,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     Forward, which may run without saving: the larger of what lives at once in attention (normalised
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
-    Without rotary embedding q and k are there once. Experts add their copies of the hidden state.
+    Without rotary embedding q and k are there once; of latent attention see `_beside_attention`. Experts add their
+    copies of the hidden state.
     Embedding: none forward, and what sorting the tokens takes is ignored; backward, where gradients have 16 bits, the
     fp32 terms of some columns, sorted, and sums, and where they have 32 its terms if they are scaled. The optimizer's
     step: see `schedules.optimizer`.
@@ -252,7 +280,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
 
 
 def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
+    h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     wide = 3 * f
     if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
@@ -265,23 +293,38 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
         largest = min(largest, EXPERTS_CHUNK) if model.has_experts(i) else largest
         per_token = max((wide + 2 * h) * a, _attention_backward_bytes(model, workload))
         return largest * workload.bytes.grad + tokens * per_token
-    turned = q + kv if model.has_rope(i) else 0
+    turned = _beside_attention(model, i)
     if phase == Phase.RECOMPUTE:
         per_token = (turned + (2 if output else 1) * h) * a
     else:
         normed = h if model.pre_norm else 0
-        per_token = max(normed + 2 * q + 2 * kv + turned, normed + h + wide) * a
+        attention = model.q_width + model.k_width + model.v_width + model.attended_width + turned
+        per_token = max(normed + attention, normed + h + wide) * a
     return tokens * per_token
+
+
+def _beside_attention(model: ModelSpec, i: int) -> int:
+    """Elements of one token that attention has at once beside queries, keys, values and what it returns.
+
+    Queries and keys before they are turned. Latent attention has queries before they are turned, or what keys and
+    values are expanded from, or padded values and as wide an output.
+    """
+    if (latent := model.latent) is None:
+        return model.q_width + model.k_width if model.has_rope(i) else 0
+    return max(2 * model.q_width if latent.padded else model.q_width, latent.expanded)
 
 
 def _attention_backward_bytes(model: ModelSpec, workload: Workload) -> int:
     """What attention's backward has at once of one token."""
-    h, q, kv = model.hidden_size, model.q_width, model.kv_width
-    return (4 * q + 2 * kv + 2 * h) * workload.bytes.activation + q * FP32
+    h, q, k, v = model.hidden_size, model.q_width, model.k_width, model.v_width
+    kept = 4 * q + k + v
+    if model.latent is not None and model.latent.padded:  # what is padded, and its gradients
+        kept = 6 * q + v + model.attended_width
+    return (kept + 2 * h) * workload.bytes.activation + q * FP32
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
-    h, q, kv, f = model.hidden_size, model.q_width, model.kv_width, model.mlp_width(i)
+    h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     chunk = min(tokens, MLP_CHUNK_TOKENS)
     if phase == Phase.BACKWARD:
@@ -291,13 +334,14 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         mlp = tokens * (1 + model.pre_norm + model.post_norm) * h * a + chunk * (5 * f + h) * a + sums
         attention = tokens * _attention_backward_bytes(model, workload)
         return largest + max(mlp, attention)
-    turned = q + kv if model.has_rope(i) else 0
+    turned = _beside_attention(model, i)
     if phase == Phase.RECOMPUTE:
         return tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
     normed = h if model.pre_norm else 0
+    attention = model.q_width + model.k_width + model.v_width + model.attended_width + turned
     return (
         max(
-            tokens * max(normed + 2 * q + 2 * kv + turned, (6 if model.post_norm else 5) * h),
+            tokens * max(normed + attention, (6 if model.post_norm else 5) * h),
             tokens * 3 * h + chunk * 3 * f,
         )
         * a

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from schedules import policies, trained
 from schedules import tensor as tensors
 from schedules.errors import InputError, Refused
-from schedules.flops import attention_flops, op_flops
+from schedules.flops import attention_flops, attention_padding, op_flops
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
@@ -293,7 +293,7 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
     of_products = min(op.nbytes, _product_bytes(op, model, workload))
     return 1e9 * (
         max(products_s, of_products / bandwidth)
-        + attention / (peak * gpu.attention_efficiency.value)
+        + attention * attention_padding(model) / (peak * gpu.attention_efficiency.value)
         + (op.nbytes - of_products) / bandwidth
     )
 

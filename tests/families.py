@@ -69,6 +69,20 @@ GLM4_MOE = replace(
     head_dim=16,
     partial_rotary_factor=0.5,
 )
+DEEPSEEK_V3 = replace(
+    GLM4_MOE,
+    architecture="DeepseekV3ForCausalLM",
+    attention_bias=False,
+    partial_rotary_factor=1.0,
+    num_key_value_heads=4,
+    head_dim=20,
+    q_lora_rank=24,
+    kv_lora_rank=20,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+)
+DEEPSEEK_YARN = tuple(sorted((*YARN[:-1], ("mscale", 0.7), ("mscale_all_dim", 0.9))))
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -104,6 +118,37 @@ MODELS = {
         routed_scaling_factor=2.5,
         qk_norm=True,
         norm_topk_prob=False,
+    ),
+    "deepseek-v3": replace(DEEPSEEK_V3, routed_scaling_factor=2.5, n_group=2, topk_group=1),
+    "deepseek-v3, longer, of few groups, without a latent query": replace(
+        DEEPSEEK_V3, rope_scaling=DEEPSEEK_YARN, max_position_embeddings=512, q_lora_rank=0, rms_norm_eps=1e-3
+    ),
+    "deepseek-v2": replace(
+        DEEPSEEK_V3,
+        architecture="DeepseekV2ForCausalLM",
+        sigmoid_router=False,
+        norm_topk_prob=False,
+        routed_scaling_factor=16.0,
+        n_shared_experts=2,
+        num_experts=8,
+        n_group=4,
+        topk_group=2,
+        rope_scaling=DEEPSEEK_YARN,
+        max_position_embeddings=512,
+    ),
+    "deepseek-v2-lite": replace(
+        DEEPSEEK_V3,
+        architecture="DeepseekV2ForCausalLM",
+        sigmoid_router=False,
+        norm_topk_prob=False,
+        q_lora_rank=0,
+    ),
+    "glm-4.7-flash": replace(
+        DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        v_head_dim=20,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=2,
     ),
     "seed-oss": replace(TINY, architecture="SeedOssForCausalLM", attention_bias=True, head_dim=32),
     "seed-oss with all biases": replace(

@@ -278,6 +278,9 @@ def first_block(
         ("gpt-oss-120b", "none", 4),
         ("glm-4.5-air", "none", 4),
         ("glm-4.5-air", "pointwise", 4),
+        ("deepseek-v2-lite", "none", 4),
+        ("deepseek-v2-lite", "pointwise", 4),
+        ("glm-4.7-flash", "none", 4),
         ("olmo-2-32b", "none", 4),
         ("olmo-2-32b", "mlp", 4),
         ("gemma-3-27b", "none", 4),
@@ -302,8 +305,8 @@ def test_ops_of_a_large_block_take_no_more_than_is_counted(
     alone()  # cuBLAS takes its workspaces
     i = model.largest_block
     counted = {phase: workspace_bytes(model, i, phase, workload) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-    # of eight experts a token, eager kernels take a third more than compiled ones
-    least = (0.65, 0.6) if model.num_experts_per_tok > 4 else (0.8, 0.65)
+    # of many experts a token, eager kernels take a third more than compiled ones, except in gpt-oss' layout
+    least = (0.65, 0.6) if model.num_experts_per_tok >= 4 and not model.expert_bias else (0.8, 0.65)
     assert least[0] < peak_bytes(alone) / counted[Phase.FORWARD] < 1.03
     _, saved = autograd.forward(block, params, x)
     assert saved.nbytes == model.saved_bytes(i, workload)  # to the byte; what ops take for a while is an estimate

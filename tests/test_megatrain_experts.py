@@ -90,6 +90,31 @@ def test_with_a_correction_experts_are_chosen_by_it_and_weighted_without(normali
     assert torch.equal(grad, torch.zeros(6, dtype=torch.float64))
 
 
+@given(
+    size=st.integers(2, 4), groups=st.integers(1, 5), corrected=st.booleans(), seed=st.integers(0, 99), data=st.data()
+)
+def test_experts_are_chosen_from_the_best_groups_alone(
+    size: int, groups: int, corrected: bool, seed: int, data: st.DataObject
+) -> None:
+    """DeepSeek-V2 ranks groups by their best expert, DeepSeek-V3 by the sum of their two best."""
+    best = data.draw(st.integers(1, groups))
+    chosen = data.draw(st.integers(1, best * size))
+    logits = randn(7, groups * size, seed=seed)
+    correction = randn(groups * size, seed=seed + 1) if corrected else None
+    weights, expert, _ = route(
+        logits, chosen, correction, normalised=False, scale=3.0, groups=groups, chosen_groups=best
+    )
+    probabilities = logits.sigmoid() if corrected else logits.softmax(-1)
+    scores = probabilities + correction if correction is not None else probabilities
+    for row, token in enumerate(scores.tolist()):
+        parts = [sorted(token[g * size : g * size + size], reverse=True) for g in range(groups)]
+        ranked = sorted(range(groups), key=lambda g: -sum(parts[g][: 2 if corrected else 1]))
+        open_to = [e for e in range(groups * size) if e // size in ranked[:best]]
+        right = sorted(open_to, key=lambda e: -token[e])[:chosen]
+        assert expert[row].tolist() == right
+    torch.testing.assert_close(weights, 3 * probabilities.gather(-1, expert.long()))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_8bit"])
 def test_training_leaves_the_correction_as_it_was(precision: str) -> None:
     model = FAMILIES["glm-4.5-air"]

@@ -47,6 +47,8 @@ VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projection
     ),
     "experts": replace(FAMILIES["minimax-m2"], num_hidden_layers=2),
     "experts, some shared": replace(FAMILIES["glm-4.5"], first_k_dense_replace=0),
+    "latent": replace(FAMILIES["deepseek-v3"], first_k_dense_replace=0),
+    "latent, values as wide as keys": replace(FAMILIES["glm-4.7-flash"], first_k_dense_replace=0, q_lora_rank=0),
 }
 MODES = [(name, mode) for name, model in VARIANTS.items() for mode in model.recompute_modes]
 HYPER = Adam(lr=1e-3, eps=1e-4, weight_decay=0.1)
@@ -207,7 +209,16 @@ def test_training_by_schedule_is_plain_training(name: str, mode: str, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm3 with a window", "phi4-mini, in long sequences", "olmo3", "gemma3", "minimax-m2", "glm-4.5"]
+    "name",
+    [
+        "smollm3 with a window",
+        "phi4-mini, in long sequences",
+        "olmo3",
+        "gemma3",
+        "minimax-m2",
+        "glm-4.5",
+        "deepseek-v2",
+    ],
 )
 @pytest.mark.parametrize("rank", [None, 4])
 def test_families_train_by_schedule_as_they_do_in_plain_pytorch(rank: int | None, name: str) -> None:

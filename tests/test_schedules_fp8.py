@@ -115,6 +115,9 @@ def test_steps_without_products_in_fp8_are_refused(change: dict[str, object], to
 
 def test_models_and_batches_without_them_are_refused_by_policies_and_by_the_verifier() -> None:
     mixture = presets.load("tiny-moe")
+    latent = replace(MODEL, num_key_value_heads=4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+    with pytest.raises(ModelError, match="latent attention's products are not made in fp8"):
+        policies.build("streamed", latent, FP8, PLENTY)
     with pytest.raises(ModelError, match="tiny-moe: experts' products are not made in fp8"):
         policies.build("streamed", mixture, FP8, PLENTY)
     odd = replace(FP8, seq_len=24)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.families import ARCHITECTURES
+from schedules.families import ARCHITECTURES, LATENT
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -23,7 +23,7 @@ from schedules.flops import (
     op_flops,
     recomputed_flops,
 )
-from schedules.hf_config import NOT_DONE, REQUIRED, write_config
+from schedules.hf_config import NOT_DONE, REQUIRED, WIDTHS, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
 from schedules.traffic import (
@@ -72,6 +72,12 @@ PUBLISHED = {
     # less a further block, for the token after the next, with a table, a head, a matrix and three norms of its own
     "glm-4.5-air": 110_468_824_832 - (2_341_492_864 + 2 * 151_552 * 4096 + 2 * 4096**2 + 3 * 4096),
     "glm-4.5": 358_337_791_296 - (3_935_625_632 + 2 * 151_552 * 5120 + 2 * 5120**2 + 3 * 5120),
+    "glm-4.7-flash": 31_221_488_576 - (635_311_424 + 2 * 154_880 * 2048 + 2 * 2048**2 + 3 * 2048),
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,  # without such a block, and scales
+    "moonlight-16b-a3b": 15_960_110_208,
+    "kimi-k2": 1_026_408_232_448,  # without scales
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "seed-oss-36b": 36_151_104_512,
@@ -136,6 +142,7 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
         ("gpt-oss-20b", ["block", "block.sliding"]),
         ("smollm3-3b", ["block", "block.no_rope"]),
         ("glm-4.5", ["block", "block.dense"]),
+        ("deepseek-v3", ["block", "block.dense"]),
     ],
 )
 def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
@@ -508,6 +515,9 @@ LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [
 OLMO3 = {"architectures": ["Olmo3ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "num_experts_per_tok": 2}
+DEEPSEEK_V3 = {**DEEPSEEK_V2, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1}
+FLASH = {**DEEPSEEK_V3, "architectures": ["Glm4MoeLiteForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
@@ -545,6 +555,27 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "32"}}, "beta_fast must be a positive"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "rope_theta must be above 1 where"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "with mscale is not supported"),
+        ({**DEEPSEEK_V3, "rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "'linear' with mscale is not"),
+        ({**DEEPSEEK_V3, "rope_scaling": YARN | {"mscale_all_dim": -1}}, "mscale_all_dim must be a positive finite"),
+        ({**DEEPSEEK_V3, "attention_bias": True}, "attention_bias of a DeepseekV3ForCausalLM must be False, not True"),
+        ({**DEEPSEEK_V2, "mlp_bias": True}, "mlp_bias of a DeepseekV2ForCausalLM must be False, not True"),
+        ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave of a DeepseekV3ForCausalLM must be True"),
+        ({**FLASH, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of a Glm4MoeLite"),
+        ({**DEEPSEEK_V3, "kv_lora_rank": 0}, "kv_lora_rank must be a whole number of at least 1, not 0"),
+        ({**DEEPSEEK_V3, "v_head_dim": 200}, "v_head_dim 200 is more than head_dim, 192"),
+        ({**DEEPSEEK_V3, "qk_rope_head_dim": 63, "qk_nope_head_dim": 129}, "partial_rotary_factor 1.0 turns 63 of 192"),
+        ({**DEEPSEEK_V3, "num_key_value_heads": 2}, "latent attention has keys for every head; num_key_value_heads is"),
+        ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func of a DeepseekV3ForCausalLM must be 'sigmoid', not"),
+        ({**DEEPSEEK_V2, "scoring_func": "sigmoid"}, "scoring_func of a DeepseekV2ForCausalLM must be 'softmax', not"),
+        ({**DEEPSEEK_V2, "topk_method": "noaux_tc"}, "topk_method .* must be 'greedy' or 'group_limited_greedy', not"),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob of a DeepseekV2ForCausalLM must be False, not True"),
+        ({**DEEPSEEK_V3, "moe_layer_freq": 2}, "moe_layer_freq of a DeepseekV3ForCausalLM must be 1, not 2"),
+        ({**DEEPSEEK_V3, "n_group": 3}, "256 experts are not 3 groups of the same size"),
+        ({**DEEPSEEK_V3, "n_group": 4, "topk_group": 5}, "of 4 groups of 64 experts, topk_group 5 are not there"),
+        ({**DEEPSEEK_V3, "n_group": 256, "topk_group": 1}, "have not 2 experts to choose"),
+        ({**DEEPSEEK_V3, "n_group": 256, "topk_group": 2}, "n_group leaves one in each"),
+        ({**FLASH, "mlp_layer_types": ["sparse", "dense"]}, "dense blocks after those with experts is not supported"),
+        ({**FLASH, "mlp_layer_types": "dense"}, "mlp_layer_types must list 'dense' or 'sparse' for each block, not"),
         ({"rope_theta": 10**400}, "rope_theta must be a positive finite number"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps must be a positive finite number"),
         ({"rope_scaling": {"rope_type": [1]}}, r"rope_scaling of type \[1\] is not supported"),
@@ -602,6 +633,27 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
 def test_bad_configs_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 0}, "q_lora_rank is 1536, and kv_lora_rank is 0"),
+        ({"qk_nope_head_dim": 0}, "latent attention needs qk_nope_head_dim"),
+        ({"head_dim": 128}, "head_dim is 128; qk_nope_head_dim and qk_rope_head_dim are 192 together"),
+        ({"qk_norm": True}, "latent attention with qk_norm is not supported"),
+        ({"partial_rotary_factor": 0.5}, "latent attention turns all of qk_rope_head_dim, not a part of it"),
+    ],
+)
+def test_latent_attention_is_refused_where_it_has_no_meaning(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        dataclasses.replace(spec(**DEEPSEEK_V3), **changes)
+
+
+def test_what_experts_need_is_refused_without_them() -> None:
+    for key in ("n_group", "topk_group"):
+        with pytest.raises(ModelError, match=f"{key} is 2, and num_experts is 0"):
+            dataclasses.replace(spec(), **{key: 2})
 
 
 def test_bad_experts_and_windows_say_what_is_wrong() -> None:
@@ -693,7 +745,7 @@ def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:
         presets.load("llama3.1-8b")
     with pytest.raises(ModelError, match=r"no model is called '8B'; nearest are llama-3-8b, llama-3.1-8b"):
         presets.load("8B")
-    with pytest.raises(ModelError, match="there are demo, demo-tied"):
+    with pytest.raises(ModelError, match="there are deepseek-v2, deepseek"):
         presets.load("zzzzzz")
     with pytest.raises(ModelError, match="there is no file"):
         presets.load(tmp_path / "config.json")
@@ -779,11 +831,15 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     theirs = getattr(transformers, architecture).config_class()
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
     silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
-    whole = theirs.hidden_size % theirs.num_attention_heads == 0
-    silent |= {} if whole else {"head_dim": 128}  # which a GLM-4.5 always states
+    latent = architecture in LATENT
+    whole = not latent and theirs.hidden_size % theirs.num_attention_heads == 0
+    silent |= {} if whole or latent else {"head_dim": 128}  # which a GLM-4.5 always states
+    silent["num_experts_per_tok"] = silent.get("num_experts_per_tok") or 2  # which a DeepSeek-V2 has no default for
     ours = ModelSpec.from_hf_config(silent | {"architectures": [architecture]}, "silent")
-    for field in ("routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"):
-        assert getattr(ours, field) == getattr(theirs, field, getattr(spec(), field)), field
+    for field in ("routed_scaling_factor", "n_shared_experts", "n_group", "topk_group", "q_lora_rank", *WIDTHS):
+        assert getattr(ours, field) == (getattr(theirs, field, None) or getattr(spec(), field)), field
+    dense = [kind == "dense" for kind in getattr(theirs, "mlp_layer_types", None) or ()]
+    assert ours.first_k_dense_replace == (sum(dense) or getattr(theirs, "first_k_dense_replace", 0))
     for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window"):
         assert getattr(ours, field) == getattr(theirs, field, None), field
     assert ours.hidden_act == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
@@ -810,7 +866,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}])
 def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict[str, Any]) -> None:
     config = CONFIG | dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
-    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+    config |= {"num_key_value_heads": 4, "first_k_dense_replace": 1} if architecture in LATENT else {}
     more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
     if scaling and architecture == "Phi3ForCausalLM":
         with pytest.raises(ModelError, match="'linear' is not supported in a Phi-3"):
@@ -835,8 +892,22 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
         "MiniMaxM2ForCausalLM": [{"partial_rotary_factor": 0.25}],
+        "Glm4MoeLiteForCausalLM": [{"mlp_layer_types": ["sparse"] * model.num_hidden_layers}, {"v_head_dim": 64}],
+        "DeepseekV2ForCausalLM": [
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1 + (model.topk_group == 1)},
+            {"q_lora_rank": 7},
+            {"qk_nope_head_dim": 96},
+        ],
+        "DeepseekV3ForCausalLM": [
+            {"n_group": 4, "topk_group": 1},
+            {"q_lora_rank": None if model.q_lora_rank else 7},
+            {"norm_topk_prob": False},
+            {"first_k_dense_replace": 2},
+            {"rope_scaling": None} if model.rope_scaling else {"rope_theta": 1e4},
+        ],
         "Glm4MoeForCausalLM": [
             {"attention_bias": False},
+            {"n_group": 4, "topk_group": 2},
             {"use_qk_norm": not model.qk_norm},
             {"n_shared_experts": 2},
             {"n_shared_experts": 0},
@@ -880,6 +951,10 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "gpt-oss-20b",
         "minimax-m2",
         "glm-4.5-air",
+        "glm-4.7-flash",
+        "deepseek-v2-lite",
+        "deepseek-v2",
+        "deepseek-v3",
         "seed-oss-36b",
         "smollm3-3b",
         "phi-3-mini-4k",
@@ -894,6 +969,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     folder = Path(presets.__file__).parent / "models"
     config = json.loads((folder / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
+    config |= {"first_k_dense_replace": 1} if "first_k_dense_replace" in config else {}
     for listed in ("layer_types", "no_rope_layers"):
         if listed in config:
             config[listed] = config[listed][:2]
@@ -910,7 +986,8 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     kept = {**dict(theirs.named_parameters()), **{n: b for n, b in theirs.named_buffers() if "correction" in n}}
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}
     assert model.total_params == sum(value.numel() for value in kept.values())
-    assert model.head_dim == theirs.model.layers[0].self_attn.head_dim
+    attention = theirs.model.layers[0].self_attn
+    assert model.head_dim == (attention.head_dim if model.latent is None else attention.qk_head_dim)
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
     if model.architecture not in ("MistralForCausalLM", "Phi3ForCausalLM"):  # which build the window into their mask
         assert windows == [model.window(i) for i in model.blocks]
@@ -922,7 +999,7 @@ def test_unfused_layers_move_more_by_hand() -> None:
     model = spec()
     workload = Workload(micro_batch_size=1, seq_len=10)
     fused, unfused = (op_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
-    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.kv_width) + 2 * model.mlp_width(0))
+    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.k_width) + 2 * model.mlp_width(0))
     assert unfused - fused == 10 * per_token
     there, back = (pointwise_bytes(model, 0, p, workload, fused=False) for p in (Phase.FORWARD, Phase.BACKWARD))
     assert back == 2 * there

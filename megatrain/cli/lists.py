@@ -74,6 +74,8 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
     if spec.num_experts:
         each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
         mlp = f"{each}, {spec.num_experts_per_tok} for a token"
+        if spec.topk_group < spec.n_group:
+            mlp += f", from {spec.topk_group} of {spec.n_group} groups,"
         if spec.n_shared_experts:
             mlp += f" and {spec.n_shared_experts} for all"
     dense, count = spec.first_k_dense_replace, spec.num_hidden_layers
@@ -82,6 +84,10 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         rest = f"then {count - dense}, of {spec.params(spec.largest_block):,}"
         blocks = f"{dense} without experts, of {spec.params(0):,} parameters, {rest}"
     heads = f"{spec.num_attention_heads} query heads, {spec.num_key_value_heads} key and value heads of {spec.head_dim}"
+    if (latent := spec.latent) is not None:
+        of_queries = f"queries from {latent.q_rank:,} numbers, " if latent.q_rank else ""
+        heads = f"{latent.heads} heads of {spec.head_dim}, values of {latent.value}"
+        heads += f"; {of_queries}keys and values from {latent.kv_rank:,} and {latent.rope} turned"
     return [
         ["parameters", f"{spec.total_params:,}"],
         ["blocks", blocks],

@@ -1,0 +1,91 @@
+"""Latent attention: queries, keys and values expanded from few numbers per token; see `schedules.latent`.
+
+What multiplies no matrix, between the projections and attention, saves nothing but rotary embedding's tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.layer_parts import rms_norm
+from megatrain.linear import linear, linears
+from megatrain.pointwise import PLAIN, Pointwise
+from schedules.latent import Latent
+
+# Of the latent vectors' norms, whatever the model's is (transformers, modeling_deepseek_v3.py; DeepSeek's own code).
+EPS = 1e-6
+Derived = Callable[..., AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expansion:
+    """From a block's input to what attention reads."""
+
+    widths: Latent
+    pointwise: Pointwise = PLAIN
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, derived: Derived
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [batch, seq, hidden] -> queries and keys [batch, seq, heads, nope + rope], and values [..., heads, value].
+
+        cos and sin are [seq, 1, rope / 2]. What can be made again of a latent vector is told to `derived`.
+        """
+        first = "self_attn.q_a_proj" if self.widths.q_rank else "self_attn.q_proj"
+        q, compressed = linears(params, (first, "self_attn.kv_a_proj_with_mqa"), x, in_fp8=None)
+        if self.widths.q_rank:
+            q = self._expand(params, "q", q, derived)
+        heads = (*x.shape[:-1], self.widths.heads, -1)
+        q = _Turned.apply(q.view(heads), cos, sin, self.pointwise)  # type: ignore[no-untyped-call]
+        vector, key = torch.split(compressed, [self.widths.kv_rank, self.widths.rope], dim=-1)
+        both = self._expand(params, "kv", vector, derived).view(heads)
+        k, v = _KeysValues.apply(both, key.unsqueeze(-2), cos, sin, self.widths, self.pointwise)  # type: ignore[no-untyped-call]
+        return q, k, v
+
+    def _expand(self, params: Mapping[str, Tensor], of: str, vector: Tensor, derived: Derived) -> Tensor:
+        weight = params[f"self_attn.{of}_a_layernorm.weight"]
+        normed = rms_norm(vector, weight, EPS, self.pointwise)
+
+        def make(vector: Tensor, weight: Tensor) -> Tensor:
+            return self.pointwise.rms_forward(vector, weight, EPS)[0]
+
+        with derived(normed, make, vector, weight):
+            return linear(params, f"self_attn.{of}_b_proj", normed)
+
+
+class _Turned(torch.autograd.Function):
+    """Queries, of which the last dimensions are turned."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.pointwise = pointwise
+        return pointwise.last_turned(q.detach(), cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return ctx.pointwise.last_turned(grads[0], cos, -sin), None, None, None
+
+
+class _KeysValues(torch.autograd.Function):
+    """Keys of what was expanded and of the one for all heads, and values without what lay between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, both: Tensor, key: Tensor, cos: Tensor, sin: Tensor, widths: Latent, pointwise: Pointwise
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.nope, ctx.pointwise = widths.nope, pointwise
+        return pointwise.keys_values(both.detach(), key.detach(), cos, sin, widths.nope)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *ctx.pointwise.keys_values_backward(*grads, cos, -sin, ctx.nope), None, None, None, None
