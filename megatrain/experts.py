@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.autograd import sink_of
-from megatrain.linear import unread
+from megatrain.linear import unread, wide_product
 from megatrain.pointwise import PLAIN, Pointwise
 from schedules.traffic import EXPERTS_CHUNK
 
@@ -36,9 +36,9 @@ class Mixture:
     """The MLP of a block with experts.
 
     `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`; `correction`
-    names the parameter that it takes, None where there is none. In gpt-oss' layout (`interleaved`) matrices are stored
-    (in, out), columns of gate and up take turns, and both are clamped; elsewhere matrices are (out, in), gate before
-    up, with SwiGLU between.
+    names the parameter that it takes, None where there is none. The router is `wide` where it multiplies in fp32. In
+    gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are
+    clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between.
     """
 
     chosen: int
@@ -48,6 +48,7 @@ class Mixture:
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+    wide: bool = False
     pointwise: Pointwise = PLAIN
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
@@ -58,10 +59,13 @@ class Mixture:
         """
         rows = x.flatten(0, -2)
         router = "mlp.router" if self.interleaved else "mlp.gate"
-        logits = F.linear(rows, params[f"{router}.weight"], params.get(f"{router}.bias"))
+        if self.wide:
+            scores = wide_product(rows, params[f"{router}.weight"])
+        else:
+            scores = F.linear(rows, params[f"{router}.weight"], params.get(f"{router}.bias"))
         correction = None if self.correction is None else params[self.correction]
         weights, expert, order = route(
-            logits,
+            scores,
             self.chosen,
             correction,
             normalised=self.normalised,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from schedules.errors import InputError
 from schedules.families import SHARING
-from schedules.model import ModelError, ModelSpec
+from schedules.model import CORRECTION, ModelError, ModelSpec
 
 HEAD = "lm_head.weight"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -120,10 +120,20 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         parts = dict.fromkeys(file_shapes(model, i), torch.empty(0))
         for file, names in by_file(files, parts).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
-                parts |= {name: opened.get_tensor(name).to(torch.float32).flatten() for name in names}
+                parts |= {name: _read(opened, name) for name in names}
         return torch.cat(list(parts.values()))
 
     return of_layer
+
+
+def _read(opened: Any, name: str) -> Tensor:
+    """A tensor, fp32, flat.
+
+    The bias by which experts are chosen is made to lie around 0, which changes no choice: in the published GLM-4.5 and
+    DeepSeek-V3 it lies in a narrow band around numbers so large that in bf16 most experts' would be alike.
+    """
+    flat: Tensor = opened.get_tensor(name).to(torch.float32).flatten()
+    return flat - flat.median() if name.endswith(CORRECTION) else flat
 
 
 def by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[str]]:

@@ -110,6 +110,37 @@ class _Products(torch.autograd.Function):
         return None if dx is None else dx.view_as(x), None, *found
 
 
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, in] times weight [out, in] in at least fp32: [T, out], of which no more than a sum's rounding is lost.
+
+    Gradients are multiplied in x's type.
+    """
+    return _WideProduct.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink_of(weight) if ctx.needs_input_grad[1] else None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if x.is_cuda and wide != x.dtype:
+            return torch.mm(x, weight.t(), out_dtype=wide)  # without a copy of x as wide
+        return F.linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].to(x.dtype)
+        found = None
+        if ctx.needs_input_grad[1]:
+            if ctx.sink is None:
+                found = dy.t() @ x
+            elif (sink := ctx.sink()) is not None:
+                sink.put_product(dy.t(), x)
+        return dy @ weight if ctx.needs_input_grad[0] else None, found
+
+
 class _Fp8Products(torch.autograd.Function):
     """As `_Products` in 8 bits. What is kept is the same: operands are made again in backward, transposed.
 

@@ -29,6 +29,7 @@ from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables, sharper_products
 from megatrain.sink import Sink
 from schedules.errors import InputError
+from schedules.families import SHARING
 from schedules.model import SHARED, ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
@@ -408,6 +409,7 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         scale=model.routed_scaling_factor,
         groups=model.n_group,
         chosen_groups=model.topk_group,
+        wide=model.architecture in SHARING,
         interleaved=model.architecture == "GptOssForCausalLM",
         pointwise=pointwise,
     )

@@ -186,7 +186,8 @@ WINDOWLESS = (
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 )  # fmt: skip
 LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
-SHARING = ("Glm4MoeForCausalLM", *LATENT)  # some experts are given all tokens, and some blocks have none
+# Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
+SHARING = ("Glm4MoeForCausalLM", *LATENT)
 # Blocks of these without a window have one rotary embedding, those with a window another.
 TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.

@@ -28,6 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
+CORRECTION = "e_score_correction_bias"
 # Of one input, and in some families' files one matrix.
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 # Fields that files written before them lack.
@@ -489,7 +490,7 @@ class ModelSpec:
         if not self.sigmoid_router:
             return None
         place = "mlp" if self.architecture == "MiniMaxM2ForCausalLM" else "mlp.gate"
-        return f"{place}.e_score_correction_bias"
+        return f"{place}.{CORRECTION}"
 
     def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """As `parameter_shapes`, with what `fused_projections` makes one matrix: its parts lie in a row as it is."""

@@ -22,6 +22,7 @@ from megatrain.attention import Attention, _attend, _attend_backward, band
 from megatrain.cpu import CpuBackend
 from megatrain.data import ByteText, read_bytes, standard_library
 from megatrain.experts import Mixture, _outer_products, _products, _some_columns, route
+from megatrain.linear import wide_product
 from megatrain.pointwise import PLAIN, clamped_backward, clamped_forward, compiled
 from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
@@ -88,6 +89,23 @@ def test_with_a_correction_experts_are_chosen_by_it_and_weighted_without(normali
     assert torch.autograd.gradcheck(lambda t: route(t, 3, bias, normalised=normalised, scale=2.5)[0], few)
     (grad,) = torch.autograd.grad(weights.sum(), correction)
     assert torch.equal(grad, torch.zeros(6, dtype=torch.float64))
+
+
+def test_a_wide_router_tells_experts_apart_that_are_alike_in_bf16() -> None:
+    """As transformers has DeepSeek's and GLM's: logits are made in fp32, of numbers that are not."""
+    x, weight = torch.ones(3, 64).bfloat16().requires_grad_(), torch.ones(2, 64).bfloat16()
+    weight[1, 0] += 2**-7
+    weight.requires_grad_()
+    found = wide_product(x, weight)
+    assert found.dtype == torch.float32 and found.tolist() == [[64, 64 + 2**-7]] * 3
+    assert torch.equal(*F.linear(x, weight)[0]), "or this would show nothing"
+    dy = torch.tensor([[1.0, 0.5]] * 3)
+    dx, dw = torch.autograd.grad(found, [x, weight], dy)
+    assert torch.equal(dx, dy.bfloat16() @ weight) and torch.equal(dw, dy.bfloat16().t() @ x)
+    for name, wide in (("glm-4.5", True), ("deepseek-v2", True), ("qwen3-moe", False), ("minimax-m2", False)):
+        blocks = templates(FAMILIES[name], seq_len=4, device=CPU, dtype=torch.bfloat16).blocks
+        mixtures = [block.mixture for block in blocks.values() if block.mixture is not None]
+        assert [mixture.wide for mixture in mixtures] == [wide]
 
 
 @given(

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatrain import autograd, export, hf, initial
 from megatrain.checkpoint import CheckpointError, Diverged
 from megatrain.checksum import checksum
+from megatrain.experts import route
 from megatrain.export import NotExported
 from megatrain.hf import WeightsError
 from megatrain.template import sinks, templates, views
@@ -34,16 +35,15 @@ WORKLOAD = Workload(micro_batch_size=1, seq_len=16)
 
 
 def parameters(model: ModelSpec) -> Callable[[int], Tensor]:
-    """Random, biases and norms too."""
+    """Random, biases and norms too; the bias by which experts are chosen has its median at 0, as it is read."""
 
     def of_layer(i: int) -> Tensor:
         torch.manual_seed(i + 7)
-        return torch.cat(
-            [
-                (0.1 * torch.randn(shape) + (1.0 if "norm" in name else 0.0)).flatten()
-                for name, shape in model.parameter_shapes(i).items()
-            ]
-        )
+        shapes = model.parameter_shapes(i)
+        found = {name: 0.1 * torch.randn(shape) + (1.0 if "norm" in name else 0.0) for name, shape in shapes.items()}
+        if (name := model.score_correction) in found:
+            found[name] -= found[name].median()
+        return torch.cat([t.flatten() for t in found.values()])
 
     return of_layer
 
@@ -136,6 +136,32 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
     assert replace(presets.load(tmp_path / "theirs"), name=model.name) == model
     found = hf.parameters(tmp_path / "theirs", model)
     assert all(torch.equal(found(i), source(i)) for i in model.layers)
+
+
+@pytest.mark.parametrize("name", ["minimax-m2", "glm-4.5", "deepseek-v3"])
+def test_a_narrow_band_of_large_corrections_chooses_in_bf16_as_in_fp32(name: str, tmp_path: Path) -> None:
+    """GLM's lie within 0.3 around numbers up to 35, where bf16 has steps of 0.25."""
+    model, (i, source) = MODELS[name], (MODELS[name].num_hidden_layers - 1, parameters(MODELS[name]))
+    logits, where = torch.randn(500, model.num_experts), model.score_correction
+    assert where is not None
+    raw = 34.5 + 0.14 * torch.randn(model.num_experts)
+
+    def offset(layer: int) -> Tensor:
+        flat = source(layer).clone()
+        if where in (shapes := model.parameter_shapes(layer)):
+            views(flat, shapes)[where].copy_(raw)
+        return flat
+
+    def chosen(correction: Tensor) -> Tensor:
+        groups = {"groups": model.n_group, "chosen_groups": model.topk_group}
+        return route(logits, model.num_experts_per_tok, correction, normalised=True, **groups)[1].sort(-1).values
+
+    export.write(tmp_path, model, WORKLOAD, offset)
+    read = views(hf.parameters(tmp_path, model)(i), model.parameter_shapes(i))[where]
+    right = chosen(raw.double())
+    same = (chosen(read.bfloat16()) == right).all(-1).float().mean()
+    unmoved = (chosen(raw.bfloat16()) == right).all(-1).float().mean()
+    assert torch.equal(chosen(read), right) and same > 0.97 and unmoved < 0.8
 
 
 def test_experts_lie_in_files_one_by_one(tmp_path: Path) -> None:
