@@ -1,7 +1,7 @@
 """Frozen weights in 4 bits, NF4 (QLoRA, arXiv:2305.14314): made once before training, and whole again to compute with.
 
-A block's slab, `schedules.quantised`: the largest magnitudes of all its matrices, fp32; its norms and biases, as they
-are computed with; and codes, two of a matrix's neighbours a byte, the first in the upper half.
+A block's slab, `schedules.quantised`: the largest magnitudes of all its matrices, fp32; its norms, biases and router,
+as they are computed with; and codes, two of a matrix's neighbours a byte, the first in the upper half.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain.native.build import NotBuilt
-from schedules.model import is_matrix
-from schedules.quantised import BLOCK, PER_BYTE, blocks, code_bytes
+from schedules.quantised import BLOCK, PER_BYTE, blocks, code_bytes, in_few_bits
 
 # The paper's appendix E. Of two neighbours the nearer is taken, of two as near the lower.
 LEVELS = (
@@ -41,9 +40,9 @@ class Matrix:
 
 
 def parts(slab: Tensor, shapes: Mapping[str, tuple[int, ...]], weight: torch.dtype) -> dict[str, Matrix | Tensor]:
-    """The parameters of a block as views into its slab, uint8 [bytes]; what is no matrix is of type `weight`."""
+    """The parameters of a block as views into its slab, uint8 [bytes]; what is whole is of type `weight`."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    packed = [name for name, shape in shapes.items() if is_matrix(name, shape)]
+    packed = [name for name, shape in shapes.items() if in_few_bits(name, shape)]
     plain = [name for name in shapes if name not in packed]
     lengths = [4 * blocks(sizes[name]) for name in packed]
     lengths += [weight.itemsize * sizes[name] for name in plain]

@@ -28,6 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 CORRECTION = "e_score_correction_bias"
 # Of one input, and in some families' files one matrix.
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}

@@ -1,8 +1,8 @@
 """Frozen weights of blocks in few bits: what is kept so, and how many bytes it takes.
 
-Matrices of blocks are; norms and biases, which are few, the embedding and the head stay as they are computed with. In
-NF4 (QLoRA, Dettmers et al., arXiv:2305.14314, section 3) a weight is one of 16 levels, the quantiles of a normal
-distribution, times the largest magnitude among BLOCK neighbours of its matrix, which is kept in fp32: 4.5 bits.
+Matrices of blocks are; norms, biases and routers, which are few, the embedding and the head stay as they are computed
+with. In NF4 (QLoRA, Dettmers et al., arXiv:2305.14314, section 3) a weight is one of 16 levels, the quantiles of a
+normal distribution, times the largest magnitude among BLOCK neighbours of its matrix, which is kept in fp32: 4.5 bits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from schedules import tensor as tensors
-from schedules.model import FP32, ModelSpec, is_matrix
+from schedules.model import FP32, ROUTERS, ModelSpec, is_matrix
 from schedules.op import Op, Phase
 from schedules.tensor import parse
 from schedules.workload import Workload
@@ -22,6 +22,11 @@ PER_BYTE = 2  # codes
 def is_quantised(model: ModelSpec, i: int, workload: Workload) -> bool:
     """Whether layer i is kept in few bits. Raises ModelError when there is no layer i."""
     return model.is_block(i) and workload.quantised is not None
+
+
+def in_few_bits(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of a quantised block is: a router that is off sends tokens to other experts."""
+    return is_matrix(name, shape) and name not in ROUTERS
 
 
 def makes_whole(op: Op) -> bool:
@@ -44,7 +49,7 @@ def quantised_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     total = 0
     for name, shape in model.parameter_shapes(i).items():
         params = math.prod(shape)
-        if is_matrix(name, shape):
+        if in_few_bits(name, shape):
             total += FP32 * blocks(params) + code_bytes(params)
         else:
             total += workload.bytes.weight * params

@@ -37,7 +37,7 @@ def in_nf4(initial: Callable[[int], Tensor], model: ModelSpec) -> Callable[[int]
     """These parameters, of blocks' matrices the nearest that NF4 has: by the distance to each of 16 multiples."""
 
     def nearest(name: str, values: Tensor) -> Tensor:
-        if not is_matrix(name, tuple(values.shape)):
+        if not is_matrix(name, tuple(values.shape)) or name in ("mlp.gate.weight", "mlp.router.weight"):
             return values.flatten()
         found = []
         for some in values.flatten().split(64):

@@ -25,10 +25,9 @@ from megatrain.training_files import Files
 from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.hazards import minimal_waits
-from schedules.model import is_matrix
 from schedules.op import Access, Kind, Phase, Stream, Tier
 from schedules.program import Program
-from schedules.quantised import blocks, code_bytes, quantised_bytes
+from schedules.quantised import blocks, code_bytes, in_few_bits, quantised_bytes
 from schedules.schedule import Schedule
 from schedules.verify import ScheduleError, Verified, verify
 from schedules.workload import MemoryBudget, Workload
@@ -55,7 +54,7 @@ def verified(policy: str = "lora_streamed", **knobs: Any) -> Verified:
 def through(values: torch.Tensor, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> torch.Tensor:
     """What is left of a layer's parameters in 4 bits."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    matrices = [name for name, shape in shapes.items() if is_matrix(name, shape)]
+    matrices = [name for name, shape in shapes.items() if in_few_bits(name, shape)]
     nbytes = sum(4 * blocks(sizes[name]) + code_bytes(sizes[name]) for name in matrices)
     nbytes += sum(dtype.itemsize * size for name, size in sizes.items() if name not in matrices)
     slab, whole = torch.full((nbytes,), 0xFF, dtype=torch.uint8), torch.full((len(values),), torch.nan, dtype=dtype)
@@ -243,7 +242,7 @@ def test_whole_weights_are_made_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GptOssForCausalLM"])
-def test_biases_of_experts_stay_and_their_matrices_do_not(architecture: str) -> None:
+def test_biases_of_experts_and_routers_stay_and_matrices_do_not(architecture: str) -> None:
     """Experts' biases are two-dimensional, one after another in one tensor."""
     moe = replace(
         presets.load("tiny-moe"), num_hidden_layers=1, architecture=architecture, expert_bias=True, router_bias=True
@@ -256,7 +255,8 @@ def test_biases_of_experts_stay_and_their_matrices_do_not(architecture: str) -> 
     nf4.dequantising(slab, whole, moe.parameter_shapes(0))()
     assert torch.equal(whole, in_nf4(lambda i: source, moe)(0))
     for name, values in views(whole, moe.parameter_shapes(0)).items():
-        assert (values.unique().numel() == values.numel()) == (values.dim() == 1 or name.endswith("bias")), name
+        stays = values.dim() == 1 or name.endswith("bias") or name in ("mlp.gate.weight", "mlp.router.weight")
+        assert (values.unique().numel() == values.numel()) == stays, name
 
 
 # ---- training
