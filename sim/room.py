@@ -228,9 +228,10 @@ class Room:
         return self._built(self.rebalanced(candidate)).allocated_bytes(Tier.NVME)
 
     def least(self, workload: Workload) -> dict[Tier, int]:
-        """Bytes that the thriftiest schedule takes, with as much on the device as that has room for."""
-        filled = (full for least in self.thriftiest(workload) for full in self.filled(least))
-        return min(map(self._taken, filled), key=self._lacking)
+        """Bytes that the thriftiest schedule takes, with as much on the device and the drive as these have room for."""
+        filled = [full for least in self.thriftiest(workload) for full in self.filled(least)]
+        least = min(filled, key=lambda full: self._lacking(self._taken(full)))
+        return min(map(self._taken, (least, self.within_the_drive(least))), key=self._lacking)
 
     def filled(self, least: Candidate) -> list[Candidate]:
         """With as much on the device as that has room for: whole layers, then parts of states, then blocks' inputs; and

@@ -715,6 +715,15 @@ def test_where_the_thriftiest_schedule_lacks_something_it_is_named() -> None:
     assert str(told.value).endswith(", and lacks 844.5 MB of host memory") and "closest" not in str(told.value)
 
 
+def test_a_drive_that_is_too_small_for_all_states_is_not_what_lacks() -> None:
+    """The host has room for what the drive has not: a block of experts is too large for the device alone."""
+    model = replace(presets.load("deepseek-v3"), num_hidden_layers=4)
+    profile = hardware.override(hardware.load("rtx4090"), ["host.memory=1TB", "nvme.capacity=100GB"])
+    with pytest.raises(NothingFits) as told:
+        plan(model, profile, seq_len=1024, micro_batch_size=1, effort=1)
+    assert re.search(r"and lacks [\d.]+ GB of device memory$", str(told.value))
+
+
 def test_where_the_thriftiest_has_room_the_closest_is_told_in_a_sentence() -> None:
     room = Room(shallow(2), machine("h200", device_gb=8, host_gb=16), ROOMY)
     told = room.nothing_fits([step(1)], (3_000_000_000, Tier.HOST))
