@@ -311,16 +311,18 @@ def test_a_model_that_a_config_would_describe_as_another_is_told(odd: ModelSpec,
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("name", "changes", "told"),
     [
-        ({"no_rope_layers": [0, 1]}, "no_rope_layers is"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is gelu_pytorch_tanh, not silu"),
+        ("smollm3", {"no_rope_layers": [0, 1]}, "no_rope_layers is"),
+        ("smollm3", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is gelu_pytorch_tanh, not silu"),
+        ("deepseek-v3", {"n_group": 4, "topk_group": 2}, "n_group is 4, not 2; topk_group is 2, not 1"),
+        ("deepseek-v3", {"qk_nope_head_dim": 10, "qk_rope_head_dim": 10}, "qk_nope_head_dim is 10, not 12; qk_rope"),
     ],
 )
 def test_weights_that_other_blocks_were_trained_with_are_refused(
-    changes: dict[str, object], told: str, tmp_path: Path
+    name: str, changes: dict[str, object], told: str, tmp_path: Path
 ) -> None:
-    model = MODELS["smollm3"]
+    model = MODELS[name]
     export.write(tmp_path, model, WORKLOAD, parameters(model))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
