@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from schedules.errors import InputError
 from schedules.families import (
     ARCHITECTURES,
     BIASES,
@@ -25,12 +24,7 @@ from schedules.families import (
     WINDOWLESS,
     WITHOUT_OUT_BIAS,
 )
-from schedules.whole_numbers import fault
-
-
-class ModelError(InputError):
-    """A model that cannot be described, or that MegaTrain cannot train; the message says why."""
-
+from schedules.model_checks import ORIGINAL, ROPE_LISTS, ModelError, require_few_blocks, whole_number
 
 # What transformers does where a config sets it, and we do not.
 NOT_DONE = {
@@ -44,22 +38,9 @@ NOT_DONE = {
     "output_router_logits": "the loss here has no term that balances experts",
     "router_jitter_noise": "routers here are given what the block before returned",
 }
-ORIGINAL = "original_max_position_embeddings"
-# What each kind of rope_scaling must have, and what else of it is a number.
-ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "yarn": ("factor", ORIGINAL),
-    "longrope": ("short_factor", "long_factor", ORIGINAL),
-}
-ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
-ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
-MSCALE = ("mscale", "mscale_all_dim")  # numbers, too; 0 is as if they were not there
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM")  # may turn a part of each head
-MOST = 3.4028234663852886e38  # in fp32
-MOST_BLOCKS = 1000  # eight times as many as the deepest models have
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -228,25 +209,10 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
 
 
 def _divide(hidden: Any, heads: Any, name: str) -> int:
-    width, count = _count("hidden_size", hidden, name), _count("num_attention_heads", heads, name)
+    width, count = whole_number("hidden_size", hidden, name), whole_number("num_attention_heads", heads, name)
     if width % count:
         raise ModelError(f"{name}: hidden_size {width} is not divisible by {count} attention heads")
     return width // count
-
-
-def require_few_blocks(value: Any, name: str) -> int:
-    """The blocks of a model. Raises ModelError if they are too many, for a step has an op or more of each."""
-    blocks = _count("num_hidden_layers", value, name)
-    if blocks > MOST_BLOCKS:
-        raise ModelError(f"{name}: num_hidden_layers must be at most {MOST_BLOCKS:,}, not {blocks:,}")
-    return blocks
-
-
-def _count(key: str, value: Any, name: str, *, least: int = 1) -> int:
-    if wrong := fault(value, least=least):
-        raise ModelError(f"{name}: {key} {wrong}")
-    count: int = value
-    return count
 
 
 def as_pairs(scaling: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -296,55 +262,8 @@ def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
         return 1.0
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if architecture == "MiniMaxM2ForCausalLM" and "rotary_dim" in settings:  # as its first configs have it
-        return _count("rotary_dim", settings["rotary_dim"], name) / settings["head_dim"]
+        return whole_number("rotary_dim", settings["rotary_dim"], name) / settings["head_dim"]
     return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
-
-
-def check_rope(
-    scaling: tuple[tuple[str, Any], ...], theta: float, count: int, name: str, *, mscale: bool = False
-) -> None:
-    """Raises ModelError for a rope_scaling, as sorted pairs, that no layer of ours has, or that lacks a number.
-
-    So many pairs of dimensions are turned. Only a model with `mscale` may have MSCALE.
-    """
-    pairs = dict(scaling)
-    kind = pairs.get("rope_type", "default")
-    if kind == "default":
-        return
-    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
-        raise ModelError(
-            f"{name}: rope_scaling of type {kind!r} is not supported; supported are default, {', '.join(ROPE_NEEDS)}"
-        )
-    for key, value in scaling:
-        if kind == "longrope" and key in ROPE_LISTS:
-            if not isinstance(value, tuple) or len(value) != count or not all(map(positive, value)):
-                raise ModelError(f"{name}: rope_scaling's {key} must list {count} positive finite numbers")
-            continue
-        if not isinstance(value, (bool, int, float, str)):
-            raise ModelError(f"{name}: rope_scaling's {key} must be a number or a word, not {value!r}")
-    for key in ROPE_NEEDS[kind]:
-        if key not in pairs:
-            raise ModelError(f"{name}: rope_scaling of type {kind!r} lacks {key!r}")
-    for key in ROPE_NUMBERS:
-        if key in pairs and not positive(pairs[key]):
-            raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
-    if kind == "yarn" and theta <= 1:
-        raise ModelError(f"{name}: rope_theta must be above 1 where rope_scaling is of type 'yarn', not {theta!r}")
-    if kind == "longrope" and not (isinstance(pairs[ORIGINAL], int) and pairs[ORIGINAL] > 1):
-        raise ModelError(f"{name}: {ORIGINAL} must be a whole number above 1, not {pairs[ORIGINAL]!r}")
-    if found := [key for key in MSCALE if pairs.get(key)]:
-        if not (mscale and kind == "yarn"):  # no model that we know of has it
-            raise ModelError(f"{name}: rope_scaling of type {kind!r} with {found[0]} is not supported here")
-        for key in found:
-            if not positive(pairs[key]):
-                raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
-    if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
-        raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
-
-
-def positive(value: object) -> bool:
-    """A number above zero that fp32 has, in which layers compute."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def _activation(architecture: str) -> str:
@@ -434,7 +353,7 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
             asked = partial
         if asked != value:
             raise ModelError(f"{name}: {key} of a {architecture} must be {value}, not {asked!r}")
-    found = {key: _count(key, settings[key], name) for key in WIDTHS}
+    found = {key: whole_number(key, settings[key], name) for key in WIDTHS}
     return found | {"q_lora_rank": settings["q_lora_rank"] or 0}
 
 
@@ -447,7 +366,7 @@ def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: 
         if len(found) < blocks:
             raise ModelError(f"{name}: no_rope_layers names {len(found)} blocks, num_hidden_layers is {blocks}")
     else:
-        interval = _count("no_rope_layer_interval", settings["no_rope_layer_interval"], name)
+        interval = whole_number("no_rope_layer_interval", settings["no_rope_layer_interval"], name)
         found = tuple(int((i + 1) % interval != 0) for i in range(blocks))
     return () if all(has == 1 for has in found) else found
 
@@ -489,7 +408,7 @@ def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
     if architecture == "SmolLM3ForCausalLM":
         return [not has for has in rotated]
     if architecture in TWO_ROPES:
-        pattern = _count("sliding_window_pattern", settings["sliding_window_pattern"], name)
+        pattern = whole_number("sliding_window_pattern", settings["sliding_window_pattern"], name)
         return [(i + 1) % pattern != 0 for i in range(len(rotated))]
-    first = _count("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
+    first = whole_number("max_window_layers", settings.get("max_window_layers", 28), name, least=0)
     return [i >= first for i in range(len(rotated))]

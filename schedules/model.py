@@ -15,16 +15,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from schedules.families import ACTIVATIONS, ARCHITECTURES
-from schedules.hf_config import ModelError, as_pairs, check_rope, positive, read_config, require_few_blocks
+from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
-from schedules.whole_numbers import fault
-from schedules.words import plain
+from schedules.model_checks import PER_BLOCK, SLIDING, ModelError, require_meaning
 from schedules.workload import RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
@@ -39,12 +36,6 @@ _LATER = (
     "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
-_PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
-_MAY_BE_NONE = (  # counts that may be 0
-    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)  # fmt: skip
-_OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # what latent attention needs
 
 
 class Norms(NamedTuple):
@@ -131,126 +122,7 @@ class ModelSpec:
     v_head_dim: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            self._check_type(field.name, str(field.type), getattr(self, field.name))
-        require_few_blocks(self.num_hidden_layers, self.name)
-        if self.architecture not in ARCHITECTURES:
-            raise ModelError(f"{self.name}: architecture {self.architecture!r} is not supported")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ModelError(
-                f"{self.name}: {self.num_attention_heads} attention heads cannot share "
-                f"{self.num_key_value_heads} key-value heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ModelError(f"{self.name}: head_dim {self.head_dim} is odd; rotary embedding needs pairs")
-        self._check_latent()
-        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
-            raise ModelError(
-                f"{self.name}: partial_rotary_factor {self.partial_rotary_factor} turns {self.rotary_dim} of "
-                f"{self.head_dim} dimensions; rotary embedding needs pairs of them"
-            )
-        if not (self.pre_norm or self.post_norm):
-            raise ModelError(f"{self.name}: pre_norm and post_norm are both false: a block needs norms")
-        if self.fused_projections and (self.attention_bias or self.mlp_bias or self.num_experts):
-            raise ModelError(f"{self.name}: fused_projections with biases or experts are not supported")
-        if self.hidden_act not in ACTIVATIONS or (self.num_experts and self.hidden_act != "silu"):
-            known = "'silu' with experts" if self.num_experts else " and ".join(map(repr, ACTIVATIONS))
-            raise ModelError(f"{self.name}: hidden_act {self.hidden_act!r} is not supported, only {known}")
-        self._check_experts()
-        self._check_attention()
-        check_rope(self.rope_scaling, self.rope_theta, self.rotary_dim // 2, self.name, mscale=self.latent is not None)
-
-    def _check_type(self, name: str, kind: str, value: object) -> None:
-        optional = name in _MAY_BE_NONE
-        if kind == "bool" and not isinstance(value, bool):
-            raise ModelError(f"{self.name}: {name} must be true or false, not {value!r}")
-        counts = kind == "int" or (kind == "int | None" and value is not None)
-        if counts and (wrong := fault(value, least=0 if optional else 1)):
-            raise ModelError(f"{self.name}: {name} {wrong}")
-        if kind == "float" or (kind == "float | None" and value is not None):
-            if not positive(value):
-                raise ModelError(f"{self.name}: {name} must be a positive finite number, not {value!r}")
-            object.__setattr__(self, name, float(value))  # type: ignore[arg-type]
-        if kind == "str" and not (isinstance(value, str) and value and plain(value) == value):
-            raise ModelError(f"{name} of a model must be a non-empty string that can be shown, not {value!r}")
-
-    def _check_experts(self) -> None:
-        if not self.num_experts:
-            usual = {field.name: field.default for field in fields(self)}
-            for key in ("sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"):
-                if getattr(self, key) != usual[key]:
-                    raise ModelError(f"{self.name}: {key} is {getattr(self, key)}, and num_experts is 0")
-            return
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ModelError(
-                f"{self.name}: num_experts_per_tok is {self.num_experts_per_tok}, "
-                f"which is not between 1 and num_experts ({self.num_experts})"
-            )
-        if not self.moe_intermediate_size:
-            raise ModelError(f"{self.name}: a mixture of experts needs moe_intermediate_size")
-        self._check_groups()
-        if self.first_k_dense_replace > self.num_hidden_layers:
-            raise ModelError(
-                f"{self.name}: first_k_dense_replace is {self.first_k_dense_replace}, "
-                f"num_hidden_layers is {self.num_hidden_layers}"
-            )
-
-    def _check_groups(self) -> None:
-        if self.num_experts % self.n_group:
-            raise ModelError(f"{self.name}: {self.num_experts} experts are not {self.n_group} groups of the same size")
-        size = self.num_experts // self.n_group
-        if self.topk_group > self.n_group or self.topk_group * size < self.num_experts_per_tok:
-            raise ModelError(
-                f"{self.name}: of {self.n_group} groups of {size} experts, topk_group {self.topk_group} are not there "
-                f"or have not {self.num_experts_per_tok} experts to choose"
-            )
-        if self.sigmoid_router and self.n_group > 1 and size < 2:
-            raise ModelError(
-                f"{self.name}: groups are ranked by their two best experts, and n_group leaves one in each"
-            )
-
-    def _check_latent(self) -> None:
-        if not self.kv_lora_rank:
-            for key in ("q_lora_rank", *_OF_LATENT):
-                if getattr(self, key):
-                    raise ModelError(f"{self.name}: {key} is {getattr(self, key)}, and kv_lora_rank is 0")
-            return
-        for key in _OF_LATENT:
-            if not getattr(self, key):
-                raise ModelError(f"{self.name}: latent attention needs {key}")
-        if (head := self.qk_nope_head_dim + self.qk_rope_head_dim) != self.head_dim:
-            raise ModelError(
-                f"{self.name}: head_dim is {self.head_dim}; qk_nope_head_dim and qk_rope_head_dim are {head} together"
-            )
-        if self.v_head_dim > self.head_dim:
-            raise ModelError(f"{self.name}: v_head_dim {self.v_head_dim} is more than head_dim, {self.head_dim}")
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ModelError(
-                f"{self.name}: latent attention has keys for every head; num_key_value_heads is "
-                f"{self.num_key_value_heads}, num_attention_heads {self.num_attention_heads}"
-            )
-        others = (
-            "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
-            "no_rope_layers", "query_pre_attn_scalar",
-        )  # fmt: skip
-        for key in others:
-            if getattr(self, key):
-                raise ModelError(f"{self.name}: latent attention with {key} is not supported")
-        if self.partial_rotary_factor != 1:
-            raise ModelError(f"{self.name}: latent attention turns all of qk_rope_head_dim, not a part of it")
-
-    def _check_attention(self) -> None:
-        if unknown := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
-            raise ModelError(f"{self.name}: layer_types holds {unknown[0]!r}, not {FULL!r} or {SLIDING!r}")
-        if any(has not in (0, 1) for has in self.no_rope_layers):
-            raise ModelError(f"{self.name}: no_rope_layers must have a 0 or a 1 for each block")
-        for key in _PER_BLOCK:
-            if (names := len(getattr(self, key))) not in (0, self.num_hidden_layers):
-                raise ModelError(
-                    f"{self.name}: {key} names {names} blocks, num_hidden_layers is {self.num_hidden_layers}"
-                )
-        if SLIDING in self.layer_types and self.sliding_window is None:
-            raise ModelError(f"{self.name}: layer_types asks for sliding attention without a sliding_window")
+        require_meaning(self)
 
     # ---- files
 
@@ -273,7 +145,7 @@ class ModelSpec:
 
     def all_values(self) -> dict[str, Any]:
         """Plain JSON values of all fields."""
-        lists = {key: list(getattr(self, key)) for key in _PER_BLOCK}
+        lists = {key: list(getattr(self, key)) for key in PER_BLOCK}
         scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in self.rope_scaling}
         return asdict(self) | lists | {"rope_scaling": scaling}
 
@@ -285,7 +157,7 @@ class ModelSpec:
         if unknown:
             raise ModelError(f"a model has no field {unknown[0]!r}; its fields are {', '.join(known)}")
         values = dict(data)
-        for key in _PER_BLOCK:
+        for key in PER_BLOCK:
             if not isinstance(listed := data.get(key, ()), (list, tuple)):
                 raise ModelError(f"{key} must be a list, not {listed!r}")
             values[key] = tuple(listed)
@@ -374,7 +246,7 @@ class ModelSpec:
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
         """The same model with these of its blocks alone, in their order."""
         per_block: dict[str, Any] = {
-            key: tuple(found[i] for i in chosen) for key in _PER_BLOCK if (found := getattr(self, key))
+            key: tuple(found[i] for i in chosen) for key in PER_BLOCK if (found := getattr(self, key))
         }
         dense = sum(i < self.first_k_dense_replace for i in chosen)
         return replace(self, num_hidden_layers=len(chosen), first_k_dense_replace=dense, **per_block)

@@ -1,0 +1,231 @@
+"""What a description of a model must be to have a meaning; `schedules.hf_config` reads it from a `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from schedules.errors import InputError
+from schedules.families import ACTIVATIONS, ARCHITECTURES
+from schedules.whole_numbers import fault
+from schedules.words import plain
+
+if TYPE_CHECKING:
+    from schedules.model import ModelSpec
+
+
+class ModelError(InputError):
+    """A model that cannot be described, or that MegaTrain cannot train; the message says why."""
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
+_MAY_BE_NONE = (  # counts that may be 0
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+_OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # what latent attention needs
+ORIGINAL = "original_max_position_embeddings"
+# What each kind of rope_scaling must have, and what else of it is a number.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", ORIGINAL),
+    "longrope": ("short_factor", "long_factor", ORIGINAL),
+}
+ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
+MSCALE = ("mscale", "mscale_all_dim")  # numbers, too; 0 is as if they were not there
+MOST = 3.4028234663852886e38  # in fp32
+MOST_BLOCKS = 1000  # eight times as many as the deepest models have
+
+
+def require_meaning(model: ModelSpec) -> None:
+    """Raises ModelError when a value has no meaning, or none beside the others. Makes whole numbers floats in fields of
+    these."""
+    for field in fields(model):
+        _check_type(model, field.name, str(field.type), getattr(model, field.name))
+    require_few_blocks(model.num_hidden_layers, model.name)
+    if model.architecture not in ARCHITECTURES:
+        raise ModelError(f"{model.name}: architecture {model.architecture!r} is not supported")
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise ModelError(
+            f"{model.name}: {model.num_attention_heads} attention heads cannot share "
+            f"{model.num_key_value_heads} key-value heads evenly"
+        )
+    if model.head_dim % 2:
+        raise ModelError(f"{model.name}: head_dim {model.head_dim} is odd; rotary embedding needs pairs")
+    _check_latent(model)
+    if model.rotary_dim % 2 or not 2 <= model.rotary_dim <= model.head_dim:
+        raise ModelError(
+            f"{model.name}: partial_rotary_factor {model.partial_rotary_factor} turns {model.rotary_dim} of "
+            f"{model.head_dim} dimensions; rotary embedding needs pairs of them"
+        )
+    if not (model.pre_norm or model.post_norm):
+        raise ModelError(f"{model.name}: pre_norm and post_norm are both false: a block needs norms")
+    if model.fused_projections and (model.attention_bias or model.mlp_bias or model.num_experts):
+        raise ModelError(f"{model.name}: fused_projections with biases or experts are not supported")
+    if model.hidden_act not in ACTIVATIONS or (model.num_experts and model.hidden_act != "silu"):
+        known = "'silu' with experts" if model.num_experts else " and ".join(map(repr, ACTIVATIONS))
+        raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")
+    _check_experts(model)
+    _check_attention(model)
+    check_rope(model.rope_scaling, model.rope_theta, model.rotary_dim // 2, model.name, mscale=model.latent is not None)
+
+
+def _check_type(model: ModelSpec, name: str, kind: str, value: object) -> None:
+    optional = name in _MAY_BE_NONE
+    if kind == "bool" and not isinstance(value, bool):
+        raise ModelError(f"{model.name}: {name} must be true or false, not {value!r}")
+    counts = kind == "int" or (kind == "int | None" and value is not None)
+    if counts and (wrong := fault(value, least=0 if optional else 1)):
+        raise ModelError(f"{model.name}: {name} {wrong}")
+    if kind == "float" or (kind == "float | None" and value is not None):
+        if not positive(value):
+            raise ModelError(f"{model.name}: {name} must be a positive finite number, not {value!r}")
+        object.__setattr__(model, name, float(value))  # type: ignore[arg-type]
+    if kind == "str" and not (isinstance(value, str) and value and plain(value) == value):
+        raise ModelError(f"{name} of a model must be a non-empty string that can be shown, not {value!r}")
+
+
+def _check_experts(model: ModelSpec) -> None:
+    if not model.num_experts:
+        usual = {field.name: field.default for field in fields(model)}
+        for key in ("sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"):
+            if getattr(model, key) != usual[key]:
+                raise ModelError(f"{model.name}: {key} is {getattr(model, key)}, and num_experts is 0")
+        return
+    if not 1 <= model.num_experts_per_tok <= model.num_experts:
+        raise ModelError(
+            f"{model.name}: num_experts_per_tok is {model.num_experts_per_tok}, "
+            f"which is not between 1 and num_experts ({model.num_experts})"
+        )
+    if not model.moe_intermediate_size:
+        raise ModelError(f"{model.name}: a mixture of experts needs moe_intermediate_size")
+    _check_groups(model)
+    if model.first_k_dense_replace > model.num_hidden_layers:
+        raise ModelError(
+            f"{model.name}: first_k_dense_replace is {model.first_k_dense_replace}, "
+            f"num_hidden_layers is {model.num_hidden_layers}"
+        )
+
+
+def _check_groups(model: ModelSpec) -> None:
+    if model.num_experts % model.n_group:
+        raise ModelError(f"{model.name}: {model.num_experts} experts are not {model.n_group} groups of the same size")
+    size = model.num_experts // model.n_group
+    if model.topk_group > model.n_group or model.topk_group * size < model.num_experts_per_tok:
+        raise ModelError(
+            f"{model.name}: of {model.n_group} groups of {size} experts, topk_group {model.topk_group} are not there "
+            f"or have not {model.num_experts_per_tok} experts to choose"
+        )
+    if model.sigmoid_router and model.n_group > 1 and size < 2:
+        raise ModelError(f"{model.name}: groups are ranked by their two best experts, and n_group leaves one in each")
+
+
+def _check_latent(model: ModelSpec) -> None:
+    if not model.kv_lora_rank:
+        for key in ("q_lora_rank", *_OF_LATENT):
+            if getattr(model, key):
+                raise ModelError(f"{model.name}: {key} is {getattr(model, key)}, and kv_lora_rank is 0")
+        return
+    for key in _OF_LATENT:
+        if not getattr(model, key):
+            raise ModelError(f"{model.name}: latent attention needs {key}")
+    if (head := model.qk_nope_head_dim + model.qk_rope_head_dim) != model.head_dim:
+        raise ModelError(
+            f"{model.name}: head_dim is {model.head_dim}; qk_nope_head_dim and qk_rope_head_dim are {head} together"
+        )
+    if model.v_head_dim > model.head_dim:
+        raise ModelError(f"{model.name}: v_head_dim {model.v_head_dim} is more than head_dim, {model.head_dim}")
+    if model.num_key_value_heads != model.num_attention_heads:
+        raise ModelError(
+            f"{model.name}: latent attention has keys for every head; num_key_value_heads is "
+            f"{model.num_key_value_heads}, num_attention_heads {model.num_attention_heads}"
+        )
+    others = (
+        "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
+        "no_rope_layers", "query_pre_attn_scalar",
+    )  # fmt: skip
+    for key in others:
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: latent attention with {key} is not supported")
+    if model.partial_rotary_factor != 1:
+        raise ModelError(f"{model.name}: latent attention turns all of qk_rope_head_dim, not a part of it")
+
+
+def _check_attention(model: ModelSpec) -> None:
+    if unknown := [kind for kind in model.layer_types if kind not in (FULL, SLIDING)]:
+        raise ModelError(f"{model.name}: layer_types holds {unknown[0]!r}, not {FULL!r} or {SLIDING!r}")
+    if any(has not in (0, 1) for has in model.no_rope_layers):
+        raise ModelError(f"{model.name}: no_rope_layers must have a 0 or a 1 for each block")
+    for key in PER_BLOCK:
+        if (names := len(getattr(model, key))) not in (0, model.num_hidden_layers):
+            raise ModelError(
+                f"{model.name}: {key} names {names} blocks, num_hidden_layers is {model.num_hidden_layers}"
+            )
+    if SLIDING in model.layer_types and model.sliding_window is None:
+        raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
+
+
+def check_rope(
+    scaling: tuple[tuple[str, Any], ...], theta: float, count: int, name: str, *, mscale: bool = False
+) -> None:
+    """Raises ModelError for a rope_scaling, as sorted pairs, that no layer of ours has, or that lacks a number.
+
+    So many pairs of dimensions are turned. Only a model with `mscale` may have MSCALE.
+    """
+    pairs = dict(scaling)
+    kind = pairs.get("rope_type", "default")
+    if kind == "default":
+        return
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+        raise ModelError(
+            f"{name}: rope_scaling of type {kind!r} is not supported; supported are default, {', '.join(ROPE_NEEDS)}"
+        )
+    for key, value in scaling:
+        if kind == "longrope" and key in ROPE_LISTS:
+            if not isinstance(value, tuple) or len(value) != count or not all(map(positive, value)):
+                raise ModelError(f"{name}: rope_scaling's {key} must list {count} positive finite numbers")
+            continue
+        if not isinstance(value, (bool, int, float, str)):
+            raise ModelError(f"{name}: rope_scaling's {key} must be a number or a word, not {value!r}")
+    for key in ROPE_NEEDS[kind]:
+        if key not in pairs:
+            raise ModelError(f"{name}: rope_scaling of type {kind!r} lacks {key!r}")
+    for key in ROPE_NUMBERS:
+        if key in pairs and not positive(pairs[key]):
+            raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
+    if kind == "yarn" and theta <= 1:
+        raise ModelError(f"{name}: rope_theta must be above 1 where rope_scaling is of type 'yarn', not {theta!r}")
+    if kind == "longrope" and not (isinstance(pairs[ORIGINAL], int) and pairs[ORIGINAL] > 1):
+        raise ModelError(f"{name}: {ORIGINAL} must be a whole number above 1, not {pairs[ORIGINAL]!r}")
+    if found := [key for key in MSCALE if pairs.get(key)]:
+        if not (mscale and kind == "yarn"):  # no model that we know of has it
+            raise ModelError(f"{name}: rope_scaling of type {kind!r} with {found[0]} is not supported here")
+        for key in found:
+            if not positive(pairs[key]):
+                raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
+    if kind == "llama3" and pairs["high_freq_factor"] <= pairs["low_freq_factor"]:
+        raise ModelError(f"{name}: rope_scaling's high_freq_factor must be above its low_freq_factor")
+
+
+def require_few_blocks(value: Any, name: str) -> int:
+    """The blocks of a model. Raises ModelError if they are too many, for a step has an op or more of each."""
+    blocks = whole_number("num_hidden_layers", value, name)
+    if blocks > MOST_BLOCKS:
+        raise ModelError(f"{name}: num_hidden_layers must be at most {MOST_BLOCKS:,}, not {blocks:,}")
+    return blocks
+
+
+def positive(value: object) -> bool:
+    """A number above zero that fp32 has, in which layers compute."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST
+
+
+def whole_number(key: str, value: Any, name: str, *, least: int = 1) -> int:
+    """The value, which the field `key` of the model `name` has. Raises ModelError if it is none, or less."""
+    if wrong := fault(value, least=least):
+        raise ModelError(f"{name}: {key} {wrong}")
+    count: int = value
+    return count
