@@ -222,7 +222,7 @@ def test_limits_are_told_where_only_what_is_copied_nowhere_has_room() -> None:
 def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
     profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
     found = {
-        mode: whatif.longest_sequence(shallow(8), profile, Workload(micro_batch_size=1, seq_len=1024, recompute=mode))
+        mode: whatif.longest_sequence(shallow(3), profile, Workload(micro_batch_size=1, seq_len=1024, recompute=mode))
         for mode in RECOMPUTED
     }
     assert len(set(found.values())) == 1
@@ -236,13 +236,13 @@ def test_the_longest_sequence_is_a_step_by_itself() -> None:
 
 def test_what_can_be_planned_can_be_trained_with_what_is_left_on_a_drive() -> None:
     """Weights too, in parts: nothing else has room in so little memory."""
-    model, workload = shallow(8), Workload(micro_batch_size=2, seq_len=1024)
-    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=4GB", "host.memory=3GB"])
+    model, workload = shallow(4), Workload(micro_batch_size=2, seq_len=1024)
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=4GB", "host.memory=2GB"])
     found = plan(model, profile, seq_len=workload.seq_len, micro_batch_size=workload.micro_batch_size, effort=1)
     assert found.schedule.knobs["nvme_weights"]
     least = whatif.smallest_memory(model, profile, found.schedule.workload)
     assert least.device_bytes is not None and least.device_bytes <= found.prediction.peak_bytes[Tier.DEVICE]
-    assert least.host_bytes is not None and least.host_bytes <= 3e9
+    assert least.host_bytes is not None and least.host_bytes <= 2e9
     peaks = found.prediction.peak_bytes
     known = whatif.smallest_memory(model, profile, found.schedule.workload, known=peaks)
     assert known.host_bytes == min(least.host_bytes, peaks[Tier.HOST])
@@ -257,15 +257,15 @@ def test_the_largest_that_fits_is_found_without_trying_all(most: int) -> None:
 
 
 def test_longest_sequence_fits_and_one_much_longer_does_not() -> None:
-    model = shallow(8)
-    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
+    model = shallow(4)
+    profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=12GB"])
     longest = whatif.longest_sequence(model, profile, Workload(micro_batch_size=3, seq_len=1024, accumulation=2))
     assert longest >= 1024
 
     def device_bytes(tokens: int) -> int:
         workload = Workload(micro_batch_size=1, seq_len=tokens, recompute="mlp")
-        knobs = {"keep": 0, "inputs": 8, "slabs": 1, "slots": 1, "grad_slots": 1}
+        knobs = {"keep": 0, "inputs": 4, "slabs": 1, "slots": 1, "grad_slots": 1}
         schedule = policies.build("streamed", model, workload, memory_of(profile), **knobs)
         return predict(schedule, profile).peak_bytes[Tier.DEVICE]
 
-    assert device_bytes(longest) <= 16e9 < device_bytes(int(1.1 * longest))
+    assert device_bytes(longest) <= 12e9 < device_bytes(int(1.1 * longest))
