@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from types import ModuleType
@@ -80,8 +81,13 @@ def test_every_schedule_trains_as_on_the_cpu_and_nothing_waits(gpu: FakeGpu, nam
     check(gpu, name, LONG, tmp_path)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(
+    ("recompute", "precision"),
+    [
+        *itertools.product(RECOMPUTED, ("fp32", "bf16")),  # what layers compute with
+        *((RECOMPUTED[0], precision) for precision in PRECISIONS if precision not in ("fp32", "bf16")),
+    ],
+)
 @pytest.mark.parametrize("name", ["on_device", "moved_out", "streamed"])
 def test_so_it_does_in_every_precision(gpu: FakeGpu, name: str, recompute: str, precision: str, tmp_path: Path) -> None:
     check(gpu, name, dataclasses.replace(LONG, precision=precision, recompute=recompute), tmp_path)
