@@ -31,6 +31,7 @@ from megatrain.cli.interrupt import TOGETHER_S, Interrupt
 from megatrain.cli.options import usual_length
 
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8}
+NO_ROOM = ["--hardware", "rtx4090", "--set", "gpu.memory=1kB", "--set", "host.memory=1kB"]
 SWEEP = ["sweep", "tiny", "--prices", "docs/prices.yaml", "--out", "unused"]
 
 
@@ -96,22 +97,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "-p", "resident", "-s", "20000000", "--steps", "1"], 1, "GB of memory are available"),
         (["plan", "tiny", "-t", "1000"], 2, "no whole number of sequences"),
         (["plan", "tiny", "--set", "gpu.memory=0GB"], 2, "must be above zero"),
-        (
-            [
-                "plan",
-                "qwen2.5-7b",
-                "-H",
-                "rtx4090",
-                "--set",
-                "host.memory=8GB",
-                "--set",
-                "nvme.capacity=1GB",
-                "-t",
-                "4096",
-            ],
-            1,
-            "GB of device memory",
-        ),
+        (["plan", "tiny", *NO_ROOM, "-t", "64", "-s", "16"], 1, "kB of device memory"),
         (["build", "tiny", "-o", "/proc/nowhere/s.json"], 2, "/proc/nowhere"),
         (["plan", "tiny", "-t", "64", "-s", "16", "--noise", "inf"], 2, "--noise"),
         (["plan", "tiny", "-b", "3", "-a", "10000000", "-s", "16"], 2, "too many to simulate"),

@@ -25,6 +25,7 @@ from sim.plan import plan
 from sim.prediction import memory_of
 
 STEP = ("-t", "256", "-s", "64")
+SHORT = ("-t", "128", "-s", "64")  # half as many ways to split it
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_an_interrupted_what_if_is_no_answer_and_the_plan_is_kept(
 
     file = tmp_path / "plan.json"
     monkeypatch.setattr(plan_tables, "plan", interrupted)
-    monkeypatch.setattr(sys, "argv", ["megatrain", "plan", "tiny", *STEP, "--what-if", "--out", str(file)])
+    monkeypatch.setattr(sys, "argv", ["megatrain", "plan", "tiny", *SHORT, "--what-if", "--out", str(file)])
     with pytest.raises(SystemExit) as left:
         cli.main()
     told = capsys.readouterr()
@@ -208,7 +209,7 @@ def test_an_interrupted_search_keeps_its_best_and_says_so(
 
     file = tmp_path / "plan.json"
     monkeypatch.setattr("sim.plan.plan", interrupted)
-    monkeypatch.setattr(sys, "argv", ["megatrain", "plan", "tiny", *STEP, "--out", str(file)])
+    monkeypatch.setattr(sys, "argv", ["megatrain", "plan", "tiny", *SHORT, "--out", str(file)])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 130 and codec.read(file).policy
@@ -216,7 +217,7 @@ def test_an_interrupted_search_keeps_its_best_and_says_so(
 
 
 def test_a_plan_on_a_datasheet_leaves_nothing_out() -> None:
-    told = megatrain("plan", "tiny", *STEP, "--json")
+    told = megatrain("plan", "tiny", *SHORT, "--json")
     record = json.loads(told.stdout)
     assert record["left_out"] == [] and record["measure_with"] is None
     named = {row["policy"]: row for row in record["policies_without_knobs"]}
@@ -252,12 +253,12 @@ def test_a_sweep_plans_on_a_measured_profile(here: str, shallow: str, tmp_path: 
 
 
 def test_a_plan_that_nothing_fits_is_json_too() -> None:
-    room = ["--set", "host.memory=8GB", "--set", "nvme.capacity=1GB"]
-    told = megatrain("plan", "qwen2.5-7b", "-H", "rtx4090", *room, "-t", "4096", "--json")
+    room = ["--set", "gpu.memory=1kB", "--set", "host.memory=1kB"]
+    told = megatrain("plan", "tiny", "-H", "rtx4090", *room, "-t", "64", "-s", "16", "--json")
     assert told.returncode == 1
     record = json.loads(told.stdout)
-    assert record["fits"] is False and record["model"] == "qwen2.5-7b"
-    assert record["machine"] == "rtx4090 with host.memory=8GB, nvme.capacity=1GB"
+    assert record["fits"] is False and record["model"] == "tiny"
+    assert record["machine"] == "rtx4090 with gpu.memory=1kB, host.memory=1kB"
     assert record["reason"] in told.stderr.replace("megatrain: ", "")
 
 
@@ -280,7 +281,7 @@ def test_what_cannot_be_planned_is_told_before_the_search(options: list[str], to
 def test_a_plan_does_without_links_over_which_copies_take_hours() -> None:
     """What fits the device needs none."""
     slow = ("--set", "links.h2d.bandwidth=1B/s", "--set", "links.d2h.bandwidth=1B/s")
-    done = megatrain("plan", "tiny", *STEP, *slow, "--json")
+    done = megatrain("plan", "tiny", *SHORT, *slow, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["peak_bytes"]["host"] == 0
 
@@ -300,7 +301,7 @@ def test_a_plan_that_cannot_be_proven_is_not_lost(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom sim import order_proof\nfrom megatrain import cli\n"
         "order_proof.MOST_OPS, order_proof.solver = 1, lambda: None\n"
-        f"sys.argv = ['megatrain', 'plan', 'tiny', '-t', '256', '-s', '64', '--prove', '5', '-o', {str(file)!r}]\n"
+        f"sys.argv = ['megatrain', 'plan', 'tiny', *{SHORT!r}, '--prove', '5', '-o', {str(file)!r}]\n"
         "cli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
@@ -313,7 +314,7 @@ def test_a_plan_is_written_before_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "megatrain", "plan", "tiny", *STEP, "-o", str(file)]
+    command = [sys.executable, "-m", "megatrain", "plan", "tiny", *SHORT, "-o", str(file)]
     subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, timeout=120)
     os.close(writer)
     assert megatrain("verify", str(file)).returncode == 0
