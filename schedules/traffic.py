@@ -106,7 +106,7 @@ def pointwise_bytes(
     4h          6h             two norms of outputs, read and written; gradient and input read, their gradient written
     6h          0 or 6h        two residual sums, whose gradients are those of the norms' inputs, or where these have no
                                norm sums, too
-    2(q + k)    2(q + k)       rotary, and back; nothing in blocks without; of latent attention see `_latent_elements`
+    2(q + k)    2(q + k)       rotary, and back; nothing in blocks without; of latent attention see `_turned_elements`
     2(q + k)    3(q + k)       qk_norm; or the norms of latent vectors
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
                                read, both gradients written

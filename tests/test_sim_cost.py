@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from strategies import MODEL, WORKLOAD, round_profile
 
-from schedules import policies
+from schedules import policies, presets
 from schedules.errors import InputError
 from schedules.flops import attention_flops, forward_flops, op_flops
 from schedules.hazards import minimal_waits
@@ -198,6 +198,19 @@ def test_attention_takes_as_long_where_a_recompute_has_no_output() -> None:
     op = compute(Phase.RECOMPUTE, layer=0, writes="s.0.0", flops=1000 * flops)
     expected = 1000 * ((flops - attention) / 500e12 + attention / 250e12) * 1e9
     assert demand(op, round_profile(), workload=workload).duration_ns == pytest.approx(expected, abs=1)
+
+
+def test_attention_to_narrow_values_takes_as_long_as_to_wide_ones() -> None:
+    """DeepSeek's are 128 wide beside keys of 192, and multiplied with zeros behind."""
+    workload, model = Workload(micro_batch_size=2, seq_len=100), presets.load("deepseek-v2-lite")
+    flops, keys, values = forward_flops(model, 0, workload), 16 * (128 + 64), 16 * 128
+    pairs = 2 * 100 * 101 // 2
+    op = compute(Phase.FORWARD, layer=0, writes="x.0.0", flops=flops)
+    schedule = replace(schedule_of(op, workload=workload), model=model)
+    products = flops - 2 * pairs * (keys + values)
+    expected = (products / 500e12 + 2 * pairs * 2 * keys / 250e12) * 1e9
+    (found,) = demands(schedule, round_profile())
+    assert found.duration_ns == pytest.approx(expected, abs=1)
 
 
 def test_fp32_runs_at_its_own_peak() -> None:
