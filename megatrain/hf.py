@@ -51,7 +51,8 @@ EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
     "MixtralForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     "MiniMaxM2ForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     **dict.fromkeys(
-        ("Qwen3MoeForCausalLM", *SHARING), ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+        ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", *SHARING),
+        ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
     ),
 }
 

@@ -27,6 +27,7 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "OlmoeForCausalLM": "olmoe",
     "Gemma3ForCausalLM": "gemma3_text",
 }
 # What gpt-oss' activation is computed with, by the names in its config (transformers, configuration_gpt_oss.py).
@@ -140,6 +141,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "OlmoeForCausalLM": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {
         "max_position_embeddings": 2048,
         "sliding_window": 4096,
@@ -165,6 +167,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": OLMO,
+    "OlmoeForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True},
 }
 # Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
 # that of q, k and v is for o too, but in those WITHOUT_OUT_BIAS.
@@ -178,12 +181,13 @@ BIASES: dict[str, tuple[str, ...]] = {
     "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
     "Olmo2ForCausalLM": ("attention_bias",),
     "Olmo3ForCausalLM": ("attention_bias",),
+    "OlmoeForCausalLM": ("attention_bias",),
     "Gemma3ForCausalLM": ("attention_bias",),
 }
 WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM",)
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
 )  # fmt: skip
 LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
 # Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
@@ -191,7 +195,14 @@ SHARING = ("Glm4MoeForCausalLM", *LATENT)
 # Blocks of these without a window have one rotary embedding, those with a window another.
 TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.
-KV_FOR_EACH = ("LlamaForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", *LATENT)
+KV_FOR_EACH = (
+    "LlamaForCausalLM",
+    "Phi3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    *LATENT,
+)
 # These state a window, and switch it on apart.
 SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 

@@ -36,6 +36,7 @@ NOT_DONE = {
     "final_logit_softcapping": "the head's logits are not bounded here",
     "use_bidirectional_attention": "attention here sees no later token",
     "output_router_logits": "the loss here has no term that balances experts",
+    "clip_qkv": "queries, keys and values are not bounded here",
     "router_jitter_noise": "routers here are given what the block before returned",
 }
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
@@ -178,6 +179,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     elif spec["num_experts"]:
         config |= {"num_local_experts": spec["num_experts"], "num_experts_per_tok": spec["num_experts_per_tok"]}
         config["intermediate_size"] = spec["moe_intermediate_size"]
+        if architecture == "OlmoeForCausalLM":
+            config["norm_topk_prob"] = spec["norm_topk_prob"]
     if architecture in LATENT:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
@@ -289,11 +292,18 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
             "num_experts_per_tok": need("num_experts_per_tok"),
             "moe_intermediate_size": need("intermediate_size"),
         }
+    # configs saved by transformers 5 may have the field under the name Mixtral gives it
+    count = "num_experts" if "num_experts" in settings else "num_local_experts"
+    if architecture == "OlmoeForCausalLM":
+        return {
+            "num_experts": need(count),
+            "num_experts_per_tok": need("num_experts_per_tok"),
+            "moe_intermediate_size": need("intermediate_size"),
+            "norm_topk_prob": settings.get("norm_topk_prob", False),
+        }
     if architecture == "Qwen3MoeForCausalLM":
         if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
             raise ModelError("a Qwen3-MoE with dense blocks between its expert blocks is not supported")
-        # configs saved by transformers 5 may have the field under the name Mixtral gives it
-        count = "num_experts" if "num_experts" in settings else "num_local_experts"
         return {
             "num_experts": need(count),
             "num_experts_per_tok": need("num_experts_per_tok"),

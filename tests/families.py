@@ -176,6 +176,9 @@ MODELS = {
     "phi3 with a factor": replace(
         PHI3, partial_rotary_factor=0.75, rope_scaling=tuple(sorted((*LONGROPE, ("factor", 4.0))))
     ),
+    "olmoe": replace(
+        MOE, architecture="OlmoeForCausalLM", qk_norm_all_heads=True, norm_topk_prob=False, intermediate_size=32
+    ),
     "olmo2": OLMO2,
     "olmo2 with biases": replace(
         OLMO2, attention_bias=True, attention_out_bias=True, head_dim=16, tie_word_embeddings=True

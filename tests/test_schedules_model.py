@@ -88,6 +88,7 @@ PUBLISHED = {
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
     "olmo-3-7b": 7_298_011_136,
+    "olmoe-1b-7b": 6_919_161_856,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
     # less the 416,866,032 of what sees images, and its projection
@@ -625,6 +626,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "its language model alone is supported, saved as"),
         ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv of 8.0 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
         ({"router_jitter_noise": 0.01}, "router_jitter_noise of 0.01 is not supported"),
         ({"vocab_size": 10**3000}, "vocab_size must be a number of 64 bits, not one of 3001 digits"),
@@ -924,6 +926,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"layer_types": turned},
         ],
         "Olmo2ForCausalLM": [{"attention_bias": True}],
+        "OlmoeForCausalLM": [{"attention_bias": True}, {"norm_topk_prob": True}],
         "Olmo3ForCausalLM": [{"attention_bias": True}, {"layer_types": turned}],
         "SmolLM3ForCausalLM": [
             {"attention_bias": True},
@@ -960,6 +963,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "phi-3-mini-4k",
         "olmo-2-32b",
         "olmo-3-7b",
+        "olmoe-1b-7b",
         "gemma-3-1b",
         "gemma-3-27b",
     ],
