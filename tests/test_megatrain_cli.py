@@ -26,6 +26,7 @@ from command import ROOT, megatrain
 from rich.console import Console
 from rich.progress import Progress
 
+from megatrain import INTERRUPTED
 from megatrain.cli import training_progress
 from megatrain.cli.interrupt import TOGETHER_S, Interrupt
 from megatrain.cli.options import usual_length
@@ -359,6 +360,22 @@ def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: 
     after = json.loads(megatrain(*step, "1", "--resume", str(tmp_path / "run"), "--json").stdout)
     whole = json.loads(megatrain(*step, str(log[-1]["step"] + 1), "--json").stdout)
     assert after["losses"] == whole["losses"][-1:] and after["resumed"] == str(saved)
+
+
+@pytest.mark.parametrize("where", ["megatrain.cli", "typer.core"])
+def test_who_interrupts_before_a_command_begins_is_told_without_a_traceback(where: str) -> None:
+    """While modules are imported, which takes most of the half second before one does."""
+    program = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *of):\n"
+        f"        if name == {where!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from megatrain.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (130, f"{INTERRUPTED}\n")
 
 
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from megatrain import INTERRUPTED
 from megatrain.cli import (
     adversary,
     compare,
@@ -102,7 +103,7 @@ def _not_silent(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**arguments)
         except KeyboardInterrupt:
-            print("megatrain: interrupted before it was done", file=sys.stderr)
+            print(INTERRUPTED, file=sys.stderr)
             raise typer.Exit(130) from None
 
     return told
