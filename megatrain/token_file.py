@@ -29,8 +29,9 @@ class TokenFile:
     learned: not in prompts, and not in padding.
 
     The files are mapped: they may be larger than memory. All of them is looked at once, so that no token is met hours
-    later that a vocabulary of `vocab_size` does not have. Raises DataError for one, and for a file that is missing, too
-    short, or none of tokens.
+    later that a vocabulary of `vocab_size` does not have. Raises DataError for one, for a file that is missing, too
+    short, or none of tokens, and later for one that was written into: what is mapped would be other numbers, or none.
+    A file that was replaced or removed is still mapped.
     """
 
     path: Path
@@ -103,12 +104,42 @@ class TokenFile:
 
     @functools.cached_property
     def _tokens(self) -> Numbers:
-        return _mapped(self.path, "token numbers")
+        return self._mapped(self.path, "token numbers")
 
     @functools.cached_property
     def _mask(self) -> Numbers:
         assert self.loss_mask is not None
-        return _mapped(self.loss_mask, "zeros and ones")
+        return self._mapped(self.loss_mask, "zeros and ones")
+
+    @functools.cached_property
+    def _written(self) -> dict[Path, tuple[int, int, int]]:
+        """Of each mapped file, what `_last_written` told just before."""
+        return {}
+
+    def _mapped(self, path: Path, of: str) -> Numbers:
+        try:
+            self._written[path] = _last_written(path)
+            found = np.load(path, mmap_mode="r")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        # numpy takes what it does not know for a pickle, and believes a header
+        except (ValueError, EOFError, BadZipFile, TokenError, LookupError, OverflowError, TypeError):
+            found = None
+        if not isinstance(found, np.ndarray):
+            what = "no whole .npy file" if found is None else "an archive of arrays"
+            raise DataError(f"{path} is {what}: give one array of {of}, saved with numpy.save")
+        return found
+
+    def _require_unwritten(self) -> None:
+        for path, (inode, *before) in self._written.items():
+            try:
+                now, *since = _last_written(path)
+            except OSError:  # what was mapped has no name any more
+                continue
+            if now == inode and since != before:
+                raise DataError(
+                    f"{path} was written into after it was first read: write a new file, and rename it to that"
+                )
 
     @property
     def sequences(self) -> int:
@@ -125,6 +156,7 @@ class TokenFile:
 
     def _of_step(self, numbers: Numbers, step: int) -> Numbers:
         """What a file has for a step's sequences, [accumulation, micro_batch_size, seq_len + 1]."""
+        self._require_unwritten()
         if numbers.ndim == 2:
             rows: Numbers = numbers[examples(self.seed, step, len(numbers), self.workload).numpy()]
             return rows
@@ -158,18 +190,10 @@ def from_file(
         raise DataError(f"{path}: {error}") from None
 
 
-def _mapped(path: Path, of: str) -> Numbers:
-    try:
-        found = np.load(path, mmap_mode="r")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    # numpy takes what it does not know for a pickle, and believes a header
-    except (ValueError, EOFError, BadZipFile, TokenError, LookupError, OverflowError, TypeError):
-        found = None
-    if not isinstance(found, np.ndarray):
-        what = "no whole .npy file" if found is None else "an archive of arrays"
-        raise DataError(f"{path} is {what}: give one array of {of}, saved with numpy.save")
-    return found
+def _last_written(path: Path) -> tuple[int, int, int]:
+    """The number of the file that has this name now, its bytes, and when they were written, in ns."""
+    of = path.stat()
+    return of.st_ino, of.st_size, of.st_mtime_ns
 
 
 def _held(numbers: Numbers) -> str:

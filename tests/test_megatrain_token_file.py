@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -50,6 +51,35 @@ def test_a_file_of_tokens_gives_consecutive_ones_by_seed_and_step(dtype, tmp_pat
 def test_a_file_of_tokens_is_mapped_and_not_read(tmp_path):
     source = token_file(tmp_path, np.arange(200))
     assert isinstance(source._tokens, np.memmap)
+
+
+def masked(folder):
+    """Tokens and a mask in files that were last written in 1970."""
+    np.save(folder / "mask.npy", np.ones(200, dtype=bool))
+    token_file(folder, np.arange(200))
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))
+    return TokenFile(path=folder / "tokens.npy", vocab_size=1000, workload=WORKLOAD, loss_mask=folder / "mask.npy")
+
+
+@pytest.mark.parametrize("which", ["tokens.npy", "mask.npy"])
+@pytest.mark.parametrize("length", [200, 20])
+def test_a_file_that_is_written_into_is_told_instead_of_other_numbers_or_a_bus_error(length, which, tmp_path):
+    """Linux ends a process that reads a mapped file beyond what was left of it."""
+    source = masked(tmp_path)
+    source.batch(3)
+    np.save(tmp_path / which, np.ones(length, dtype=np.int64 if which == "tokens.npy" else bool))
+    with pytest.raises(DataError, match=f"{which} was written into after it was first read: write a new file, and"):
+        source.batch(3)
+
+
+def test_a_file_whose_name_another_takes_is_read_on(tmp_path):
+    source = masked(tmp_path)
+    right = source.batch(3), source.learned(3)
+    np.save(tmp_path / "new.npy", np.zeros(20, dtype=np.int64))
+    (tmp_path / "new.npy").rename(tmp_path / "tokens.npy")
+    (tmp_path / "mask.npy").unlink()
+    assert torch.equal(source.batch(3), right[0]) and torch.equal(source.learned(3), right[1])
 
 
 @pytest.mark.parametrize(
