@@ -534,9 +534,10 @@ gpu.main()"""
         )
 
 
-def test_a_wrong_window_sink_or_expert_is_noticed() -> None:
+def test_a_wrong_window_sink_expert_or_value_is_noticed() -> None:
     code = """import gpu, gpu_block, rehearsal, torch
 from megatrain import experts, template
+from megatrain.latent import Expansion
 from megatrain.attention import Attention
 rehearsal.install(gpu)
 def passed():
@@ -548,13 +549,19 @@ def no_sinks(attention, q, k, v, sinks):
     return attend(attention, q, k, v, None if q.dtype == torch.bfloat16 else sinks)
 def others(rows, matrices, ends):
     return products(rows, matrices.roll(1, 0) if rows.dtype == torch.bfloat16 else matrices, ends)
-assert passed() == [True, True, True]
+expand = Expansion.forward
+def of_other_heads(expansion, params, x, *of):
+    q, k, v = expand(expansion, params, x, *of)
+    return q, k, v.roll(1, 2) if x.dtype == torch.bfloat16 else v
+assert passed() == [True, True, True, True]
 template.band = wider
-assert passed() == [False, True, False]
+assert passed() == [False, True, False, True]
 template.band, Attention.forward = band, no_sinks
-assert passed() == [False, False, True]
+assert passed() == [False, False, True, True]
 Attention.forward, experts._products = attend, others
-assert passed() == [False, False, False]"""
+assert passed() == [False, False, False, False]
+experts._products, Expansion.forward = products, of_other_heads
+assert passed() == [True, True, True, False]"""
     done = python(code)
     assert done.returncode == 0, done.stderr
 
