@@ -5,22 +5,21 @@ What multiplies no matrix, between the projections and attention, saves nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.layer_parts import rms_norm
+from megatrain.experts import Derived
+from megatrain.layer_parts import rms_norm, rotate_last
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from schedules.latent import Latent
 
 # Of the latent vectors' norms, whatever the model's is (transformers, modeling_deepseek_v3.py; DeepSeek's own code).
 EPS = 1e-6
-Derived = Callable[..., AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +41,7 @@ class Expansion:
         if self.widths.q_rank:
             q = self._expand(params, "q", q, derived)
         heads = (*x.shape[:-1], self.widths.heads, -1)
-        q = _Turned.apply(q.view(heads), cos, sin, self.pointwise)  # type: ignore[no-untyped-call]
+        q = rotate_last(q.view(heads), cos, sin, self.pointwise)
         vector, key = torch.split(compressed, [self.widths.kv_rank, self.widths.rope], dim=-1)
         both = self._expand(params, "kv", vector, derived).view(heads)
         k, v = _KeysValues.apply(both, key.unsqueeze(-2), cos, sin, self.widths, self.pointwise)  # type: ignore[no-untyped-call]
@@ -57,21 +56,6 @@ class Expansion:
 
         with derived(normed, make, vector, weight):
             return linear(params, f"self_attn.{of}_b_proj", normed)
-
-
-class _Turned(torch.autograd.Function):
-    """Queries, of which the last dimensions are turned."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.pointwise = pointwise
-        return pointwise.last_turned(q.detach(), cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return ctx.pointwise.last_turned(grads[0], cos, -sin), None, None, None
 
 
 class _KeysValues(torch.autograd.Function):

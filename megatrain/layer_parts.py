@@ -15,6 +15,7 @@ from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.sink import Sink
 
 Mlp = Callable[[Mapping[str, Tensor], Tensor, bool], Tensor]  # parameters, input, whether its output is read
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]  # of an input, by cos and sin
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -149,15 +150,15 @@ class _Rotate(torch.autograd.Function):
     """Saves the tables only: the gradient of a turn is the turn back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.pointwise = pointwise
-        return pointwise.rotation(x.detach(), cos, sin)
+        ctx.turn = turn
+        return turn(x.detach(), cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return ctx.pointwise.rotation(grads[0], cos, -sin), None, None, None
+        return ctx.turn(grads[0], cos, -sin), None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
@@ -166,4 +167,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) ->
     cos and sin are [seq, 1, rotary_dim / 2]; what of a head comes after is left as it is. Only they are needed for
     backward.
     """
-    return _Rotate.apply(x, cos, sin, pointwise)  # type: ignore[no-any-return, no-untyped-call]
+    return _Rotate.apply(x, cos, sin, pointwise.rotation)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
+    """As `rotate` the last rotary_dim dimensions of each head, of which neighbours are pairs."""
+    return _Rotate.apply(x, cos, sin, pointwise.last_turned)  # type: ignore[no-any-return, no-untyped-call]

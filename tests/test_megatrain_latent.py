@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.attention import Attention
-from megatrain.latent import _KeysValues, _Turned
-from megatrain.pointwise import PLAIN, compiled, keys_values, last_turned
+from megatrain.latent import _KeysValues
+from megatrain.layer_parts import rotate_last
+from megatrain.pointwise import PLAIN, Pointwise, compiled, keys_values, last_turned
 from megatrain.rotary import rotary_tables, sharper_products
 from megatrain.template import templates
 from schedules import presets
@@ -62,11 +63,11 @@ def test_a_key_is_what_was_expanded_and_the_one_for_all_heads() -> None:
 
 
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
-def test_gradients_are_those_of_what_was_computed(pointwise: object) -> None:
+def test_gradients_are_those_of_what_was_computed(pointwise: Pointwise) -> None:
     q, both, key = randn(2, 5, 3, 10), randn(2, 5, 3, 9), randn(2, 5, 1, 6, seed=1)
     cos, sin = turns(5)
     inputs = [t.requires_grad_() for t in (q, both, key)]
-    assert torch.autograd.gradcheck(lambda q: _Turned.apply(q, cos, sin, pointwise), inputs[0])
+    assert torch.autograd.gradcheck(lambda q: rotate_last(q, cos, sin, pointwise), inputs[0])
     assert torch.autograd.gradcheck(
         lambda both, key: _KeysValues.apply(both, key, cos, sin, WIDTHS, pointwise), inputs[1:]
     )
