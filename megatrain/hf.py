@@ -130,8 +130,8 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
 def _read(opened: Any, name: str) -> Tensor:
     """A tensor, fp32, flat.
 
-    The bias by which experts are chosen is made to lie around 0, which changes no choice: in the published GLM-4.5 and
-    DeepSeek-V3 it lies in a narrow band around numbers so large that in bf16 most experts' would be alike.
+    The bias by which experts are chosen is made to lie around 0, which changes no choice: training may leave it in a
+    narrow band around numbers so large that in bf16 most experts' would be alike.
     """
     flat: Tensor = opened.get_tensor(name).to(torch.float32).flatten()
     return flat - flat.median() if name.endswith(CORRECTION) else flat
