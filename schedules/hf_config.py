@@ -354,15 +354,12 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
     """Of latent attention, nothing of other attention."""
     if architecture not in LATENT:
         return {}
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    partial = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling")
+    stated = {**settings, **(rope if isinstance(rope, Mapping) else {})}
     known = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "partial_rotary_factor": 1}
     for key, value in known.items():
-        asked = settings.get(key, value)
-        if key == "partial_rotary_factor" and partial is not None:
-            asked = partial
-        if asked != value:
-            raise ModelError(f"{name}: {key} of a {architecture} must be {value}, not {asked!r}")
+        if stated.get(key, value) != value:
+            raise ModelError(f"{name}: {key} of a {architecture} must be {value}, not {stated[key]!r}")
     found = {key: whole_number(key, settings[key], name) for key in WIDTHS}
     return found | {"q_lora_rank": settings["q_lora_rank"] or 0}
 
