@@ -11,7 +11,7 @@ from schedules.flops import op_flops
 from schedules.model import ModelSpec
 from schedules.op import Phase
 from schedules.sizes import tensor_bytes
-from schedules.tensor import Part, makes_output, parse
+from schedules.tensor import Part, parse
 from schedules.traffic import op_bytes, workspace_bytes
 from schedules.workload import Workload
 
@@ -32,12 +32,15 @@ class Amounts:
             self._nbytes[name] = tensor_bytes(name, self._model, self._workload)
         return self._nbytes[name]
 
-    def compute(self, i: int, phase: Phase, written: Iterable[str], *, fused: bool) -> tuple[int, int]:
-        """FLOPs of a compute op on layer i, and bytes that it moves through device memory. Raises ModelError."""
-        key = self._model.layer_kind(i), phase, makes_output(written), fused
+    def compute(self, i: int, phase: Phase, *, output: bool, fused: bool) -> tuple[int, int]:
+        """FLOPs of a compute op on layer i, and bytes that it moves through device memory. Raises ModelError.
+
+        `output`: it makes the layer's output.
+        """
+        key = self._model.layer_kind(i), phase, output, fused
         if key not in self._computed:
-            flops = op_flops(self._model, i, phase, self._workload, output=key[2])
-            nbytes = op_bytes(self._model, i, phase, self._workload, fused=fused, output=key[2])
+            flops = op_flops(self._model, i, phase, self._workload, output=output)
+            nbytes = op_bytes(self._model, i, phase, self._workload, fused=fused, output=output)
             self._computed[key] = flops, nbytes
         return self._computed[key]
 

@@ -77,6 +77,5 @@ def _counted(op: Op, amounts: Amounts) -> Op:
     if op.kind != Kind.COMPUTE:
         return op
     assert op.layer is not None
-    written = [access.tensor for access in op.writes]
-    flops, nbytes = amounts.compute(op.layer, op.phase, written, fused=True)
+    flops, nbytes = amounts.compute(op.layer, op.phase, output=op.makes_output, fused=True)
     return replace(op, flops=flops, nbytes=nbytes)

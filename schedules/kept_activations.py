@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
+import itertools
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
-from schedules.workload import MemoryBudget
+from schedules.workload import MemoryBudget, Workload
 
 Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
 KNOBS = {  # the help of knobs that many policies have
@@ -136,7 +137,13 @@ def from_0_to_1(what: str, **shares: float | None) -> None:
 
 
 def most_that_fit(
-    build: Callable[[int], Program], memory: MemoryBudget, *, copies: Sequence[int], grows: bool = False
+    build: Callable[[int], Program],
+    model: ModelSpec,
+    workload: Workload,
+    memory: MemoryBudget,
+    *,
+    copies: Sequence[int],
+    grows: bool = False,
 ) -> Program:
     """The step that `build(n)` writes with the largest n of blocks keeping their activations that fits the device.
 
@@ -144,22 +151,23 @@ def most_that_fit(
     more of them it never takes less, so that the others need not be written to see that; where several blocks run again
     from one input it may.
     """
+    one = model.saved_bytes(model.largest_block, workload)
+    # where none keeps its activations, one buffer serves all that run again; it serves the first that keeps them too
+    held = [max(count, 1) * one for count in itertools.accumulate(copies, initial=0)]
     written = functools.cache(build)
-
-    def too_large(n: int) -> bool:
-        return written(n).device_bytes() > memory.device_bytes
-
-    if grows and too_large(0):
-        return written(0)
-    # a block that keeps its activations may hold its input as well, or no longer need buffers that others share
-    guess = written(0).blocks_that_fit(memory, copies=copies)
-    if guess and too_large(guess):
-        least, beyond = 0, guess
-    elif guess < len(copies) and not too_large(guess + 1):
-        least, beyond = guess + 1, len(copies) + 1
-    else:
-        return written(guess)
-    return written(least + bisect_left(range(least + 1, beyond), True, key=too_large))
+    fits, beyond = -1, len(held)  # the most that are known to fit, and the fewest that are known not to
+    n = len(copies) if held[-1] <= memory.device_bytes else 0
+    while True:
+        lacking = written(n).device_bytes() - memory.device_bytes
+        if lacking <= 0 or (n == 0 and not grows):
+            fits = n
+        else:
+            beyond = n
+        if beyond - fits <= 1:
+            return written(max(fits, 0))
+        # if nothing else changes where more or fewer keep theirs; what does is seen when that is written
+        expected = max(bisect_right(held, held[n] - lacking) - 1, n + 1 if n == fits else 0)
+        n = expected if fits < expected < beyond else (fits + beyond) // 2
 
 
 class Travel:

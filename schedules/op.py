@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from schedules.tensor import OUTPUT, parse
+
 
 class Kind(StrEnum):
     """The four kinds of op, the field's own words."""
@@ -111,6 +113,11 @@ class Op:
     def on_device(self) -> bool:
         """Whether a queue of the GPU runs it, not a thread of the host."""
         return self.stream in DEVICE_STREAMS
+
+    @property
+    def makes_output(self) -> bool:
+        """Whether it writes a layer's output."""
+        return any(parse(access.tensor).cls == OUTPUT for access in self.writes)
 
     @property
     def takes_workspace(self) -> bool:

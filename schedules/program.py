@@ -6,7 +6,6 @@ A policy decides only order and place.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -25,9 +24,10 @@ from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
 from schedules.whole_numbers import fault
 from schedules.words import listed, one_of
-from schedules.workload import MemoryBudget, Workload
+from schedules.workload import Workload
 
 Keep = Literal["all", "input", "nothing"]
+_KEEP = get_args(Keep)
 
 
 class Program(Buffers):
@@ -134,7 +134,8 @@ class Program(Buffers):
         if i == self.model.head:
             raise ProgramError("the head has no forward of its own: loss() is its forward and backward")
         if i == self.model.embed:
-            self._compute(Phase.EMBED, i, m, weights, writes=[self._new(self.output(i, m))], blocking=blocking)
+            writes = [self._new(self.output(i, m))]
+            self._compute(Phase.EMBED, i, m, weights, writes=writes, output=True, blocking=blocking)
             return
         self._run_block(Phase.FORWARD, i, m, weights, keep, output=True, blocking=blocking)
 
@@ -161,8 +162,8 @@ class Program(Buffers):
     def _run_block(
         self, phase: Phase, i: int, m: int, weights: str | None, keep: Keep, *, output: bool, blocking: bool
     ) -> None:
-        if keep not in get_args(Keep):
-            raise ProgramError(f"keep is {listed(get_args(Keep))}, not {keep!r}")
+        if keep not in _KEEP:
+            raise ProgramError(f"keep is {listed(_KEEP)}, not {keep!r}")
         if (layer := self.model.layer_name(i)) in ("embed", "head"):
             raise ProgramError(f"{phase}({layer}, {m}): only blocks run again for what they keep")
         source = self.output(i - 1, m)
@@ -173,7 +174,7 @@ class Program(Buffers):
             told = f"recompute({layer}, {m}) would make nothing"
             raise ProgramError(f'{told}: call it with keep="all", output=True, or both')
         reads = [(self._activations.where(source), source)]
-        self._compute(phase, i, m, weights, reads=reads, writes=writes, blocking=blocking)
+        self._compute(phase, i, m, weights, reads=reads, writes=writes, output=output, blocking=blocking)
         if keep == "nothing":
             self.free(source)
 
@@ -250,13 +251,14 @@ class Program(Buffers):
         *,
         reads: Sequence[Held] = (),
         writes: Sequence[Held] = (),
+        output: bool = False,
         blocking: bool = False,
         bound: bool = True,
     ) -> None:
         if bound:
             adapters = [(self.home(self.adapter(i)), self.adapter(i))] if self._has_adapters(i) else []
             reads = [(weights or self.home(self.weight(i)), self.weight(i)), *adapters, *reads]
-        flops, nbytes = self._amounts.compute(i, phase, (tensor for _, tensor in writes), fused=self._fused)
+        flops, nbytes = self._amounts.compute(i, phase, output=output, fused=self._fused)
         letter = {Phase.RECOMPUTE: "R", Phase.BACKWARD: "B", Phase.LOSS: "L"}.get(phase, "F")
         self._emit(
             f"{letter}.{self.model.layer_name(i)}.{m}",
@@ -439,18 +441,6 @@ class Program(Buffers):
         ran = {(op.layer, op.phase) for op in self._ops if op.takes_workspace and op.layer is not None}
         workspaces = (self._amounts.workspace(i, phase) for i, phase in ran)
         return sum(b.nbytes for b in self._used() if b.tier == Tier.DEVICE) + max(workspaces, default=0)
-
-    def blocks_that_fit(self, memory: MemoryBudget, *, copies: Sequence[int]) -> int:
-        """About how many blocks may keep their activations on the device, the k-th those of copies[k] micro-batches.
-
-        Ask it of the whole program, written so that every block is recomputed. What the program holds then, its largest
-        workspace included, is taken from the budget; the one buffer that a recompute saves into also serves the
-        first block that keeps. Whatever else changes when a block keeps its activations is not counted: `most_that_fit`
-        writes the program again to see.
-        """
-        one = self.nbytes(self.saved(self.model.largest_block, 0))
-        spare = memory.device_bytes - self.device_bytes() + one
-        return sum(needed * one <= spare for needed in itertools.accumulate(copies))
 
     # ---- the schedule
 

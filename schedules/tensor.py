@@ -115,11 +115,6 @@ def part_of(names: Iterable[str]) -> Part | None:
     return next((part for name in names if (part := parse(name).part) is not None), None)
 
 
-def makes_output(written: Iterable[str]) -> bool:
-    """Whether a layer's output is among the tensors that an op writes."""
-    return any(parse(name).cls == OUTPUT for name in written)
-
-
 def _is_layer(text: str) -> bool:
     return text in ("embed", "head") or _NUMBER.fullmatch(text) is not None
 

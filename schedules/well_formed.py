@@ -266,9 +266,8 @@ def _amounts(schedule: Schedule, op: Op, amounts: Amounts) -> dict[str, Collecti
         fresh = {0, amounts.tensor(op.writes[0].tensor)} if stores else {0}
         return {"nbytes": (nbytes,), "flops": (multiplied,), "params": (params,), "fresh": fresh}
     assert op.layer is not None
-    written = [access.tensor for access in op.writes]
     # whether a system's kernels are fused is its own affair
-    ways = [amounts.compute(op.layer, op.phase, written, fused=fused) for fused in (True, False)]
+    ways = [amounts.compute(op.layer, op.phase, output=op.makes_output, fused=fused) for fused in (True, False)]
     flops, nbytes_of = zip(*ways, strict=True)
     return {"nbytes": set(nbytes_of), "flops": set(flops), "params": (schedule.model.params(op.layer),)}
 

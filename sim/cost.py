@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from schedules import policies, trained
-from schedules import tensor as tensors
 from schedules.errors import InputError, Refused
 from schedules.flops import attention_flops, attention_padding, op_flops
 from schedules.model import ModelSpec
@@ -320,8 +319,7 @@ def fp8_rate(profile: HardwareProfile, workload: Workload) -> float:
 def _product_bytes(op: Op, model: ModelSpec, workload: Workload) -> int:
     if op.layer is None:
         return 0
-    output = tensors.makes_output(access.tensor for access in op.writes)
-    return product_bytes(model, op.layer, op.phase, workload, output=output)
+    return product_bytes(model, op.layer, op.phase, workload, output=op.makes_output)
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
@@ -329,8 +327,7 @@ def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:
     if op.layer is None or op.layer not in model.blocks:
         return 0.0
     attention = attention_flops(model, op.layer, workload) * (2 if op.phase == Phase.BACKWARD else 1)
-    output = tensors.makes_output(access.tensor for access in op.writes)
-    return attention / op_flops(model, op.layer, op.phase, workload, output=output)
+    return attention / op_flops(model, op.layer, op.phase, workload, output=op.makes_output)
 
 
 # ---- updates

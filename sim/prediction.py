@@ -301,7 +301,7 @@ def _estimates(schedule: Schedule) -> Callable[[Op], int]:
     def estimated(op: Op) -> int:
         if op.layer is None:
             return 0
-        return of(op.layer, op.phase, tensors.makes_output(access.tensor for access in op.writes))
+        return of(op.layer, op.phase, op.makes_output)
 
     return estimated
 

@@ -29,7 +29,7 @@ def signature(op: Op, model: ModelSpec, workload: Workload) -> str:
         return _of_pass(op, model, workload)
     layer = "all" if op.layer is None else model.layer_kind(op.layer)
     keep = "+keep" if any(tensors.parse(a.tensor).cls == tensors.SAVED for a in op.writes) else ""
-    if op.phase == Phase.RECOMPUTE and tensors.makes_output(a.tensor for a in op.writes):
+    if op.phase == Phase.RECOMPUTE and op.makes_output:
         keep += "+output"
     add = "+add" if any(tensors.parse(a.tensor).cls in tensors.GRADIENTS for a in op.reads) else ""
     shape = f"{workload.micro_batch_size}x{workload.seq_len}"

@@ -106,7 +106,8 @@ def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(
             return min(guess, len(copies))
 
     for limit in range(21):
-        found = most_that_fit(Written, room(limit), copies=[1] * (len(sizes) - 1), grows=grows)  # type: ignore[arg-type]
+        copies = [1] * (len(sizes) - 1)
+        found = most_that_fit(Written, TINY, workload(), room(limit), copies=copies, grows=grows)  # type: ignore[arg-type]
         assert found.count == max((n for n, size in enumerate(sizes) if size <= limit), default=0)  # type: ignore[attr-defined]
 
 

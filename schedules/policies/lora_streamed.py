@@ -90,4 +90,4 @@ def policy(
 
     if keep is not None:
         return build(keep)
-    return most_that_fit(build, memory, copies=[workload.accumulation] * len(model.blocks))
+    return most_that_fit(build, model, workload, memory, copies=[workload.accumulation] * len(model.blocks))

@@ -57,7 +57,11 @@ def policy(
     def build(keep: int) -> Program:
         return _step(model, workload, paged, kept(keep))
 
-    return build(keep) if keep is not None else most_that_fit(build, memory, copies=[1] * len(model.blocks))
+    return (
+        build(keep)
+        if keep is not None
+        else most_that_fit(build, model, workload, memory, copies=[1] * len(model.blocks))
+    )
 
 
 def _without_room(model: ModelSpec, workload: Workload, memory: MemoryBudget, kept: Kept) -> range:

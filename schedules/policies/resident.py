@@ -35,7 +35,7 @@ def policy(
         def build(keep: int) -> Program:
             return policy(model, workload, memory, keep=keep, activations=activations, every=every)
 
-        return most_that_fit(build, memory, copies=[1] * len(model.blocks))
+        return most_that_fit(build, model, workload, memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     for i in model.layers:
         p.keep_on_device(p.weight(i), p.grad(i), p.state(i))

@@ -147,4 +147,4 @@ def policy(
     if keep is not None:
         return build(keep)
     copies = [1 if i >= len(model.blocks) - alone else len(groups[0]) for i in reversed(others)]
-    return most_that_fit(build, memory, copies=copies, grows=every == 1)
+    return most_that_fit(build, model, workload, memory, copies=copies, grows=every == 1)

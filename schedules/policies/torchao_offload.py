@@ -65,7 +65,7 @@ def policy(
                 every=every,
             )
 
-        return most_that_fit(build, memory, copies=[1] * len(model.blocks))
+        return most_that_fit(build, model, workload, memory, copies=[1] * len(model.blocks))
     p = Program(model, workload)
     weights = {i: p.buffer(f"device.{p.weight(i)}") for i in model.layers}
     ends = (model.embed, model.head) if offload_gradients else model.layers
