@@ -29,6 +29,10 @@ MODEL_TYPES = {
     "Olmo3ForCausalLM": "olmo3",
     "OlmoeForCausalLM": "olmoe",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Exaone4ForCausalLM": "exaone4",
+    "CwmForCausalLM": "cwm",
+    "Dots1ForCausalLM": "dots1",
+    "SolarOpenForCausalLM": "solar_open",
 }
 # What gpt-oss' activation is computed with, by the names in its config (transformers, configuration_gpt_oss.py).
 GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -150,6 +154,46 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 500000.0,
         "rms_norm_eps": 1e-5,
     },
+    "Exaone4ForCausalLM": {
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "rms_norm_eps": 1e-5,
+    },
+    "CwmForCausalLM": {
+        "max_position_embeddings": 131072,
+        "sliding_window": 8192,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+    },
+    "Dots1ForCausalLM": {
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+    },
+    "SolarOpenForCausalLM": {
+        "max_position_embeddings": 131072,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 1280,  # of no block: all have experts
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1280,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+    },
 }
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
@@ -168,6 +212,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": OLMO,
     "OlmoeForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True},
+    "Exaone4ForCausalLM": {"pre_norm": False, "post_norm": True, "qk_norm": True},
+    "Dots1ForCausalLM": {"sigmoid_router": True, "qk_norm": True},
+    "SolarOpenForCausalLM": {"sigmoid_router": True},
 }
 # Per architecture: the fields of its config.json that say which projections have a bias. Where none is for o alone,
 # that of q, k and v is for o too, but in those WITHOUT_OUT_BIAS.
@@ -183,15 +230,19 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Olmo3ForCausalLM": ("attention_bias",),
     "OlmoeForCausalLM": ("attention_bias",),
     "Gemma3ForCausalLM": ("attention_bias",),
+    "CwmForCausalLM": ("mlp_bias",),
+    "Dots1ForCausalLM": ("attention_bias",),
+    "SolarOpenForCausalLM": ("attention_bias",),
 }
-WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM",)
+WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM")
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
+    "SolarOpenForCausalLM",
 )  # fmt: skip
 LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
 # Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
-SHARING = ("Glm4MoeForCausalLM", *LATENT)
+SHARING = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", *LATENT)
 # Blocks of these without a window have one rotary embedding, those with a window another.
 TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.
@@ -201,6 +252,7 @@ KV_FOR_EACH = (
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
     "OlmoeForCausalLM",
+    "Dots1ForCausalLM",
     *LATENT,
 )
 # These state a window, and switch it on apart.

@@ -24,7 +24,7 @@ from schedules.families import (
     WINDOWLESS,
     WITHOUT_OUT_BIAS,
 )
-from schedules.model_checks import ORIGINAL, ROPE_LISTS, ModelError, require_few_blocks, whole_number
+from schedules.model_checks import FULL, ORIGINAL, ROPE_LISTS, SLIDING, ModelError, require_few_blocks, whole_number
 
 # What transformers does where a config sets it, and we do not.
 NOT_DONE = {
@@ -41,6 +41,7 @@ NOT_DONE = {
 }
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
+TYPED = ("GptOssForCausalLM", "Exaone4ForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM")  # blocks, by their windows
 PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM")  # may turn a part of each head
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -144,8 +145,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
             "full_attention": {**scaling, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": spec.get("rope_local_base_freq", theta)},
         }
-    if architecture == "GptOssForCausalLM" or architecture in TWO_ROPES:
-        config["layer_types"] = spec["layer_types"]
+    if architecture in (*TYPED, *TWO_ROPES):
+        config["layer_types"] = spec["layer_types"] or [FULL] * spec["num_hidden_layers"]
     if architecture == "SmolLM3ForCausalLM":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
     if architecture in PARTIAL:
@@ -366,6 +367,9 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
 
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:
     """A 1 for each block with rotary embedding, a 0 for each without; empty where all have it."""
+    if architecture == "Exaone4ForCausalLM":  # whose blocks without a window have none, where others have one
+        types = _windows(architecture, settings, (1,) * blocks, name).get("layer_types", ())
+        return tuple(int(kind == SLIDING) for kind in types)
     if architecture != "SmolLM3ForCausalLM":
         return ()
     if "no_rope_layers" in settings:
@@ -414,7 +418,9 @@ def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
         return [i % 2 == 0 for i in range(len(rotated))]
     if architecture == "SmolLM3ForCausalLM":
         return [not has for has in rotated]
-    if architecture in TWO_ROPES:
+    if architecture == "CwmForCausalLM":
+        return [i % 4 != 0 for i in range(len(rotated))]
+    if architecture in TWO_ROPES or architecture == "Exaone4ForCausalLM":
         pattern = whole_number("sliding_window_pattern", settings["sliding_window_pattern"], name)
         return [(i + 1) % pattern != 0 for i in range(len(rotated))]
     first = whole_number("max_window_layers", settings.get("max_window_layers", 28), name, least=0)

@@ -69,6 +69,16 @@ GLM4_MOE = replace(
     head_dim=16,
     partial_rotary_factor=0.5,
 )
+EXAONE4 = replace(
+    TINY,
+    architecture="Exaone4ForCausalLM",
+    pre_norm=False,
+    post_norm=True,
+    qk_norm=True,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+    no_rope_layers=(1, 0),
+)
 DEEPSEEK_V3 = replace(
     GLM4_MOE,
     architecture="DeepseekV3ForCausalLM",
@@ -118,6 +128,22 @@ MODELS = {
         routed_scaling_factor=2.5,
         qk_norm=True,
         norm_topk_prob=False,
+    ),
+    "dots.llm1": replace(
+        GLM4_MOE,
+        architecture="Dots1ForCausalLM",
+        partial_rotary_factor=1.0,
+        attention_out_bias=True,
+        qk_norm=True,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+    ),
+    "solar-open": replace(
+        GLM4_MOE,
+        architecture="SolarOpenForCausalLM",
+        num_hidden_layers=2,
+        first_k_dense_replace=0,
+        partial_rotary_factor=1.0,
     ),
     "deepseek-v3": replace(DEEPSEEK_V3, routed_scaling_factor=2.5, n_group=2, topk_group=1),
     "deepseek-v3, longer, of few groups, without a latent query": replace(
@@ -184,6 +210,17 @@ MODELS = {
         OLMO2, attention_bias=True, attention_out_bias=True, head_dim=16, tie_word_embeddings=True
     ),
     "olmo3": replace(OLMO3, rope_scaling=YARN[:-1], rope_local_base_freq=500.0),
+    "exaone4": EXAONE4,
+    "exaone4 without windows": replace(
+        EXAONE4, sliding_window=None, layer_types=(), no_rope_layers=(), tie_word_embeddings=True
+    ),
+    "cwm": replace(
+        TINY,
+        architecture="CwmForCausalLM",
+        rope_scaling=LLAMA3,
+        sliding_window=5,
+        layer_types=("full_attention", "sliding_attention"),
+    ),
     "gemma3": GEMMA3,
     "gemma3 of one kind, untied, with biases": replace(
         GEMMA3,
