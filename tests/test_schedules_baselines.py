@@ -111,6 +111,24 @@ def test_as_many_blocks_keep_their_activations_as_fit_whatever_was_guessed(
         assert found.count == max((n for n, size in enumerate(sizes) if size <= limit), default=0)  # type: ignore[attr-defined]
 
 
+@given(blocks=st.integers(1, 100), copies=st.integers(1, 8), base=st.integers(0, 60), limit=st.integers(0, 10**3))
+def test_three_programs_are_written_where_blocks_take_what_they_keep(
+    blocks: int, copies: int, base: int, limit: int
+) -> None:
+    """With all of them, or none if that has no room; with as many as there is room for; and with one more."""
+    one, seen = TINY.saved_bytes(0, workload()), list[int]()
+
+    class Written(NamedTuple):
+        count: int
+
+        def device_bytes(self) -> int:
+            seen.append(self.count)
+            return (base + max(self.count * copies, 1)) * one
+
+    most_that_fit(Written, TINY, workload(), room(limit * one), copies=[copies] * blocks, grows=True)  # type: ignore[arg-type]
+    assert len(seen) <= 3
+
+
 @pytest.mark.parametrize(
     ("name", "knobs", "whole"),
     [
