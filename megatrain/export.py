@@ -202,7 +202,11 @@ def _special_tokens(base: Path) -> dict[str, Any]:
         found = json.loads((base / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # weights alone were asked of that folder
         return {}
-    return {key: found[key] for key in TOKENS if key in found} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    text = found.get("text_config")  # of a model that sees images
+    found = (text if isinstance(text, dict) else {}) | found
+    return {key: found[key] for key in TOKENS if key in found}
 
 
 def _write_adapters(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from schedules.errors import InputError
 from schedules.families import SHARING
+from schedules.hf_config import sees
 from schedules.model import CORRECTION, ModelError, ModelSpec
 
 HEAD = "lm_head.weight"
@@ -80,13 +81,18 @@ def file_shapes(model: ModelSpec, i: int) -> dict[str, tuple[int, ...]]:
 def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     """Layer -> its parameters, fp32, flat, from `folder`, which has them in bf16, fp16 or fp32.
 
+    Of a model that sees images, by its config.json, its language model is read, and nothing else is looked at.
     That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
     Raises WeightsError.
     """
     files = files_of(folder)
+    stored = {name: name for name in files}
     if (config := _config(folder)) is not None:
         _require_plain(config, folder)
         _require_same(config, folder, model)
+        if sees(config):
+            stored = _of_text(files)
+    files = {name: files[there] for name, there in stored.items()}
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i).items()}
     for name in wanted:
         if name not in files:
@@ -100,11 +106,11 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
                 + (_quantized(files) or "; remove it if it is not needed")
             )
     if model.tie_word_embeddings and HEAD in files:
-        _require_tied(folder, files, model)
+        _require_tied(folder, files, model, stored)
     for file, names in by_file(files, wanted).items():
         try:
             with safetensors.safe_open(folder / file, framework="pt") as opened:
-                slices = {name: opened.get_slice(name) for name in names}
+                slices = {name: opened.get_slice(stored[name]) for name in names}
                 found = {name: tuple(part.get_shape()) for name, part in slices.items()}
                 types = {name: part.get_dtype() for name, part in slices.items()}
         except (OSError, safetensors.SafetensorError) as error:
@@ -121,7 +127,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         parts = dict.fromkeys(file_shapes(model, i), torch.empty(0))
         for file, names in by_file(files, parts).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
-                parts |= {name: _read(opened, name) for name in names}
+                parts |= {name: _read(opened, stored[name]) for name in names}
         return torch.cat(list(parts.values()))
 
     return of_layer
@@ -135,6 +141,20 @@ def _read(opened: Any, name: str) -> Tensor:
     """
     flat: Tensor = opened.get_tensor(name).to(torch.float32).flatten()
     return flat - flat.median() if name.endswith(CORRECTION) else flat
+
+
+def sees_images(folder: Path) -> bool:
+    """Whether a folder's model sees images, by its config.json. Raises WeightsError where that cannot be read."""
+    return sees(_config(folder) or {}) is not None
+
+
+def _of_text(files: Iterable[str]) -> dict[str, str]:
+    """What a language model's tensors are called where it is alone -> in files of a model that sees images."""
+    before, after = "language_model.", ""
+    if any(name.startswith("model.language_model.") for name in files):  # as some write it, the head apart
+        before, after = "model.language_model.", "model."
+    found = {f"{after}{name.removeprefix(before)}": name for name in files if name.startswith(before)}
+    return found | ({HEAD: HEAD} if after and HEAD in files else {})
 
 
 def by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[str]]:
@@ -210,14 +230,14 @@ def _not_needed(name: str, model: ModelSpec) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == HEAD)
 
 
-def _require_tied(folder: Path, files: Mapping[str, str], model: ModelSpec) -> None:
+def _require_tied(folder: Path, files: Mapping[str, str], model: ModelSpec, stored: Mapping[str, str]) -> None:
     """Raises WeightsError for a head that is another than the embedding: transformers computes with it then."""
     (table,) = file_shapes(model, model.embed)
     try:
         pair = []
         for name in (table, HEAD):
             with safetensors.safe_open(folder / files[name], framework="pt") as opened:
-                pair.append(opened.get_tensor(name))
+                pair.append(opened.get_tensor(stored[name]))
     except (OSError, KeyError, safetensors.SafetensorError) as error:
         raise WeightsError(f"{table} and {HEAD} in {folder} cannot be read: {error}") from None
     if not torch.equal(*pair):

@@ -195,6 +195,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }
+# Models that see images, too: the architecture of their language model, and what its configuration is silent about.
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
 FIXED: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ from schedules.families import (
     KV_FOR_EACH,
     LATENT,
     MODEL_TYPES,
+    SEEING,
     SHARING,
     SWITCHED,
     TWO_ROPES,
@@ -48,11 +49,12 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 
 
 def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The keyword arguments of ModelSpec for `config`.
+    """The keyword arguments of ModelSpec for `config`; of a model that sees images, of its language model.
 
     Raises ModelError when the architecture is not one of ARCHITECTURES, a field is missing, or the config
     asks for something our blocks do not do.
     """
+    config = _text_alone(config, name)
     architecture = _architecture(config, name)
     settings = dict(ARCHITECTURES[architecture])
     # an explicit null means "the default" for most fields, but "none" for these
@@ -188,6 +190,25 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def sees(config: Mapping[str, Any]) -> str | None:
+    """The class that a config names, if that is a model that sees images and whose language model is supported."""
+    listed = config.get("architectures")
+    found = listed[0] if isinstance(listed, (list, tuple)) and len(listed) == 1 else None
+    return found if isinstance(found, str) and found in SEEING else None
+
+
+def _text_alone(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The config of a model that sees images as that of its language model; any other as it is."""
+    if (found := sees(config)) is None:
+        return config
+    architecture, silent = SEEING[found]
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{name}: the config of a {found} must have its language model's in 'text_config'")
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # which counts before the text's
+    return {**silent, **text, **tied, "architectures": [architecture]}
+
+
 def _architecture(config: Mapping[str, Any], name: str) -> str:
     listed = config.get("architectures")
     if listed is None and (kind := config.get("model_type")) is not None:
@@ -200,10 +221,6 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     found: str = listed[0]
     if found in ARCHITECTURES:
         return found
-    if found == "Gemma3ForConditionalGeneration":
-        raise ModelError(
-            f"{name}: {found} sees images, too; its language model alone is supported, saved as a Gemma3ForCausalLM"
-        )
     family = found.partition("For")[0].removesuffix("Model")
     if family in ENCODERS:
         raise ModelError(f"{name}: {found} is an encoder; MegaTrain trains decoders")

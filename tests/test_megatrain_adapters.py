@@ -124,6 +124,19 @@ def test_what_was_trained_as_adapters_can_be_evaluated(tmp_path: Path) -> None:
     assert max(losses[1]) < min(losses[0]) - 0.4 and losses[1][0] == pytest.approx(trained.losses[-1], rel=0.05)
 
 
+def test_adapters_beside_a_model_that_sees_images_are_not_exported_by_names_that_it_does_not_have(
+    tmp_path: Path,
+) -> None:
+    seeing = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(seeing))
+    files = session.Files(weights=tmp_path, export=tmp_path / "a")
+    with pytest.raises(hf.WeightsError, match="sees images, where adapters have other names than in its language"):
+        files.require_room(step("lora_streamed").schedule, None, 1)
+    files.require_room(step("streamed").schedule, None, 1)
+    (tmp_path / "config.json").write_text(json.dumps({**seeing, "architectures": ["Gemma3ForCausalLM"]}))
+    files.require_room(step("lora_streamed").schedule, None, 1)
+
+
 def test_adapters_do_not_go_with_a_checkpoint_or_with_other_adapters(tmp_path: Path) -> None:
     folder, hyper = written(tmp_path / "a"), Adam(lr=1e-3)
     with pytest.raises(InputError, match="--adapters become part of the weights: take a policy that"):
