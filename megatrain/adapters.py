@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import safetensors
 from torch import Tensor
 
-from megatrain.hf import ADAPTER_CONFIG, ADAPTER_WEIGHTS, READ, WeightsError, adapter_name
+from megatrain.hf import ADAPTER_CONFIG, ADAPTER_WEIGHTS, READ, WeightsError, adapter_name, are_seeing
 from megatrain.template import views
 from schedules.model import ModelSpec
 
@@ -88,8 +88,9 @@ def _is_number(found: Any) -> TypeGuard[float]:
 
 def _require_pairs(file: Path, found: Mapping[str, tuple[tuple[int, ...], str]], model: ModelSpec, rank: int) -> None:
     """Raises WeightsError unless these are pairs of adapters of this model."""
+    seeing = are_seeing(found)
     wanted = {
-        adapter_name(model, i, name): shape
+        adapter_name(model, i, name, seeing=seeing): shape
         for i in model.blocks
         for name, shape in model.adapter_shapes(i, rank).items()
     }
@@ -109,8 +110,8 @@ def _require_pairs(file: Path, found: Mapping[str, tuple[tuple[int, ...], str]],
 
 def _pairs(model: ModelSpec, i: int, rank: int, found: Mapping[str, object]) -> dict[str, tuple[str, str]]:
     """Of layer i's matrices that have adapters, the names of these."""
-    pairs = {}
+    pairs, seeing = {}, are_seeing(found)
     for name in model.adapter_shapes(i, rank):
-        if "lora_A" in name and (down := adapter_name(model, i, name)) in found:
-            pairs[name.replace("lora_A.", "")] = (down, adapter_name(model, i, name.replace("lora_A", "lora_B")))
+        if "lora_A" in name and (down := adapter_name(model, i, name, seeing=seeing)) in found:
+            pairs[name.replace("lora_A.", "")] = (down, down.replace("lora_A", "lora_B"))
     return pairs

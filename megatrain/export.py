@@ -26,9 +26,11 @@ from megatrain.hf import (
     INDEX,
     WeightsError,
     adapter_name,
+    are_seeing,
     by_file,
     file_shapes,
     files_of,
+    sees_images,
 )
 from megatrain.linear import LORA_SCALE
 from megatrain.template import views
@@ -148,11 +150,14 @@ def is_of(folder: Path, model: ModelSpec, workload: Workload, checksums: Mapping
     layers = trained.layers(model, workload)
     try:
         adapters = workload.lora_rank is not None
-        files = None if adapters else files_of(folder)
+        files = _adapters_in(folder) if adapters else files_of(folder)
+        seeing = are_seeing(files)
         for i in layers:
-            names = [*_adapter_names(model, i, workload)] if adapters else [*file_shapes(model, i)]
+            names = [*file_shapes(model, i)]
+            if adapters:
+                names = [adapter_name(model, i, name, seeing=seeing) for name in trained.shapes(model, workload, i)]
             parts = dict.fromkeys(names, torch.empty(0))
-            for file, of in by_file(files or dict.fromkeys(names, ADAPTER_WEIGHTS), names).items():
+            for file, of in by_file(files, names).items():
                 with safetensors.safe_open(folder / file, framework="pt") as opened:
                     parts |= {name: opened.get_tensor(name).flatten() for name in of}
             if checksum(torch.cat(list(parts.values()))) != checksums[model.layer_name(i)]["weights"]:
@@ -162,8 +167,9 @@ def is_of(folder: Path, model: ModelSpec, workload: Workload, checksums: Mapping
     return bool(layers)
 
 
-def _adapter_names(model: ModelSpec, i: int, workload: Workload) -> list[str]:
-    return [adapter_name(model, i, name) for name in trained.shapes(model, workload, i)]
+def _adapters_in(folder: Path) -> dict[str, str]:
+    with safetensors.safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), ADAPTER_WEIGHTS)
 
 
 def _write_model(
@@ -213,9 +219,10 @@ def _write_adapters(
     folder: Path, model: ModelSpec, rank: int, adapters: Callable[[int], Tensor], base: Path | None
 ) -> None:
     found: dict[str, Tensor] = {}
+    seeing = base is not None and sees_images(base)
     for i in model.blocks:
         for name, part in views(adapters(i), model.adapter_shapes(i, rank)).items():
-            found[adapter_name(model, i, name)] = part
+            found[adapter_name(model, i, name, seeing=seeing)] = part
     save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     targets = sorted({name.split(".")[-3] for name in found})
     config: dict[str, Any] = {

@@ -24,6 +24,7 @@ from schedules.hf_config import sees
 from schedules.model import CORRECTION, ModelError, ModelSpec
 
 HEAD = "lm_head.weight"
+WITHIN = "model.language_model."  # in place of "model.", within a model that sees images
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 # Their files have a further block, which predicts the token after the next.
@@ -42,9 +43,15 @@ def global_name(model: ModelSpec, i: int, name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def adapter_name(model: ModelSpec, i: int, name: str) -> str:
-    """What peft calls a matrix of layer i's adapters."""
-    return f"base_model.model.{global_name(model, i, name)}"
+def adapter_name(model: ModelSpec, i: int, name: str, *, seeing: bool = False) -> str:
+    """What peft calls a matrix of layer i's adapters; `seeing`: beside a model that sees images."""
+    alone = global_name(model, i, name)
+    return f"base_model.model.{alone.replace('model.', WITHIN, 1) if seeing else alone}"
+
+
+def are_seeing(adapters: Iterable[str]) -> bool:
+    """Whether adapters of these names are beside a model that sees images."""
+    return any(name.startswith(f"base_model.model.{WITHIN}") for name in adapters)
 
 
 # What files call experts' matrices, and what comes before them and the router, where it is not `mlp.experts.gate_proj`.
@@ -151,8 +158,8 @@ def sees_images(folder: Path) -> bool:
 def _of_text(files: Iterable[str]) -> dict[str, str]:
     """What a language model's tensors are called where it is alone -> in files of a model that sees images."""
     before, after = "language_model.", ""
-    if any(name.startswith("model.language_model.") for name in files):  # as some write it, the head apart
-        before, after = "model.language_model.", "model."
+    if any(name.startswith(WITHIN) for name in files):  # as some write it, the head apart
+        before, after = WITHIN, "model."
     found = {f"{after}{name.removeprefix(before)}": name for name in files if name.startswith(before)}
     return found | ({HEAD: HEAD} if after and HEAD in files else {})
 

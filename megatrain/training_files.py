@@ -93,12 +93,6 @@ class Files:
             needed = checkpoint.require_folder(self.save, schedule, resumed, saves, apart=apart)
             wanted.append(("to save", self.save, needed))
         if self.export is not None:
-            base = self.began(resumed) if schedule.workload.lora_rank is not None else None
-            if base is not None and base.is_dir() and hf.sees_images(base):
-                raise hf.WeightsError(
-                    f"{base} has a model that sees images, where adapters have other names than in its language model "
-                    "alone, which they are trained for: begin with a folder of that, or leave out --export"
-                )
             export.require_writable(self.export, schedule.model, schedule.workload)
             wanted.append(("to export", self.export, export.written_bytes(schedule.model, schedule.workload)))
         require_room(wanted)

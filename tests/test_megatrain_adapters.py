@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatrain import export, hf, initial, session
 from megatrain.adam import Adam
 from megatrain.adapters import folded
+from megatrain.checksum import checksum
 from megatrain.cpu import CpuBackend
 from megatrain.data import RandomTokens
 from megatrain.linear import LORA_SCALE
@@ -124,17 +125,28 @@ def test_what_was_trained_as_adapters_can_be_evaluated(tmp_path: Path) -> None:
     assert max(losses[1]) < min(losses[0]) - 0.4 and losses[1][0] == pytest.approx(trained.losses[-1], rel=0.05)
 
 
-def test_adapters_beside_a_model_that_sees_images_are_not_exported_by_names_that_it_does_not_have(
-    tmp_path: Path,
-) -> None:
-    seeing = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(seeing))
-    files = session.Files(weights=tmp_path, export=tmp_path / "a")
-    with pytest.raises(hf.WeightsError, match="sees images, where adapters have other names than in its language"):
-        files.require_room(step("lora_streamed").schedule, None, 1)
-    files.require_room(step("streamed").schedule, None, 1)
-    (tmp_path / "config.json").write_text(json.dumps({**seeing, "architectures": ["Gemma3ForCausalLM"]}))
-    files.require_room(step("lora_streamed").schedule, None, 1)
+def test_adapters_beside_a_model_that_sees_images_have_the_names_that_they_need_there(tmp_path: Path) -> None:
+    seeing, adapters = tmp_path / "seeing", initial.random_adapters(TINY, RANK, 0)
+    seeing.mkdir()
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
+    (seeing / "config.json").write_text(json.dumps(config))
+    workload, stored = replace(STEP, lora_rank=RANK), list[dict[str, torch.Tensor]]()
+    made = {i: torch.randn_like(adapters(i)) for i in TINY.blocks}
+    sums = {TINY.layer_name(i): {"weights": checksum(made[i])} for i in TINY.blocks}
+    for base in (None, seeing):
+        folder = tmp_path / str(base is None)
+        export.write(folder, TINY, workload, made.__getitem__, base)
+        stored.append(load_file(folder / hf.ADAPTER_WEIGHTS))
+        assert export.is_of(folder, TINY, workload, sums)
+        assert not export.is_of(folder, TINY, workload, {**sums, "0": {"weights": 0}})
+    before, within = ("base_model.model.model.layers.", "base_model.model.model.language_model.layers.")
+    assert {name.replace(within, before): part.sum() for name, part in stored[1].items()} == {
+        name: part.sum() for name, part in stored[0].items()
+    }
+    assert all(name.startswith(within) for name in stored[1])
+    alone, beside = (folded(START, tmp_path / name, TINY) for name in ("True", "False"))
+    assert all(torch.equal(alone(i), beside(i)) for i in TINY.layers)
+    assert not torch.equal(alone(0), START(0))
 
 
 def test_adapters_do_not_go_with_a_checkpoint_or_with_other_adapters(tmp_path: Path) -> None:

@@ -608,6 +608,10 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(within: bool, tm
     assert type(alone).__name__ == "Gemma3ForCausalLM" and alone.config.eos_token_id == 7
     torch.testing.assert_close(alone(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
     assert hf.sees_images(tmp_path / "theirs") and not hf.sees_images(tmp_path / "ours")
+    modules = {f"base_model.model.{name}" for name, _ in theirs.named_modules()}
+    for name in model.adapter_shapes(0, 2):
+        adapter = hf.adapter_name(model, 0, name, seeing=True)
+        assert adapter.rpartition(".lora_")[0] in modules and hf.are_seeing([adapter])
 
 
 def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path: Path) -> None:
