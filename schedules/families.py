@@ -208,6 +208,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", {}),
 }
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.

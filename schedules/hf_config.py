@@ -205,6 +205,8 @@ def _text_alone(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"{name}: the config of a {found} must have its language model's in 'text_config'")
+    if (kind := text.get("model_type", MODEL_TYPES[architecture])) != MODEL_TYPES[architecture]:
+        raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # which counts before the text's
     return {**silent, **text, **tied, "architectures": [architecture]}
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -577,36 +578,47 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_of_a_model_that_sees_images_the_language_model_is_read(within: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_of_a_model_that_sees_images_the_language_model_is_read(
+    family: str, tied: bool, within: bool, tmp_path: Path
+) -> None:
     """By both kinds of names that its files have; what is written of it is a language model."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, "max_position_embeddings": 512,
-        "layer_types": ["sliding_attention", "full_attention"], "eos_token_id": 7,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 7,
     }  # fmt: skip
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 8, "patch_size": 4}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=250
+    if family == "Gemma3":
+        text |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+        more: dict[str, Any] = {"mm_tokens_per_image": 1, "image_token_index": 250}
+    else:
+        text |= {"model_type": "mistral", "sliding_window": None}
+        vision |= {"model_type": "pixtral", "head_dim": 8}
+        more = {"image_token_index": 250}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, **more
     )
     torch.manual_seed(3)
-    theirs = transformers.Gemma3ForConditionalGeneration(config)
+    theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     theirs.save_pretrained(tmp_path / "theirs")
     if within:
-        whole = tmp_path / "theirs" / hf.WHOLE
-        save_file({name: value for name, value in theirs.state_dict().items() if name != hf.HEAD}, whole)
+        values = {name: value for name, value in theirs.state_dict().items() if not (tied and name == hf.HEAD)}
+        save_file(values, tmp_path / "theirs" / hf.WHOLE)
     model = presets.load(tmp_path / "theirs")
-    assert model.architecture == "Gemma3ForCausalLM" and model.tie_word_embeddings
+    alone = {"Gemma3": "Gemma3ForCausalLM", "Mistral3": "MistralForCausalLM"}[family]
+    assert model.architecture == alone and model.tie_word_embeddings == tied
     source = hf.parameters(tmp_path / "theirs", model)
     tokens, targets = torch.randint(0, 250, (2, 2, 16))
     loss, _ = loss_and_gradients(model, source, tokens, targets, "none")
     right = F.cross_entropy(theirs(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(loss, right.detach(), rtol=1e-5, atol=0)
     export.write(tmp_path / "ours", model, WORKLOAD, source, tmp_path / "theirs")
-    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert type(alone).__name__ == "Gemma3ForCausalLM" and alone.config.eos_token_id == 7
-    torch.testing.assert_close(alone(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(written).__name__ == alone and written.config.eos_token_id == 7
+    torch.testing.assert_close(written(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
     assert hf.sees_images(tmp_path / "theirs") and not hf.sees_images(tmp_path / "ours")
     modules = {f"base_model.model.{name}" for name, _ in theirs.named_modules()}
     for name in model.adapter_shapes(0, 2):
