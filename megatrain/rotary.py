@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from schedules.model import ModelError, ModelSpec
+from schedules.model_checks import LATE_QUERIES, ORIGINAL
 
 
 def rotary_tables(
@@ -17,8 +18,15 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, [seq_len, 1, rotary_dim / 2] each, computed in fp32.
 
-    With `theta` plain, of that base. Raises ModelError for a rope_scaling that is not known.
+    With `theta` plain, of that base. Raises ModelError for a rope_scaling that is not known, or sequences so long that
+    a model multiplies their last queries.
     """
+    scaling = dict(model.rope_scaling)
+    if scaling.get(LATE_QUERIES) and seq_len > scaling[ORIGINAL]:
+        raise ModelError(
+            f"{model.name} multiplies the queries of tokens beyond the {scaling[ORIGINAL]:,}th, which is not done "
+            "here: train it with shorter sequences"
+        )
     frequencies = rotary_frequencies(model, seq_len) if theta is None else _plain(model, theta)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)[:, None, :]
     scale = _scale(model) if theta is None else 1.0

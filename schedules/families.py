@@ -12,6 +12,7 @@ from typing import Any
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "ministral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
@@ -40,6 +41,21 @@ GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "Ministral3ForCausalLM": {
+        "max_position_embeddings": 262144,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "rms_norm_eps": 1e-5,
+    },
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -195,10 +211,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }
-# Models that see images, too: the architecture of their language model, and what its configuration is silent about.
-SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+# Models that see images, too: what their language model may be, and what its configuration is silent about.
+SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
-        "Gemma3ForCausalLM",
+        ("Gemma3ForCausalLM",),
         {
             "vocab_size": 262208,
             "hidden_size": 2304,
@@ -208,7 +224,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
-    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", {}),
+    "Mistral3ForConditionalGeneration": (("MistralForCausalLM", "Ministral3ForCausalLM"), {}),
 }
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
@@ -270,6 +286,10 @@ KV_FOR_EACH = (
     "Dots1ForCausalLM",
     *LATENT,
 )
+# Of these all blocks have the window that the config states.
+ALL_WINDOWED = (
+    "MistralForCausalLM", "Ministral3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM",
+)  # fmt: skip
 # These state a window, and switch it on apart.
 SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
 

@@ -25,7 +25,17 @@ from schedules.families import (
     WINDOWLESS,
     WITHOUT_OUT_BIAS,
 )
-from schedules.model_checks import FULL, ORIGINAL, ROPE_LISTS, SLIDING, ModelError, require_few_blocks, whole_number
+from schedules.model_checks import (
+    FULL,
+    LATE_QUERIES,
+    MSCALE,
+    ORIGINAL,
+    ROPE_LISTS,
+    SLIDING,
+    ModelError,
+    require_few_blocks,
+    whole_number,
+)
 
 # What transformers does where a config sets it, and we do not.
 NOT_DONE = {
@@ -201,11 +211,13 @@ def _text_alone(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The config of a model that sees images as that of its language model; any other as it is."""
     if (found := sees(config)) is None:
         return config
-    architecture, silent = SEEING[found]
+    known, silent = SEEING[found]
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"{name}: the config of a {found} must have its language model's in 'text_config'")
-    if (kind := text.get("model_type", MODEL_TYPES[architecture])) != MODEL_TYPES[architecture]:
+    kind = text.get("model_type", MODEL_TYPES[known[0]])
+    architecture = next((one for one in known if MODEL_TYPES[one] == kind), None)
+    if architecture is None:
         raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # which counts before the text's
     return {**silent, **text, **tied, "architectures": [architecture]}
@@ -273,11 +285,25 @@ def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[An
         if kind not in ("default", "longrope"):
             raise ModelError(f"{name}: rope_scaling of type {kind!r} is not supported in a Phi-3, only 'longrope'")
         pairs["rope_type"] = kind
+    if architecture == "Ministral3ForCausalLM":
+        pairs = _longer(pairs, name)
     if kind == "default":
         return theta, ()
     if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
         pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
     return theta, as_pairs(pairs)
+
+
+def _longer(pairs: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The scaling of a Ministral 3, which turns no sharper the further it reaches, but multiplies late queries."""
+    rest = {key: value for key, value in pairs.items() if key not in (*MSCALE, "max_position_embeddings")}
+    of_tables, of_all = (pairs.get(key) for key in MSCALE)
+    if rest.get("rope_type") != "yarn" or LATE_QUERIES not in rest or of_tables != of_all:
+        raise ModelError(
+            f"{name}: rope_parameters of a Ministral3ForCausalLM must be of type 'yarn', with {LATE_QUERIES}, and with "
+            f"{' and '.join(MSCALE)} alike"
+        )
+    return rest if of_tables is None else {"attention_factor": 1.0, **rest}
 
 
 def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
@@ -423,7 +449,13 @@ def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
                 "kernels do not agree on what it means"
             )
         return {}
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM"):
+    if architecture in (
+        "MistralForCausalLM",
+        "Ministral3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Phi3ForCausalLM",
+    ):
         return {"sliding_window": window}
     if types is None:
         sliding = _sliding(architecture, settings, rotated, name)

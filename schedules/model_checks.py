@@ -35,6 +35,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
+LATE_QUERIES = "llama_4_scaling_beta"  # a number: by how much queries beyond the original length are multiplied
 MSCALE = ("mscale", "mscale_all_dim")  # numbers, too; 0 is as if they were not there
 MOST = 3.4028234663852886e38  # in fp32
 MOST_BLOCKS = 1000  # eight times as many as the deepest models have

@@ -99,6 +99,12 @@ MODELS = {
     "llama 3.1": replace(TINY, rope_scaling=LLAMA3, max_position_embeddings=512),
     "llama with biases": replace(TINY, attention_bias=True, attention_out_bias=True, mlp_bias=True),
     "mistral": replace(TINY, architecture="MistralForCausalLM"),
+    "ministral3": replace(
+        TINY,
+        architecture="Ministral3ForCausalLM",
+        rope_scaling=tuple(sorted((*YARN[:-1], ("attention_factor", 1.0), ("llama_4_scaling_beta", 0.1)))),
+        max_position_embeddings=512,
+    ),
     "qwen2": replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True, rope_theta=1e6),
     "qwen3": replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True),
     "qwen3-moe": replace(MOE, norm_topk_prob=False),

@@ -28,6 +28,7 @@ from megatrain.export import NotExported
 from megatrain.hf import WeightsError
 from megatrain.template import sinks, templates, views
 from schedules import presets, trained
+from schedules.families import MODEL_TYPES
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.workload import Workload
@@ -579,9 +580,12 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+@pytest.mark.parametrize(
+    ("family", "alone"),
+    [("Gemma3", "Gemma3ForCausalLM"), ("Mistral3", "MistralForCausalLM"), ("Mistral3", "Ministral3ForCausalLM")],
+)
 def test_of_a_model_that_sees_images_the_language_model_is_read(
-    family: str, tied: bool, within: bool, tmp_path: Path
+    family: str, alone: str, tied: bool, within: bool, tmp_path: Path
 ) -> None:
     """By both kinds of names that its files have; what is written of it is a language model."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -595,7 +599,7 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
         text |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
         more: dict[str, Any] = {"mm_tokens_per_image": 1, "image_token_index": 250}
     else:
-        text |= {"model_type": "mistral", "sliding_window": None}
+        text |= {"model_type": MODEL_TYPES[alone], "sliding_window": None}
         vision |= {"model_type": "pixtral", "head_dim": 8}
         more = {"image_token_index": 250}
     config = getattr(transformers, f"{family}Config")(
@@ -608,7 +612,6 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
         values = {name: value for name, value in theirs.state_dict().items() if not (tied and name == hf.HEAD)}
         save_file(values, tmp_path / "theirs" / hf.WHOLE)
     model = presets.load(tmp_path / "theirs")
-    alone = {"Gemma3": "Gemma3ForCausalLM", "Mistral3": "MistralForCausalLM"}[family]
     assert model.architecture == alone and model.tie_word_embeddings == tied
     source = hf.parameters(tmp_path / "theirs", model)
     tokens, targets = torch.randint(0, 250, (2, 2, 16))

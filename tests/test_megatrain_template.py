@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from families import MODELS as FAMILIES
 
 from megatrain import template
 from megatrain.attention import _sides, attention_again, band
@@ -458,3 +459,13 @@ def test_a_frequent_token_has_all_its_terms_in_bf16(monkeypatch):
         Embed().backward(tokens, dy, Sink(grad, accumulate))
         torch.testing.assert_close(grad[0].double(), exact + accumulate, rtol=2**-8, atol=0)
         assert (grad[1:] == (1.0 if accumulate else 0.0)).all()
+
+
+def test_sequences_whose_last_queries_would_be_multiplied_are_refused() -> None:
+    model = FAMILIES["ministral3"]
+    cos, _ = rotary_tables(model, 64, CPU, torch.float32)
+    assert cos[0].max() == 1.0  # queries and keys get no longer, as they do by "yarn" elsewhere
+    with pytest.raises(
+        ModelError, match=r"multiplies the queries of tokens beyond the 64th, .* with shorter sequences"
+    ):
+        rotary_tables(model, 65, CPU, torch.float32)
