@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from schedules.families import (
+    ALL_WINDOWED,
     ARCHITECTURES,
     BIASES,
     ENCODER_DECODERS,
@@ -219,8 +220,10 @@ def _text_alone(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     architecture = next((one for one in known if MODEL_TYPES[one] == kind), None)
     if architecture is None:
         raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
-    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # which counts before the text's
-    return {**silent, **text, **tied, "architectures": [architecture]}
+    tied = config.get("tie_word_embeddings")  # which counts before the text's
+    if tied is not None:
+        text = {**text, "tie_word_embeddings": tied}
+    return {**silent, **text, "architectures": [architecture]}
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
@@ -449,13 +452,7 @@ def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
                 "kernels do not agree on what it means"
             )
         return {}
-    if architecture in (
-        "MistralForCausalLM",
-        "Ministral3ForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Phi3ForCausalLM",
-    ):
+    if architecture in ALL_WINDOWED:
         return {"sliding_window": window}
     if types is None:
         sliding = _sliding(architecture, settings, rotated, name)
