@@ -56,7 +56,6 @@ class Buffers:
         self.workload = workload
         self._amounts = amounts_of(model, workload)
         self._accesses: dict[Held, Access] = {}
-        self._tensors: dict[tuple[str, int, int | Part | None], str] = {}
         self._tiers: dict[str, Tier] = {}
         self._sizes: dict[str, int] = {}  # of those in use
         self._homes: dict[str, str] = {}
@@ -97,10 +96,9 @@ class Buffers:
         return self._named("output_grad", tensors.OUTPUT_GRAD, i, index(m, "output_grad"))
 
     def _named(self, call: str, cls: str, i: int, of: int | Part | None = None) -> str:
-        key = cls, i if type(i) is int else index(i, call), of
-        if (known := self._tensors.get(key)) is None:
-            known = self._tensors[key] = named(cls, self.model.layer_name(key[1]), of)
-        return known
+        if type(i) is not int:
+            i = index(i, call)
+        return named(cls, self.model.layer_name(i), of)
 
     def nbytes(self, tensor: str) -> int:
         """Bytes of a tensor at this workload's precision."""
