@@ -71,6 +71,7 @@ class Tried:
     """A candidate and what became of it: `period_ns` if it was simulated, else `reason`.
 
     over: how many bytes it lacked; zero if it has room.
+    lacking: the tier on which it lacked them.
     on_drive: whether a drive holds any of it.
     measured: False if the profile lacks an op's time; `lacks` then says of what kind, if it has none of that kind.
     """
@@ -81,6 +82,7 @@ class Tried:
     period_ns: float | None
     reason: str
     over: int = 0
+    lacking: Tier | None = None
     on_drive: bool = False
     measured: bool = True
     lacks: str = ""
@@ -104,7 +106,6 @@ class Case:
 class Verdict:
     """What became of a candidate, its prediction if that is the best so far, and how many ops were looked at.
 
-    lacking: the tier on which it had no room.
     unmeasured: an op that the profile has no time for.
     too_long: an op that takes too long.
     """
@@ -112,7 +113,6 @@ class Verdict:
     tried: Tried
     prediction: Prediction | None
     effort: int
-    lacking: Tier | None = None
     unmeasured: Unmeasured | None = None
     too_long: TooLong | None = None
 
@@ -163,12 +163,13 @@ def judge(case: Case, candidate: Candidate, best_ns: float, schedule: Schedule |
         period_ns=period,
         reason=reason,
         over=over,
+        lacking=lacking,
         on_drive=on_drive,
         measured=unmeasured is None,
         lacks=unmeasured.kind if unmeasured else "",
     )
     better = prediction if tried.cost_ns < best_ns else None
-    return Verdict(tried, better, effort, lacking, unmeasured, too_long)
+    return Verdict(tried, better, effort, unmeasured, too_long)
 
 
 @contextmanager

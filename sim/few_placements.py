@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from schedules.model import ModelSpec
+from schedules.op import Tier
 from schedules.schedule import Knob
 from schedules.workload import Workload
 from sim.candidate import OURS, Candidate
@@ -33,28 +34,46 @@ def try_all(found: Findings, workload: Workload, *, begun: Candidate, one_block:
     for `Room.begin`.
     """
     every, effort = placements(found.model, workload, begun=begun), found.effort
-    start, blocks = Candidate(policy=OURS, workload=workload), found.model.num_hidden_layers
+    start = Candidate(policy=OURS, workload=workload)
     begin = found.room.begin(start, one_block=one_block)
     for order in orders(workload):
         for usual in dict.fromkeys((start, begin)):
             some = every if order == "layers" or found.at is None else _ends(every, found.at)
-            found.evaluate(*_each(usual, order, blocks, some))
+            _try_each(found, usual, order, some)
     for thrifty in _thriftier(found, start, begin):
         for order in orders(workload):
-            found.evaluate(*_each(thrifty, order, blocks, _ends(every, found.at or start)))
+            _try_each(found, thrifty, order, _ends(every, found.at or start))
     for there, slots, resident in itertools.product(dict.fromkeys((start, begin)), SLOTS, every["resident"]):
         some = there.with_knobs({"resident": resident, "slots": slots})
         stays = {found.room.stays(some)} - {0} if workload.grad_clip is None else ()
         for more in ({"stay": stay} for stay in stays), ({"hold": hold} for hold in found.room.holds(some)):
             ends = {**_ends(every, found.at or start), "resident": [resident]}
-            found.evaluate(*(each for knobs in more for each in _each(some.with_knobs(knobs), "layers", blocks, ends)))
+            found.evaluate(*(each for knobs in more for each in _each([some.with_knobs(knobs)], ends)))
     found.effort = effort
 
 
-def _each(begin: Candidate, order: str, blocks: int, values: Mapping[str, Iterable[Knob]]) -> list[Candidate]:
+def _try_each(found: Findings, begin: Candidate, order: str, values: Mapping[str, list[Knob]]) -> None:
+    """Try all placements of these values, those of the fewest resident layers first.
+
+    Where a device has no room for so many, it has none for more: these are left out, but for the last few, beside which
+    there is hardly a block left to need buffers.
+    """
+    blocks, full = found.model.num_hidden_layers, set[Candidate]()
     begins = [begin.with_knobs({"order": order})]
     if order != "layers":
         begins.append(begins[0].with_knobs({"hold": blocks}))
+    for resident in values["resident"]:
+        some = [
+            each
+            for each in _each(begins, {**values, "resident": [resident]})
+            if each.count("resident") >= blocks or each.with_knobs({"resident": 0}) not in full
+        ]
+        for each, tried in zip(some, found.evaluate(*some), strict=True):
+            if tried.lacking == Tier.DEVICE:
+                full.add(each.with_knobs({"resident": 0}))
+
+
+def _each(begins: Iterable[Candidate], values: Mapping[str, Iterable[Knob]]) -> list[Candidate]:
     ways = itertools.product(begins, itertools.product(*values.values()))
     return [begin.with_knobs(dict(zip(values, way, strict=True))) for begin, way in ways]
 

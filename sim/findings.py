@@ -82,7 +82,7 @@ class Findings:
         """
         best_ns, again = self.cost_ns, list[Candidate]()
         for candidate, verdict in zip(candidates, self.judge(candidates, best_ns), strict=True):
-            if verdict.lacking == Tier.HOST and candidate.policy == OURS and not _on_a_drive(candidate):
+            if verdict.tried.lacking == Tier.HOST and candidate.policy == OURS and not _on_a_drive(candidate):
                 self.moved[candidate] = moved = self.room.rebalanced(candidate)
                 if moved != candidate:
                     again.append(moved)
@@ -120,8 +120,8 @@ class Findings:
         self.effort -= verdict.effort
         self.unmeasured = self.unmeasured or verdict.unmeasured
         self.too_long = self.too_long or verdict.too_long
-        if verdict.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
-            self.shortest = tried.over, verdict.lacking
+        if verdict.tried.lacking is not None and (self.shortest is None or tried.over < self.shortest[0]):
+            self.shortest = tried.over, verdict.tried.lacking
         if self.progress is not None:
             self.progress(self.best, self.share, f"{len(self.tried)} tried")
 

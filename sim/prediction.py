@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schedules import tensor as tensors
 from schedules.errors import Refused
@@ -189,6 +190,7 @@ def predict(
     budget = budget or memory_of(profile)
     costs = demands(schedule, profile) if costs is None else costs
     limit = limit or bound_of(schedule, costs)
+    largest = _largest_workspace(schedule, profile)
     for steps in STEPS:
         trace = simulate(schedule, profile, steps=steps, costs=costs)
         if found := repeats(trace):
@@ -204,8 +206,8 @@ def predict(
         # a mean over too few steps can fall short of what no long run can beat
         period_ns=period_ns if found else max(period_ns, limit.period_ns),
         window=window,
-        peak_bytes=peak_bytes(schedule, profile),
-        does_not_fit=shortage(schedule, profile, budget),
+        peak_bytes=_peak_bytes(schedule, largest),
+        does_not_fit=_shortage(schedule, budget, largest),
     )
 
 
@@ -237,8 +239,12 @@ def memory_of(profile: HardwareProfile) -> MemoryBudget:
 
 def peak_bytes(schedule: Schedule, profile: HardwareProfile) -> dict[Tier, int]:
     """Per tier, the bytes of all buffers; on the device, with the largest workspace of any compute op."""
+    return _peak_bytes(schedule, _largest_workspace(schedule, profile))
+
+
+def _peak_bytes(schedule: Schedule, largest: Workspace) -> dict[Tier, int]:
     peaks = {tier: schedule.allocated_bytes(tier) for tier in Tier}
-    peaks[Tier.DEVICE] += _largest_workspace(schedule, profile)[1]
+    peaks[Tier.DEVICE] += largest.nbytes
     return peaks
 
 
@@ -250,33 +256,43 @@ def require_fit(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudg
 
 def shortage(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) -> DoesNotFit | None:
     """What a schedule lacks, in all tiers; None where it fits."""
-    op, workspace = _largest_workspace(schedule, profile)
+    return _shortage(schedule, budget, _largest_workspace(schedule, profile))
+
+
+def _shortage(schedule: Schedule, budget: MemoryBudget, largest: Workspace) -> DoesNotFit | None:
     lacks = []
     for tier in Tier:
         allocated, available = schedule.allocated_bytes(tier), budget.of(tier)
-        extra = workspace if tier == Tier.DEVICE else 0
+        extra = largest.nbytes if tier == Tier.DEVICE else 0
         if allocated + extra > available:
             holders = contents(schedule, tier)
             if extra:
-                holders.append((f"workspace of {op}", extra))
+                holders.append((f"workspace of {largest.op}", extra))
             lacks.append(
                 Lack(
                     tier=tier,
                     needed=allocated + extra,
                     available=available,
-                    op=op if allocated <= available else None,
+                    op=largest.op if allocated <= available else None,
                     holders=tuple(sorted(holders, key=lambda holder: -holder[1])[:HOLDERS]),
                 )
             )
     return DoesNotFit(lacks) if lacks else None
 
 
-def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> tuple[str | None, int]:
-    """The op that allocates most beside its buffers, and its bytes: measured, or else estimated."""
+class Workspace(NamedTuple):
+    """What an op allocates beside its buffers; no op, and nothing, where none does."""
+
+    op: str | None
+    nbytes: int
+
+
+def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> Workspace:
+    """Measured, or else estimated."""
     estimated = _estimates(schedule)
     sizes = [(_workspace(op, schedule, profile, estimated), op.name) for op in schedule.ops if op.takes_workspace]
     size, name = max(sizes, key=lambda found: found[0], default=(0, None))
-    return name, size
+    return Workspace(name, size)
 
 
 def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile, estimated: Callable[[Op], int]) -> int:

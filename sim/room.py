@@ -71,16 +71,13 @@ class Room:
     def residents(self, start: Candidate) -> tuple[int, int]:
         """The fewest layers that must live on the device, for the host has no room, and the most that may."""
         counts = range(len(self._model.layers) + 1)
-        least = bisect_left(counts, True, key=lambda n: self._with_resident(n, start, Tier.HOST))
+        least = bisect_left(counts, True, key=lambda n: self.on(Tier.HOST, _with_resident(start, n)))
         return least, self.most_residents(start)
 
     def most_residents(self, start: Candidate) -> int:
         """The most layers that may live on the device; -1 if even none is too many."""
         counts = range(len(self._model.layers) + 1)
-        return bisect_left(counts, True, key=lambda n: not self._with_resident(n, start, Tier.DEVICE)) - 1
-
-    def _with_resident(self, count: int, start: Candidate, tier: Tier) -> bool:
-        return self.on(tier, start.with_knobs({"resident": count, "keep": 0}))
+        return bisect_left(counts, True, key=lambda n: not self.on(Tier.DEVICE, _with_resident(start, n))) - 1
 
     def holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none.
@@ -132,17 +129,19 @@ class Room:
         """With as much on NVMe as host and device together cannot hold, unless that is not what is lacking."""
         most = self.most_residents(start)  # whatever is on the drive
 
-        def held(candidate: Candidate) -> bool:
-            return self._with_resident(most, candidate, Tier.HOST)
+        def weighed(candidate: Candidate) -> Candidate:
+            return _with_resident(candidate, most)
 
-        if self._profile.nvme is None or most < 0 or held(start) or not held(start.with_knobs(self._away(start))):
+        if self._profile.nvme is None or most < 0 or self.on(Tier.HOST, weighed(start)):
+            return start
+        if not self.on(Tier.HOST, weighed(start.with_knobs(self._away(start)))):
             return start
         parts = self._parts(start.workload)
         start = start.with_knobs({"parts": parts, "nvme_slots": 2 * parts})  # two blocks' worth
         inputs: dict[str, Knob] = {"nvme_inputs": start.value("inputs")}
         for there in (start, start.with_knobs(inputs)):
             for thrift in THRIFT:
-                if found := self._on_the_drive(there.with_knobs(thrift), held):
+                if found := self._on_the_drive(there.with_knobs(thrift), weighed):
                     return found
         return start
 
@@ -161,27 +160,12 @@ class Room:
     def rebalanced(self, candidate: Candidate) -> Candidate:
         """The same with no more on NVMe than the host has no room for; as it is if there is nothing, or no room.
 
-        What one part more takes off the host is known, so that few schedules need be built. Where state is on the host,
-        it is activations that go on.
+        Where state is on the host, it is activations that go on.
         """
-        if not candidate.value("nvme"):
-            return self._sending_on(candidate) if self._profile.nvme is not None else candidate
-        model, workload = self._model, candidate.workload
-        parts = candidate.count("parts")
-        of_state, of_weights = state_of_block(model, workload) // parts, tensor_bytes(named("w", "0"), model, workload)
-        at, seen = candidate.count("nvme") + candidate.count("nvme_weights"), set[int]()
-        while of_state and at not in seen:
-            seen.add(at)
-            there = self._with_on_the_drive(candidate, at)
-            over = self._over(Tier.HOST, there.with_knobs({"keep": 0}))
-            if over is None or (over > 0 and at == self._all_on_the_drive(candidate)):
-                return candidate
-            last = at if over > 0 else at - 1  # the next to go there, or the first to come back
-            step = -(-over // (of_state if last < parts * model.num_hidden_layers else of_weights))
-            if over <= 0 and (not at or not step):
-                return there
-            at = min(max(at + step, 0), self._all_on_the_drive(candidate))
-        return self._on_the_drive(candidate, self._in_the_host) or candidate
+        if candidate.value("nvme"):
+            # what is kept is on the device
+            return self._on_the_drive(candidate, lambda there: there.with_knobs({"keep": 0})) or candidate
+        return self._sending_on(candidate) if self._profile.nvme is not None else candidate
 
     def within_the_drive(self, candidate: Candidate) -> Candidate:
         """With no more states and weights on NVMe than that has room for."""
@@ -203,14 +187,30 @@ class Room:
             candidate = candidate.with_knobs({"nvme_offload": min(deep - (-over // one), most)})
         return candidate
 
-    def _in_the_host(self, candidate: Candidate) -> bool:
-        return self.on(Tier.HOST, candidate.with_knobs({"keep": 0}))  # what is kept is on the device
+    def _on_the_drive(self, start: Candidate, weighed: Callable[[Candidate], Candidate]) -> Candidate | None:
+        """With no more on NVMe than the host has no room for; None if all that can be is too little, or not built.
 
-    def _on_the_drive(self, start: Candidate, enough: Callable[[Candidate], bool]) -> Candidate | None:
-        """With no more on NVMe than is enough; None if all of it is not."""
-        amounts = range(self._all_on_the_drive(start) + 1)
-        least = bisect_left(amounts, True, key=lambda n: enough(self._with_on_the_drive(start, n)))
-        return self._with_on_the_drive(start, least) if least in amounts else None
+        A candidate takes as much of the host as the one that is `weighed` in its place. What one part more takes off
+        the host is known, so that few schedules need be written: where it takes less, what is left is halved.
+        """
+        model, workload, states = self._model, start.workload, self._model.num_hidden_layers * start.count("parts")
+        of_state = state_of_block(model, workload) // start.count("parts")
+        of_weights = tensor_bytes(named("w", "0"), model, workload)
+        at, most, before = start.count("nvme") + start.count("nvme_weights"), self._all_on_the_drive(start), None
+        lacks, enough = -1, most + 1  # the most that is known to be too little; the least that is known not to be
+        while True:
+            there = self._with_on_the_drive(start, at)
+            over = self._over(Tier.HOST, weighed(there))
+            if over is None:
+                return None
+            lacks, enough = (at, enough) if over > 0 else (lacks, at)
+            last = at if over > 0 else at - 1  # the next to go there, or the first to come back
+            one = of_state if last < states else of_weights
+            if enough - lacks <= 1 or -one < over <= 0:
+                return self._with_on_the_drive(start, enough) if enough <= most else None
+            expected = min(max(at - over // -one, 0), most)
+            at = expected if over != before and lacks < expected < enough else (lacks + enough) // 2
+            before = over
 
     def _with_on_the_drive(self, start: Candidate, amount: int) -> Candidate:
         """With so many parts of states on NVMe, and if that are more than there are, of so many blocks the weights.
@@ -224,8 +224,8 @@ class Room:
         return self._model.num_hidden_layers * (start.count("parts") + 1)
 
     def on_the_drive(self, candidate: Candidate) -> int:
-        """Bytes on NVMe, if no more is there than the host has no room for."""
-        return self._built(self.rebalanced(candidate)).allocated_bytes(Tier.NVME)
+        """Bytes on NVMe, if no more is there than the host has no room for. What is kept is on the device."""
+        return self._taken(self.rebalanced(candidate).with_knobs({"keep": 0}))[Tier.NVME]
 
     def least(self, workload: Workload) -> dict[Tier, int]:
         """Bytes that the thriftiest schedule takes, with as much on the device and the drive as these have room for."""
@@ -318,6 +318,10 @@ class Room:
     def _built(self, candidate: Candidate) -> Schedule:
         knobs = dict(candidate.knobs)
         return policies.build_without_waits(candidate.policy, self._model, candidate.workload, self._budget, **knobs)
+
+
+def _with_resident(start: Candidate, count: int) -> Candidate:
+    return start.with_knobs({"resident": count, "keep": 0})
 
 
 def _amount(tier: Tier, nbytes: int) -> str:
