@@ -1,5 +1,6 @@
 # make demo   set up, measure this machine, simulate and train with five policies, write results/demo
-# make test   set up and run the tests
+# make test   set up and run the tests that CI runs
+# make test-all  all of them, twice as many minutes: before a release, or after a change of the planner or the executor
 # make lint   the linters that CI runs
 # make install  only .venv, with the megatrain command in it
 PYTHON ?= python3
@@ -7,7 +8,7 @@ BIN := .venv/bin
 # pip would compile every module on one core: those that are imported are compiled then, and kept
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test test-all lint clean
 
 install: .venv/.installed
 
@@ -21,6 +22,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-all: install
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
 lint: install
 	$(BIN)/ruff check .

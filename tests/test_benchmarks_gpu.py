@@ -130,6 +130,7 @@ else:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_written_down_for_every_step_that_will_be_measured(tmp_path: Path) -> None:
     words = [sys.executable, "benchmarks/gpu_expected.py", "--gpu", "h200", "--models", "llama-3.2-1b"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -342,6 +342,7 @@ def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"] and not list(export.iterdir())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: Path) -> None:
     with _endless(tmp_path, "--every", "5") as run:
@@ -427,6 +428,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as
     assert run.returncode == 130 and told.endswith(" is kept\n") and list((tmp_path / "run").iterdir())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_who_interrupts_what_comes_after_a_training_loses_no_result(how: signal.Signals, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace")  # which waits for a reader

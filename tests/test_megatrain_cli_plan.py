@@ -100,6 +100,7 @@ def test_a_placement_in_words_by_hand() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_same_for_programs_with_what_if(here: str, shallow: str) -> None:
     told = megatrain("plan", shallow, "-H", here, *STEP, "--what-if", "--json")
     assert told.returncode == 0, told.stderr

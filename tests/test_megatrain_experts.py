@@ -293,6 +293,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recompute", ["none", "pointwise"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", MODELS)

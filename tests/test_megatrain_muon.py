@@ -240,6 +240,7 @@ SCHEDULES: dict[str, dict[str, Knob]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, None), (2, 0.3)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_training_by_schedule_is_plain_training(name: str, accumulation: int, clip: float | None) -> None:
@@ -259,6 +260,7 @@ def test_training_by_schedule_is_plain_training(name: str, accumulation: int, cl
     assert found.losses[-1] < found.losses[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", WITHOUT_8_BITS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_schedules_yield_the_same_bits(name: str, precision: str) -> None:

@@ -182,6 +182,7 @@ def text(work: Workload) -> ByteText:
     return ByteText(text=read_bytes(standard_library(), 1 << 14), workload=work, seed=5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", RECOMPUTED[1:])
 @pytest.mark.parametrize("name", POLICIES)
 def test_training_by_schedule_is_plain_training(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

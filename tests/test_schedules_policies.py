@@ -122,6 +122,7 @@ def place(schedule: Schedule, name: str) -> int:
 # ---- all policies
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -174,6 +174,7 @@ def test_no_schedule_is_faster_than_the_bound(seed: int) -> None:
     assert simulated
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("device_gb", "link"), [(4.0, "55GB/s"), (5.0, "12GB/s"), (9.0, "25GB/s")], ids=["short", "slow", "ample"]
 )

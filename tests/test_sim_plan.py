@@ -72,6 +72,7 @@ def period_if_it_fits(schedule: Schedule, profile: HardwareProfile) -> float | N
 # ---- the bound
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("workload", [step(1), step(16), step(2, accumulation=3), step(4, precision="fp32")])
 def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload) -> None:
@@ -90,6 +91,7 @@ def test_no_exact_policy_is_faster_than_the_bound(name: str, workload: Workload)
     assert simulated >= 15
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(24))
 def test_no_order_of_micro_batches_is_faster_than_the_bound(seed: int) -> None:
     """With memory so short that micro-batches must share loads, or be recomputed, or go away."""
@@ -405,6 +407,7 @@ def test_splits_are_searched_down_to_the_size_from_which_smaller_gain_nothing(
     assert worth_searching(bounded[:5]) == bounded[:5]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("share", [0.95, 1.05, 1.2])
 def test_where_few_placements_have_room_the_other_order_and_all_modes_are_tried(share: float) -> None:
     """Without room in the host, where a micro-batch at a time is what fits, and some modes take less than others."""
@@ -421,6 +424,7 @@ def test_where_few_placements_have_room_the_other_order_and_all_modes_are_tried(
     assert "microbatches" in {dict(tried.knobs).get("order") for tried in ours}
 
 
+@pytest.mark.slow
 def test_of_few_placements_those_of_the_other_order_are_tried_though_some_of_the_first_fit() -> None:
     """Clipping holds updates back until all gradients are there, so that an order costs little but its memory."""
     model = replace(presets.load("llama-3.1-8b"), num_hidden_layers=3)
@@ -479,6 +483,7 @@ def test_few_placements_are_all_tried(blocks: int, name: str, batch: int, device
             assert searched(model, profile, workload).prediction.period_ns <= best
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["h200", "rtx4090"])
 def test_more_memory_never_makes_the_plan_slower(name: str) -> None:
     model, workload = shallow(2), step(32)
@@ -514,6 +519,7 @@ def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
         assert not any(re.match(r"host\.o\.\d", name) for name in found.schedule.buffer)
 
 
+@pytest.mark.slow
 def test_what_has_no_room_is_tried_with_fewer_buffers() -> None:
     """More layers on the device only fit beside smaller buffers, which alone gain nothing: the search stood at 9.49."""
     roomy = hardware.override(hardware.load("rtx5090"), ["host.memory=192GB"])
@@ -536,6 +542,7 @@ def test_a_drive_holds_no_more_than_must_be() -> None:
     assert whole.buffer["update.state0"].nbytes > found.schedule.buffer["update.state0"].nbytes
 
 
+@pytest.mark.slow
 def test_where_a_drive_is_the_limit_blocks_come_one_at_a_time() -> None:
     """A second slot for weights would have state of as many bytes go to the drive."""
     large = presets.load("gpt-oss-20b")
@@ -550,6 +557,7 @@ def test_where_a_drive_is_the_limit_blocks_come_one_at_a_time() -> None:
     ).fits
 
 
+@pytest.mark.slow
 def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
     model, workload = shallow(6), step(4, seq=4096, accumulation=16)
     inputs = 6 * workload.accumulation * model.hidden_bytes(workload) / 1e9
@@ -576,6 +584,7 @@ def test_activations_that_the_host_cannot_hold_go_to_nvme_and_the_bound_knows_it
     assert found.prediction.period_ns >= found.lower_bound_ns
 
 
+@pytest.mark.slow
 def test_a_drive_is_spared_that_would_bring_less_than_its_wear_is_worth() -> None:
     model, workload = shallow(8), step(16, seq=4096)
     profile = with_room_for_three_blocks_activations(model, workload, "20GB/s")
@@ -669,6 +678,7 @@ def test_a_model_larger_than_all_memory_is_told_with_what_it_takes() -> None:
     assert "GB of device memory and" in str(told.value)
 
 
+@pytest.mark.slow
 def test_without_a_drive_states_in_parts_and_what_stays_on_the_device_make_room() -> None:
     """Of a whole block's gradient the host's buffer is larger, and a part of a state may have room where none has."""
     model, workload = presets.load("llama-3.2-3b"), step(1, 1024, recompute="pointwise")
@@ -690,6 +700,7 @@ def test_placements_are_all_tried_where_they_are_few_and_quickly_judged() -> Non
     assert search.few(step(1, accumulation=LONG - 1)) and not search.few(step(1, accumulation=LONG))
 
 
+@pytest.mark.slow
 def test_micro_batches_whose_ops_take_hours_are_left_to_smaller_ones() -> None:
     """On this machine the backward of a block on 8,192 tokens takes three hours, on fewer of them less."""
     model, slow = shallow(1), hardware.override(hardware.load("h200"), ["gpu.matmul_flops=1GFLOP/s"])
@@ -753,6 +764,7 @@ def test_several_processes_find_the_same() -> None:
     assert shared.prediction.period_ns == alone.prediction.period_ns == alone.chosen.period_ns
 
 
+@pytest.mark.slow
 def test_of_plans_that_are_as_fast_the_one_of_larger_micro_batches_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sim.refine.SAME", 0.02)
     model = shallow(4)
@@ -773,6 +785,7 @@ def test_a_plan_that_begins_with_another_is_not_slower() -> None:
     assert again.prediction.period_ns <= found.prediction.period_ns
 
 
+@pytest.mark.slow
 def test_a_plan_that_begins_with_another_searches_all_the_same() -> None:
     model, profile = shallow(2), machine("h200", device_gb=6.0, host_gb=200.0)
     slow = policies.build("streamed", model, step(8), memory_of(profile), keep=0, slots=1, grad_slots=1, slabs=1)
@@ -927,6 +940,7 @@ def test_an_mlp_computed_again_lets_a_sequence_fit_that_does_not_otherwise() -> 
     assert all(found.prediction.peak_bytes[tier] <= limit for tier, limit in zip(Tier, limits, strict=True))
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_far_off_is_looked_for_where_all_weights_are_held() -> None:
     """From many resident layers one knob at a time does not lead to all blocks held of smaller micro-batches."""
     model = replace(presets.load("qwen2.5-7b"), num_hidden_layers=12, vocab_size=8192)
@@ -939,6 +953,7 @@ def test_a_plan_that_is_far_off_is_looked_for_where_all_weights_are_held() -> No
     assert found.prediction.period_ns <= predict(held, profile).period_ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "knobs"), [("adamw", {"resident": 2, "hold": 4}), ("muon", {"stay": 6, "slots": 4})]
 )
