@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 
 import pytest
 from hypothesis import settings
@@ -13,10 +14,12 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of a test's cases that are marked `one_in(n)` only every nth is not slow, as many with each of its parameters."""
+    """Of the cases of a test that is marked `one_in(n)` one in n is not slow, of those with any one value, too."""
+    ranks = defaultdict[tuple[object, str], dict[int, int]](dict)  # by test and parameter: value -> its rank
     for item in items:
         for mark in item.iter_markers("one_in"):
-            if sum(item.callspec.indices.values()) % mark.args[0]:
+            seen = [(ranks[item.function, name], id(value)) for name, value in item.callspec.params.items()]
+            if sum(of.setdefault(value, len(of)) for of, value in seen) % mark.args[0]:
                 item.add_marker("slow")
 
 

@@ -81,6 +81,7 @@ def test_every_schedule_trains_as_on_the_cpu_and_nothing_waits(gpu: FakeGpu, nam
     check(gpu, name, LONG, tmp_path)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("recompute", "precision"),
     [

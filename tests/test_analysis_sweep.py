@@ -484,6 +484,7 @@ def test_neighbours_differ_in_one_number_by_one_value() -> None:
     assert all(others == [] for others in sweep.neighbours(some(["h200", "rtx4090"], names=[sweep.PLAN])).values())
 
 
+@pytest.mark.slow
 def test_a_schedule_that_a_neighbour_found_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a search that finds the worst schedule on all machines but the first, all end with the first one's."""
     points = planned("h200", ["host.memory=1GB,2GB,3GB"])

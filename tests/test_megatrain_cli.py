@@ -418,6 +418,7 @@ def test_a_signal_while_an_interrupted_process_ends_changes_nothing(interrupted:
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as `timeout` sends it
     with _endless(tmp_path, "--accumulation", "50") as run:
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())

@@ -54,7 +54,7 @@ def test_a_plan_on_a_measured_profile_says_what_it_leaves_out(here: str, shallow
     assert "to measure it: megatrain profile tiny --batch 4 --seq 64 --precision bf16 --recompute none" in told.stdout
 
 
-@pytest.mark.parametrize("command", ["simulate", "plan", "compare"])
+@pytest.mark.parametrize("command", ["simulate", pytest.param("plan", marks=pytest.mark.slow), "compare"])
 def test_more_than_all_of_a_peak_is_not_told_without_a_word(command: str, here: str, shallow: str) -> None:
     """A profile's peak may have been read while others used the machine, and its ops when they had gone."""
     step = [shallow, "-H", here, "-b", "4", "-a", "1", "-s", "64", *(["-p", "resident"] if command != "plan" else [])]

@@ -151,6 +151,7 @@ def test_our_kernel_ends_with_the_bits_of_torch(
         torch.testing.assert_close(found, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("signed", [True, False])
 def test_our_kernel_finds_the_code_of_every_float(signed: bool) -> None:
     """By its upper half and one comparison; all of them between -1 and 1, and those around each limit."""

@@ -275,6 +275,7 @@ def exact(values: Tensor, grads: list[Tensor], hyper: Adam) -> tuple[Tensor, Ten
     return w, m, v
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by", ["kernel", "torch"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16_split", "bf16_fp32"])
 def test_update_is_exact_to_fp32_at_every_size(monkeypatch: pytest.MonkeyPatch, precision: str, by: str) -> None:

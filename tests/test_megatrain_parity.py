@@ -433,6 +433,7 @@ def same_order(staleness: int = 0, fresh: frozenset[int] = frozenset()) -> Refer
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [name for name in SCHEDULES if name in WRITERS or policies.trains(name.split(",")[0]) == "weights"]
 )

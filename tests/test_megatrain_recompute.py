@@ -209,6 +209,7 @@ def test_training_by_schedule_is_plain_training(name: str, mode: str, monkeypatc
     assert poisoned.losses == found.losses
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -284,6 +285,7 @@ def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> No
     verify(policies.build("streamed", model, cheap, room))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("output", [True, False])
 @pytest.mark.parametrize(
     ("name", "mode", "rank", "matmul"),

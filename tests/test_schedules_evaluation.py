@@ -74,6 +74,7 @@ def mean(losses: Sequence[float]) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*policies.names(), *WRITERS, *MORE])
 def test_the_loss_is_that_of_the_weights_as_they_are_and_training_goes_on_as_if_nothing_had_been(name: str) -> None:
     """Beside plain PyTorch before a step and after two, poisoned and delayed."""

@@ -129,6 +129,7 @@ def test_the_search_leaves_alone_what_muon_has_no_use_for() -> None:
     assert orders(several) == ("layers",) and ways_to_part(shallow(2), several) == (1,)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("blocks", [2, 4])
 def test_where_all_states_stay_none_needs_a_buffer_to_pass_through(blocks: int) -> None:
     """Two more stay than beside the buffers; of two blocks it is all or none, and none took more of the host."""

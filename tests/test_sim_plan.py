@@ -341,6 +341,7 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, eff
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MACHINES)
 @settings(max_examples=5)
 @given(
@@ -375,6 +376,7 @@ def test_plan_is_never_slower_than_a_named_policy(
         assert named is None or 0 < period <= named, policy
 
 
+@pytest.mark.slow
 def test_the_bound_of_a_plan_holds_for_splits_that_are_not_searched() -> None:
     """It falls with the size of micro-batches where memory is short, and there are ten that could fit."""
     model, profile = shallow(4), replace(machine("rtx4090", device_gb=4.0, host_gb=50.0), nvme=None)
@@ -506,6 +508,7 @@ def test_state_that_the_host_cannot_hold_goes_to_the_device_first_and_then_to_nv
     assert without.prediction.fits and without.schedule.allocated_bytes(Tier.NVME)
 
 
+@pytest.mark.slow
 def test_weights_that_the_host_cannot_hold_go_to_nvme_after_all_state() -> None:
     model, workload = shallow(6, "qwen2.5-1.5b"), step(2)
     block = model.params(0) * 2 / 1e9  # weights
@@ -573,6 +576,7 @@ def with_room_for_three_blocks_activations(model: ModelSpec, workload: Workload,
     return hardware.override(machine("rtx4090", **room), [f"nvme.read={drive}", f"nvme.write={drive}"])
 
 
+@pytest.mark.slow
 def test_activations_that_the_host_cannot_hold_go_to_nvme_and_the_bound_knows_it() -> None:
     model, workload = shallow(8), step(16, seq=4096)
     profile = with_room_for_three_blocks_activations(model, workload, "40GB/s")
@@ -593,6 +597,7 @@ def test_a_drive_is_spared_that_would_bring_less_than_its_wear_is_worth() -> Non
     assert any(one.on_drive and one.period_ns and one.period_ns < found.prediction.period_ns for one in found.tried)
 
 
+@pytest.mark.slow
 def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:
     model, workload = shallow(6), step(2)
     h200 = hardware.load("h200")

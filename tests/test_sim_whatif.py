@@ -162,6 +162,7 @@ def test_least_memory_is_enough_and_less_is_not() -> None:
     assert trains(least.device_bytes) and not trains(least.device_bytes - 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("grad_clip", "drive"), [(None, 0), (1.0, 0), (None, 4)])
 def test_no_more_layers_live_on_the_device_than_the_host_has_no_room_for(grad_clip: float | None, drive: int) -> None:
     """A host for two thirds of the blocks, a drive for the state of two or none: against every number of layers."""
@@ -180,6 +181,7 @@ def test_no_more_layers_live_on_the_device_than_the_host_has_no_room_for(grad_cl
     assert told is not None and told <= min(enough) < max(enough) / 1.5
 
 
+@pytest.mark.slow
 def test_a_drive_for_some_states_only_leaves_less_on_the_host() -> None:
     """Of twelve blocks the drive has room for the state of two, and the device for none."""
     model, workload = shallow(12), Workload(micro_batch_size=1, seq_len=1024)
@@ -219,6 +221,7 @@ def test_limits_are_told_where_only_what_is_copied_nowhere_has_room() -> None:
     assert whatif.longest_sequence(model, profile, workload) >= 1024
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
     profile = hardware.override(hardware.load("rtx4090"), ["gpu.memory=16GB"])
     found = {
@@ -228,6 +231,7 @@ def test_the_longest_sequence_is_that_of_the_thriftiest_mode() -> None:
     assert len(set(found.values())) == 1
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_a_step_by_itself() -> None:
     model, profile = presets.load("qwen2.5-0.5b"), hardware.load("rtx4090")
     one, many = (Workload(micro_batch_size=1, accumulation=n, seq_len=512) for n in (1, 64))
