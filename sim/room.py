@@ -196,7 +196,8 @@ class Room:
         model, workload, states = self._model, start.workload, self._model.num_hidden_layers * start.count("parts")
         of_state = state_of_block(model, workload) // start.count("parts")
         of_weights = tensor_bytes(named("w", "0"), model, workload)
-        at, most, before = start.count("nvme") + start.count("nvme_weights"), self._all_on_the_drive(start), None
+        most, before = self._all_on_the_drive(start), None
+        at = min(start.count("nvme") + start.count("nvme_weights"), most)  # of fewer parts there are not so many
         lacks, enough = -1, most + 1  # the most that is known to be too little; the least that is known not to be
         while True:
             there = self._with_on_the_drive(start, at)
