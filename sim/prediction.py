@@ -288,7 +288,7 @@ class Workspace(NamedTuple):
 
 
 def _largest_workspace(schedule: Schedule, profile: HardwareProfile) -> Workspace:
-    """Measured, or else estimated."""
+    """Of the op that allocates most: measured, or else estimated."""
     estimated = _estimates(schedule)
     sizes = [(_workspace(op, schedule, profile, estimated), op.name) for op in schedule.ops if op.takes_workspace]
     size, name = max(sizes, key=lambda found: found[0], default=(0, None))
