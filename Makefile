@@ -1,6 +1,6 @@
 # make demo   set up, measure this machine, simulate and train with five policies, write results/demo
 # make test   set up and run the tests that CI runs
-# make test-all  all of them, twice as many minutes: before a release, or after a change of the planner or the executor
+# make test-all  all tests: before a release, or after a change of the planner or the executor
 # make lint   the linters that CI runs
 # make install  only .venv, with the megatrain command in it
 PYTHON ?= python3
