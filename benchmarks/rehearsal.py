@@ -102,6 +102,9 @@ def small(model: ModelSpec) -> ModelSpec:
     if model.latent is not None:
         sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
         sizes |= {"num_key_value_heads": 8}
+    if model.delta(0) is not None:
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
     return dataclasses.replace(model, **sizes, head_dim=16, sliding_window=model.window(0) and 4)
 
 
@@ -145,7 +148,7 @@ def install(gpu: Any) -> None:
     gpu_machine.PRODUCTS = {"64x64x64": (64, 64, 64)}
     gpu_machine.SHAPES, gpu_machine.TOKENS, gpu_machine.SEQUENCES = ("tiny",), (32,), (16,)
     gpu_block.DENSE, gpu_block.SEQUENCES, gpu_block.LENGTH = (presets.load("tiny"),), 1, 64
-    gpu_block.MIXTURES = tuple(map(small, gpu_block.MIXTURES))
+    gpu_block.UNTIMED = tuple(map(small, gpu_block.UNTIMED))
     gpu_machine.BESIDE, gpu_machine.COPY, gpu_optimizer.PARAMS = 1 << 16, 1 << 20, 10_000
     gpu_optimizer.MUON = ("tiny", "tiny-moe")
     readings.ARENA, readings.SIZES, rates.SECONDS, rates.SLICE_S = 1 << 20, (1 << 16,), 0.01, 0.001

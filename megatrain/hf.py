@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from schedules.errors import InputError
-from schedules.families import SHARING
+from schedules.families import HYBRID, SHARING
 from schedules.hf_config import sees
 from schedules.model import CORRECTION, ModelError, ModelSpec
 
@@ -192,7 +192,8 @@ def _config(folder: Path) -> dict[str, Any] | None:
 NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
     "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
-    "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group",
+    "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",
@@ -232,6 +233,8 @@ def _require_plain(config: dict[str, Any], folder: Path) -> None:
 
 def _not_needed(name: str, model: ModelSpec) -> bool:
     """Of a tensor that no layer reads, whether the model has it otherwise, or does without it as transformers does."""
+    if model.architecture in HYBRID and name.startswith("mtp."):
+        return True
     if model.architecture in PREDICT_MORE and (found := re.match(r"model\.layers\.(\d+)\.", name)):
         return int(found[1]) >= model.num_hidden_layers
     return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == HEAD)

@@ -14,6 +14,9 @@ from schedules.model import ModelSpec, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
 FEW = 1_048_573  # random numbers that are repeated: a prime, so that no two rows of a matrix are alike
+# Of linear attention.
+TAPS, RATE, STEP_BIAS, GATED_NORM = "conv1d.weight", "A_log", "dt_bias", "linear_attn.norm.weight"
+RATES = 0.01, 16.0
 PARAMETERS, ADAPTERS = 1, 500_001  # where a seed's streams of random numbers begin, one for each layer
 
 
@@ -45,14 +48,20 @@ def with_checksums(source: Callable[[int], Tensor], checksums: dict[int, int]) -
 
 
 def random_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
-    """Layer -> its parameters, fp32, flat: matrices normal, norms multiply by one, biases zero."""
+    """Layer -> its parameters, fp32, flat: matrices normal, norms multiply by one, biases zero.
+
+    Of linear attention taps are normal, too, and rates of decay uniform in their logarithm's exponential, as
+    transformers has it (modeling_qwen3_5.py).
+    """
 
     def parameters(i: int) -> Tensor:
         generator = _generator(seed, PARAMETERS + i)
         parts = []
         for name, shape in model.parameter_shapes(i).items():
-            if is_matrix(name, shape):
+            if is_matrix(name, shape) or name.endswith(TAPS):
                 parts.append(torch.randn(shape, generator=generator).mul_(STANDARD_DEVIATION).flatten())
+            elif name.endswith(RATE):
+                parts.append(torch.empty(shape).uniform_(*RATES, generator=generator).log_())
             else:
                 parts.append(torch.full((math.prod(shape),), _unit(model, name)))
         return torch.cat(parts)
@@ -74,7 +83,7 @@ def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
         flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()))
         parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
         for (name, shape), part in zip(shapes.items(), parts, strict=True):
-            if not is_matrix(name, shape):
+            if not (is_matrix(name, shape) or name.endswith(TAPS)):
                 part.fill_(_unit(model, name))
                 continue
             for piece in torch.split(part, FEW):
@@ -85,7 +94,9 @@ def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
 
 
 def _unit(model: ModelSpec, name: str) -> float:
-    """What a norm or a bias begins with."""
+    """What a norm, a bias, or a rate begins with."""
+    if name.endswith((GATED_NORM, STEP_BIAS)):
+        return 1.0
     return 1.0 - model.norm_offset if "norm" in name else 0.0
 
 

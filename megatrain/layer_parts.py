@@ -75,6 +75,25 @@ def gated(gate: Tensor, up: Tensor, hidden_act: str, pointwise: Pointwise = PLAI
     return _Gate.apply(gate, up, hidden_act, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Opened(torch.autograd.Function):
+    """y times the sigmoid of a gate; saves both."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gate: Tensor, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        ctx.pointwise = pointwise
+        return pointwise.opened_forward(y.detach(), gate.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.pointwise.opened_backward(grads[0], *ctx.saved_tensors), None
+
+
+def opened(y: Tensor, gate: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
+    """y * sigmoid(gate), element by element."""
+    return _Opened.apply(y, gate, pointwise)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @dataclass(frozen=True)
 class _Mlp:
     """As a layer of its own."""

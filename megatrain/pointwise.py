@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain import chunked_parts
 from schedules.families import GPT_OSS_ACTIVATION
 
 
@@ -150,6 +151,40 @@ def keys_values_backward(dk: Tensor, dv: Tensor, cos: Tensor, back: Tensor, nope
     return torch.cat((dk[..., :nope], dv), dim=-1), last_turned(of_key, cos, back).to(dk.dtype)
 
 
+def gated_norm_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of o over its last dimension, times silu(z), in o's type; and 1 / sqrt(mean(o^2) + eps)."""
+    wide = torch.promote_types(o.dtype, torch.float32)
+    rstd = torch.rsqrt(o.to(wide).square().mean(-1, keepdim=True) + eps)
+    return (o * rstd).mul_(weight.to(wide)).mul_(F.silu(z.to(wide))).to(o.dtype), rstd
+
+
+def gated_norm_backward(
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of o and z, in their type, and of weight, in rstd's, summed over all but its own dimension."""
+    wide = rstd.dtype
+    gate, normed = F.silu(z.to(wide)), o * rstd
+    d_gate = (dy * normed).mul_(weight.to(wide))
+    dz = torch.ops.aten.silu_backward(d_gate, z.to(wide)).to(z.dtype)
+    del d_gate
+    d_scaled = gate.mul_(dy)
+    d_weight = (d_scaled * normed).flatten(0, -2).sum(0)
+    d_normed = d_scaled.mul_(weight.to(wide))
+    mean = (d_normed * normed).mean(-1, keepdim=True)
+    return d_normed.sub_(normed.mul_(mean)).mul_(rstd).to(o.dtype), dz, d_weight
+
+
+def opened_forward(y: Tensor, gate: Tensor) -> Tensor:
+    """y * sigmoid(gate)."""
+    return torch.sigmoid(gate).mul_(y)
+
+
+def opened_backward(dy: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of y and gate."""
+    open_ = torch.sigmoid(gate)
+    return dy * open_, torch.ops.aten.sigmoid_backward(dy * y, open_)
+
+
 def cross_entropy(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of logits [tokens, vocab] in at least fp32, each token's times its share, added up; and their gradient.
 
@@ -236,6 +271,20 @@ class Pointwise:
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     last_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = last_turned
+    gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = gated_norm_forward
+    gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = gated_norm_backward
+    opened_forward: Callable[[Tensor, Tensor], Tensor] = opened_forward
+    opened_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = opened_backward
+    delta_chunked: Callable[[Tensor, torch.dtype], Tensor] = chunked_parts.chunked_as
+    delta_carried: Callable[[Tensor, Tensor], Tensor] = chunked_parts.carried
+    delta_gates: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.gates
+    delta_gates_backward: Callable[..., tuple[Tensor, ...]] = chunked_parts.gates_backward
+    delta_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunked_parts.inputs
+    delta_input_backward: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.input_backward
+    delta_decayed: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.decayed
+    delta_decayed_backward: Callable[..., tuple[Tensor, ...]] = chunked_parts.decayed_backward
+    delta_right: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.right
+    delta_right_backward: Callable[..., tuple[Tensor, ...]] = chunked_parts.right_backward
     keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values
     keys_values_backward: Callable[..., tuple[Tensor, Tensor]] = keys_values_backward
     cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy

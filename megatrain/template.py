@@ -21,9 +21,10 @@ from torch import Tensor
 from megatrain import fp8
 from megatrain.attention import Attention, band
 from megatrain.autograd import again
+from megatrain.delta import LinearAttention
 from megatrain.experts import Mixture
 from megatrain.latent import Expansion
-from megatrain.layer_parts import gated, mlp_again, norm_beside, rms_norm, rotate
+from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables, sharper_products
@@ -105,11 +106,13 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """A decoder block: grouped-query or latent attention with rotary embedding, then a gated MLP or a mixture.
+    """A decoder block: grouped-query or latent attention with rotary embedding, or linear attention, then a gated MLP
+    or a mixture.
 
     rotary: the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type; None without
         rotary embedding.
     expansion: what attention reads where it is latent.
+    linear: what takes attention's place.
     pointwise_again: the outputs of norms and gate are not kept, and backward computes them again.
     mlp_chunk: the MLP keeps its input only, and backward computes it again, that many tokens at a time.
     in_fp8: the block multiplies by its matrices in 8 bits, and these functions make the operands.
@@ -123,6 +126,8 @@ class Block:
     rotary: tuple[Tensor, Tensor] | None
     attention: Attention = CAUSAL
     expansion: Expansion | None = None
+    linear: LinearAttention | None = None
+    output_gate: bool = False
     mixture: Mixture | None = None
     pointwise: Pointwise = PLAIN
     pointwise_again: bool = False
@@ -192,18 +197,30 @@ class Block:
             return linear(params, f"{place}.down_proj", product, output=output, in_fp8=self.in_fp8)
 
     def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self.linear is not None:
+            return self.linear.forward(params, x, self._derived)
+        gate: Tensor | None = None
         if self.expansion is None:
-            q, k, v = self._projected(params, x)
+            q, k, v, gate = self._projected(params, x)
         else:
             q, k, v = self.expansion.forward(params, x, *self._turns(x.shape[1]), self._derived)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
         del q, k, v  # a forward that saves nothing can free them here
-        return linear(params, "self_attn.o_proj", y.flatten(2), in_fp8=self.in_fp8)
+        if gate is None:
+            return linear(params, "self_attn.o_proj", y.flatten(2), in_fp8=self.in_fp8)
+        product = opened(y, gate, self.pointwise)
+        with self._derived(product, self.pointwise.opened_forward, y, gate):
+            del y, gate
+            return linear(params, "self_attn.o_proj", product.flatten(2))
 
-    def _projected(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values [batch, seq, heads, head_dim], and what gates attention's output, if anything does."""
         batch, seq, _ = x.shape
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         q, k, v = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
+        gate = None
+        if self.output_gate:  # behind each head's query
+            q, gate = torch.unflatten(q, -1, (-1, 2, self.head_dim)).unbind(-2)
         if "self_attn.q_norm.weight" in params:
             weights = params["self_attn.q_norm.weight"], params["self_attn.k_norm.weight"]
             # a norm is over as many elements as its weight has: a head's, or those of all heads of a token
@@ -213,7 +230,7 @@ class Block:
         if self.rotary is not None:
             cos, sin = self._turns(seq)
             q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
-        return q, k, v
+        return q, k, v, gate
 
     def _turns(self, seq: int) -> tuple[Tensor, Tensor]:
         """cos and sin for a sequence of that length."""
@@ -364,6 +381,7 @@ def templates(
         pointwise_again=pointwise_again,
         mlp_chunk=mlp_chunk,
         in_fp8=None if matmul is None else pointwise,
+        output_gate=model.attn_output_gate,
     )
     of_kind = {model.layer_kind(i): i for i in model.blocks}
     return Templates(
@@ -372,6 +390,7 @@ def templates(
             kind: replace(
                 block,
                 attention=_attention(model, i, seq_len, device, dtype),
+                linear=_linear(model, i, pointwise),
                 mixture=_mixture(model, pointwise) if model.has_experts(i) else None,
                 rotary=None if not model.has_rope(i) else tables if model.window(i) is None else local,
             )
@@ -399,6 +418,11 @@ def _attention(model: ModelSpec, i: int, seq_len: int, device: torch.device, dty
         raise TemplateError(f"{model.name}: attention with a window or sinks has no fp32 kernel on a GPU")
     mask = None if device.type == "cuda" else band(seq_len, window, device, dtype)
     return Attention(window=window, mask=mask, scale=scale)
+
+
+def _linear(model: ModelSpec, i: int, pointwise: Pointwise) -> LinearAttention | None:
+    delta = model.delta(i)
+    return None if delta is None else LinearAttention(widths=delta, eps=model.rms_norm_eps, pointwise=pointwise)
 
 
 def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:

@@ -17,6 +17,7 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -60,6 +61,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "Qwen3_5ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
     "GptOssForCausalLM": {
         "attention_bias": True,
         "max_position_embeddings": 131072,
@@ -225,6 +237,17 @@ SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
     "Mistral3ForConditionalGeneration": (("MistralForCausalLM", "Ministral3ForCausalLM"), {}),
+    "Qwen3_5ForConditionalGeneration": (
+        ("Qwen3_5ForCausalLM",),
+        {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+        },
+    ),
 }
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
@@ -232,6 +255,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"attention_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
+    "Qwen3_5ForCausalLM": {"qk_norm": True, "zero_centered_norms": True, "attn_output_gate": True},
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
     "MiniMaxM2ForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True, "sigmoid_router": True},
     "Glm4MoeForCausalLM": {"sigmoid_router": True},
@@ -253,6 +277,7 @@ BIASES: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("attention_bias", "mlp_bias"),
     "Qwen3ForCausalLM": ("attention_bias",),
     "Qwen3MoeForCausalLM": ("attention_bias",),
+    "Qwen3_5ForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
     "Glm4MoeForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
@@ -269,8 +294,10 @@ WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM")
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
-    "SolarOpenForCausalLM",
+    "SolarOpenForCausalLM", "Qwen3_5ForCausalLM",
 )  # fmt: skip
+# Most blocks of these have linear attention.
+HYBRID = ("Qwen3_5ForCausalLM",)
 LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
 # Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
 SHARING = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", *LATENT)

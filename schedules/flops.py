@@ -22,7 +22,8 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     """FLOPs of one micro-batch through layer i, a multiply-add being 2.
 
     Matrix products only: 2 * tokens * weights of every matrix a token meets, and 2 * pairs * heads * head_dim for QK^T
-    and as many, of values' dimensions, for PV, over the pairs the causal mask leaves. Norms, rotary, softmax and biases
+    and as many, of values' dimensions, for PV, over the pairs the causal mask leaves; of linear attention see
+    `schedules.delta`. Norms, rotary, softmax and biases
     are not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The embedding is a
     lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied. Adapters are matrices like
     others.
@@ -32,7 +33,7 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
         return 0
     if i == model.head:
         return 2 * tokens * h * model.vocab_size
-    projections = sum(map(math.prod, model.attention_matrices))
+    projections = sum(map(math.prod, model.attention_matrices(i)))
     mlp = MLP_PROJECTIONS * h * model.mlp_width(i)
     mlp += h * model.num_experts if model.has_experts(i) else 0  # the router is a matrix of h x experts
     matrices = projections + mlp + _adapter_params(model, i, workload)
@@ -40,7 +41,9 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
 
 
 def attention_flops(model: ModelSpec, i: int, workload: Workload) -> int:
-    """The part of a block's forward FLOPs that attention has, QK^T and PV."""
+    """The part of a block's forward FLOPs that attention has, QK^T and PV, or linear attention's rule."""
+    if (delta := model.delta(i)) is not None:
+        return workload.micro_batch_size * delta.flops(workload.seq_len)
     pairs = workload.micro_batch_size * attended_pairs(model, i, workload.seq_len)
     return 2 * pairs * (model.q_width + model.attended_width)
 

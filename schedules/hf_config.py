@@ -16,6 +16,7 @@ from schedules.families import (
     ENCODERS,
     FIXED,
     GPT_OSS_ACTIVATION,
+    HYBRID,
     KV_FOR_EACH,
     LATENT,
     MODEL_TYPES,
@@ -29,6 +30,7 @@ from schedules.families import (
 from schedules.model_checks import (
     FULL,
     LATE_QUERIES,
+    LINEAR,
     MSCALE,
     ORIGINAL,
     ROPE_LISTS,
@@ -54,7 +56,11 @@ NOT_DONE = {
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 TYPED = ("GptOssForCausalLM", "Exaone4ForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM")  # blocks, by their windows
-PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM")  # may turn a part of each head
+PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", *HYBRID)  # may turn a part of each head
+OF_LINEAR = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -113,6 +119,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **latent,
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
+        **_linear(architecture, settings, blocks, name),
         "no_rope_layers": rotated,
         "partial_rotary_factor": _partial(architecture, settings, name),
         "query_pre_attn_scalar": settings["query_pre_attn_scalar"] if architecture == "Gemma3ForCausalLM" else None,
@@ -158,7 +165,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
             "full_attention": {**scaling, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": spec.get("rope_local_base_freq", theta)},
         }
-    if architecture in (*TYPED, *TWO_ROPES):
+    if architecture in HYBRID:
+        config |= {key: spec[key] for key in OF_LINEAR if spec.get(key)}
+    if architecture in (*TYPED, *TWO_ROPES, *HYBRID):
         config["layer_types"] = spec["layer_types"] or [FULL] * spec["num_hidden_layers"]
     if architecture == "SmolLM3ForCausalLM":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
@@ -411,6 +420,22 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
             raise ModelError(f"{name}: {key} of a {architecture} must be {value}, not {stated[key]!r}")
     found = {key: whole_number(key, settings[key], name) for key in WIDTHS}
     return found | {"q_lora_rank": settings["q_lora_rank"] or 0}
+
+
+def _linear(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> dict[str, Any]:
+    """Which blocks have linear attention, and its heads; nothing where none has."""
+    if architecture not in HYBRID:
+        return {}
+    for key, known in (("attn_output_gate", (True,)), ("output_gate_type", ("swish", "silu"))):
+        if settings.get(key, known[0]) not in known:
+            raise ModelError(f"{name}: {key} of a {architecture} must be {known[0]!r}, not {settings[key]!r}")
+    if (listed := settings.get("layer_types")) is None:
+        interval = whole_number("full_attention_interval", settings["full_attention_interval"], name)
+        listed = [LINEAR if (i + 1) % interval else FULL for i in range(blocks)]
+    types = tuple(_listed("layer_types", listed, name))
+    if LINEAR not in types:
+        return {"layer_types": types}
+    return {"layer_types": types, **{key: settings[key] for key in OF_LINEAR}}
 
 
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from schedules.delta import DeltaNet
 from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
-from schedules.model_checks import PER_BLOCK, SLIDING, ModelError, require_meaning
+from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
 from schedules.workload import RECOMPUTED, Workload
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
@@ -34,7 +35,8 @@ _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
     "rope_local_base_freq", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar", "sigmoid_router",
     "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
-    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
 
 
@@ -63,8 +65,11 @@ class ModelSpec:
     chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths together; the first
     `first_k_dense_replace` blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see
     `schedules.latent`: `head_dim` is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding
-    turns the latter, and `q_lora_rank` 0 where queries have no latent vector. `layer_types` names each block's
-    attention; empty means all blocks alike, sliding if `sliding_window` is set. `no_rope_layers` has a 0 for each block
+    turns the latter, and `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of
+    queries has as many elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each
+    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
+    gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
+    `schedules.delta`. `no_rope_layers` has a 0 for each block
     without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the config's
     dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain rotary
     embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None. Raises ModelError
@@ -120,6 +125,12 @@ class ModelSpec:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    attn_output_gate: bool = False
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -238,6 +249,8 @@ class ModelSpec:
         return {}
 
     def _block_kind(self, i: int) -> str:
+        if self.delta(i) is not None:
+            return "block.linear"
         kind = "block" if self.window(i) is None else "block.sliding"
         if self.num_experts and not self.has_experts(i):
             kind += ".dense"
@@ -307,14 +320,16 @@ class ModelSpec:
         self.layer_name(i)  # raises for a layer that is not there
         norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms]
         mlp = self._expert_shapes() if self.has_experts(i) else self._mlp_shapes("mlp", self.intermediate_size)
-        return norms[0] | self._attention_shapes() | norms[1] | norms[2] | mlp | norms[3]
+        return norms[0] | self._attention_shapes(i) | norms[1] | norms[2] | mlp | norms[3]
 
-    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _attention_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        if (delta := self.delta(i)) is not None:
+            return delta.parameter_shapes(self.hidden_size)
         if self.latent is not None:
             return self.latent.parameter_shapes(self.hidden_size)
         q, k = self.q_width, self.k_width
         shapes: dict[str, tuple[int, ...]] = {}
-        for letter, width in (("q", q), ("k", k), ("v", self.v_width)):
+        for letter, width in (("q", q + self.gate_width), ("k", k), ("v", self.v_width)):
             shapes[f"self_attn.{letter}_proj.weight"] = (width, self.hidden_size)
             if self.attention_bias:
                 shapes[f"self_attn.{letter}_proj.bias"] = (width,)
@@ -390,7 +405,7 @@ class ModelSpec:
         """
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
-            if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and len(shape) == 2:
+            if "_proj" in name and name.endswith(".weight") and len(shape) == 2:
                 projection = name.removesuffix("weight")
                 found[f"{projection}lora_A.weight"] = (rank, shape[1])
                 found[f"{projection}lora_B.weight"] = (shape[0], rank)
@@ -445,10 +460,39 @@ class ModelSpec:
             value=self.v_head_dim,
         )
 
+    @property
+    def gate_width(self) -> int:
+        """Elements by which what attention returns of one token is multiplied; 0 without such a gate."""
+        return self.attended_width if self.attn_output_gate else 0
+
+    def delta(self, i: int) -> DeltaNet | None:
+        """What linear attention of block i goes through; None where layer i has none."""
+        linear = self._delta is not None and i in self.blocks and self.layer_types[i] == LINEAR
+        return self._delta if linear else None
+
     @cached_property
-    def attention_matrices(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes (out, in) of attention's projections."""
-        return tuple(shape for shape in self._attention_shapes().values() if len(shape) == 2)
+    def _delta(self) -> DeltaNet | None:
+        if LINEAR not in self.layer_types:
+            return None
+        return DeltaNet(
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            kernel=self.linear_conv_kernel_dim,
+        )
+
+    def attention_matrices(self, i: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes (out, in) of the projections of block i's attention."""
+        kind = self.layer_kind(i)
+        if kind not in self._matrices:
+            self._matrices[kind] = tuple(shape for shape in self._attention_shapes(i).values() if len(shape) == 2)
+        return self._matrices[kind]
+
+    @cached_property
+    def _matrices(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Those found so far."""
+        return {}
 
     @property
     def rotary_dim(self) -> int:
@@ -480,6 +524,9 @@ class ModelSpec:
           q + k + v  queries and keys after rotary and values, read by attention
           a        attention output, read by attention's backward and by the o projection
           q + k    queries and keys before their norm, with qk_norm only
+          2a       the gate of attention's output, and what it lets through, unless computed again
+          of linear attention in place of these what its convolution mixes, betas and decays' inputs, what the rule
+                   returns, its gate, and the product of the two, unless computed again
           what latent attention compresses queries, keys and values to; and of that what has a norm, normalised, read by
                    the projections that expand it, unless computed again
           2h       attention's and the MLP's output before their norms, with post_norm only
@@ -497,22 +544,15 @@ class ModelSpec:
         """
         if not self.is_block(i):
             return 0
-        h, q, kv, f = self.hidden_size, self.q_width, self.k_width, self.mlp_width(i)
-        heads, kv_heads, k = self.num_attention_heads, self.num_key_value_heads, self.num_experts_per_tok
-        elements = h + q + kv + self.v_width + self.attended_width
-        elements += {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
-        words = 2 * (self.pre_norm + self.post_norm) + heads
+        h, f, k = self.hidden_size, self.mlp_width(i), self.num_experts_per_tok
+        elements, words = self._kept_by_attention(i, workload)
+        elements += h + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
+        words += 2 * (self.pre_norm + self.post_norm)
         if self.pre_norm and workload.recompute == "none":
             by_router_alone = self.has_experts(i) and not self.n_shared_experts
             elements += h if by_router_alone and workload.lora_rank is not None else 2 * h
         if self.post_norm:
             elements += 2 * h
-        if self.qk_norm:
-            elements += q + kv
-            words += 2 if self.qk_norm_all_heads else heads + kv_heads
-        if (latent := self.latent) is not None:
-            elements += latent.compressed + (latent.normed if workload.recompute == "none" else 0)
-            words += latent.norms
         if self.has_experts(i):
             elements += (2 if workload.recompute == "none" else 1) * k * h
             words += self.num_experts + 3 * k
@@ -523,7 +563,26 @@ class ModelSpec:
             elements += workload.lora_rank * len(kept)
         return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
 
+    def _kept_by_attention(self, i: int, workload: Workload) -> tuple[int, int]:
+        """Elements, and words in fp32, that block i's attention keeps of a token, without its normalised input."""
+        all_kept = workload.recompute == "none"
+        if (delta := self.delta(i)) is not None:
+            product = delta.value_width if all_kept else 0
+            return delta.mixed + 2 * delta.value_heads + 2 * delta.value_width + product, delta.value_heads
+        heads, q, k = self.num_attention_heads, self.q_width, self.k_width
+        elements, words = q + k + self.v_width + self.attended_width + self.gate_width * (1 + all_kept), heads
+        if self.qk_norm:
+            elements += q + k
+            words += 2 if self.qk_norm_all_heads else heads + self.num_key_value_heads
+        if (latent := self.latent) is not None:
+            elements += latent.compressed + (latent.normed if all_kept else 0)
+            words += latent.norms
+        return elements, words
+
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a matrix, or several in one tensor: what weight decay is for. Norms and biases are not."""
-    return len(shape) > 1 and not name.endswith("bias")
+    """Whether a parameter is a matrix, or several in one tensor: what weight decay is for.
+
+    Norms and biases are not, nor is a convolution of each channel by itself.
+    """
+    return len(shape) > 1 and not name.endswith(("bias", "conv1d.weight"))

@@ -18,11 +18,16 @@ class ModelError(InputError):
     """A model that cannot be described, or that MegaTrain cannot train; the message says why."""
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
 _MAY_BE_NONE = (  # counts that may be 0
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+_OF_LINEAR = (  # what linear attention needs
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )  # fmt: skip
 _OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # what latent attention needs
 ORIGINAL = "original_max_position_embeddings"
@@ -146,7 +151,7 @@ def _check_latent(model: ModelSpec) -> None:
         )
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
-        "no_rope_layers", "query_pre_attn_scalar",
+        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate",
     )  # fmt: skip
     for key in others:
         if getattr(model, key):
@@ -156,8 +161,9 @@ def _check_latent(model: ModelSpec) -> None:
 
 
 def _check_attention(model: ModelSpec) -> None:
-    if unknown := [kind for kind in model.layer_types if kind not in (FULL, SLIDING)]:
-        raise ModelError(f"{model.name}: layer_types holds {unknown[0]!r}, not {FULL!r} or {SLIDING!r}")
+    if unknown := [kind for kind in model.layer_types if kind not in (FULL, SLIDING, LINEAR)]:
+        known = f"{FULL!r}, {SLIDING!r} or {LINEAR!r}"
+        raise ModelError(f"{model.name}: layer_types holds {unknown[0]!r}, not {known}")
     if any(has not in (0, 1) for has in model.no_rope_layers):
         raise ModelError(f"{model.name}: no_rope_layers must have a 0 or a 1 for each block")
     for key in PER_BLOCK:
@@ -167,6 +173,25 @@ def _check_attention(model: ModelSpec) -> None:
             )
     if SLIDING in model.layer_types and model.sliding_window is None:
         raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
+    _check_linear(model)
+
+
+def _check_linear(model: ModelSpec) -> None:
+    if LINEAR not in model.layer_types:
+        return
+    for key in _OF_LINEAR:
+        if not getattr(model, key):
+            raise ModelError(f"{model.name}: linear attention needs {key}")
+    if model.linear_num_value_heads % model.linear_num_key_heads:
+        raise ModelError(
+            f"{model.name}: {model.linear_num_value_heads} value heads of linear attention cannot share "
+            f"{model.linear_num_key_heads} key heads evenly"
+        )
+    for key in ("kv_lora_rank", "sliding_window", "no_rope_layers", "post_norm", "fused_projections"):
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: linear attention in a model with {key} is not supported")
+    if not model.pre_norm:
+        raise ModelError(f"{model.name}: linear attention without pre_norm is not supported")
 
 
 def check_rope(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from schedules import fp8
+from schedules.delta import CHUNK, DeltaNet
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.optimizer import step_workspace
@@ -68,8 +69,10 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
             return chunks * matrix * b.weight + logits
         return chunks * matrix * 2 * (b.weight + (b.grad if workload.lora_rank is None else 0)) + 3 * logits
     h, f = model.hidden_size, model.mlp_width(i)
-    attended = model.q_width + model.k_width + model.v_width + model.attended_width
-    elements, weights = sum(map(sum, model.attention_matrices)) + attended, model.params(i) * b.weight
+    attended = 0  # what the rule of linear attention moves is among what pointwise kernels do
+    if model.delta(i) is None:
+        attended = model.q_width + model.k_width + model.v_width + model.attended_width
+    elements, weights = sum(map(sum, model.attention_matrices(i))) + attended, model.params(i) * b.weight
     elements += 3 * h + 3 * f
     if model.has_experts(i):
         elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h + _of_shared(model, i)
@@ -108,6 +111,8 @@ def pointwise_bytes(
                                norm sums, too
     2(q + k)    2(q + k)       rotary, and back; nothing in blocks without; of latent attention see `_turned_elements`
     2(q + k)    3(q + k)       qk_norm; or the norms of latent vectors
+    3a          5a + 2(a + q)  a gate of attention's output; and its gradient put beside queries' again
+    of linear attention in place of these what its rule moves, see `schedules.delta`, and the gated norm: 3a, 5a
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
                                read, both gradients written
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
@@ -138,8 +143,10 @@ def pointwise_bytes(
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
     copied = summed = h + model.num_experts_per_tok * h if model.has_experts(i) else 0
     shared = _of_shared(model, i)
-    normed = _normed_in_attention(model)
+    normed = _normed_in_attention(model, i)
     turned, turned_back = _turned_elements(model, i)
+    if (gate := model.gate_width) and model.delta(i) is None:
+        turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + model.q_width)
     norms = 2 * (model.pre_norm + model.post_norm) * h
     nbytes = (2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared) * b.activation
     if not fused:
@@ -158,13 +165,17 @@ def pointwise_bytes(
         unread = summed + shared + (3 * f if workload.recompute == "mlp" else 0)
         nbytes -= (3 * h + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
+    if (delta := model.delta(i)) is not None:
+        moved += tokens * FP32 * delta.moved(backward=phase == Phase.BACKWARD)[1]
     if workload.matmul is not None:
         moved += fp8.scaling_bytes(model, phase, workload, output=output, parts=_mlp_parts(workload))
     return tokens * nbytes + moved
 
 
-def _normed_in_attention(model: ModelSpec) -> int:
-    """Elements per token of queries and keys, or of latent vectors, that have a norm."""
+def _normed_in_attention(model: ModelSpec, i: int) -> int:
+    """Elements per token of queries and keys, or of latent vectors, that have a norm; see `_turned_elements`."""
+    if model.delta(i) is not None:
+        return 0
     if model.latent is not None:
         return model.latent.normed
     return model.q_width + model.k_width if model.qk_norm else 0
@@ -175,8 +186,12 @@ def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
 
     Queries and keys read and written. Keys of latent attention are put together of what was expanded and of the turned
     one for all heads, and values are copied from beside them. Flash attention wants these as wide as keys: forward pads
-    values, and cuts what it returns; backward pads these and its gradient, and cuts values'.
+    values, and cuts what it returns; backward pads these and its gradient, and cuts values'. Linear attention turns
+    nothing: what its rule is given and returns, and its gated norm.
     """
+    if (delta := model.delta(i)) is not None:
+        there, back = (delta.moved(backward=backward)[0] for backward in (False, True))
+        return there + 3 * delta.value_width, back + 5 * delta.value_width
     if (latent := model.latent) is None:
         both = 2 * (model.q_width + model.k_width) if model.has_rope(i) else 0
         return both, both
@@ -212,8 +227,20 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     if (latent := model.latent) is not None:
         q, k = latent.heads * latent.rope, latent.rope  # that are turned
     elements = (8 * (q + k) if model.has_rope(i) else 0) + 2 * f
-    norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model)
+    norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
+    if (delta := model.delta(i)) is not None:
+        return norms * norm + 2 * f * a + _unfused_rule_bytes(delta)
+    elements += 2 * model.gate_width
     return norms * norm + elements * a
+
+
+def _unfused_rule_bytes(delta: DeltaNet) -> int:
+    """Bytes per token that the rule moves in fp32 beyond fused kernels, op by op: its convolution is made of a copy,
+    a copy with zeros before, and a product and sums with two reads, its result has silu, and queries and keys a length.
+    """
+    keys = 2 * delta.value_heads * delta.key_dim
+    convolved = delta.mixed * (2 + 2 + 2 + 4 * (delta.kernel - 1) + 2)
+    return FP32 * (convolved + 8 * keys + 4 * delta.value_width + 12 * delta.value_heads * CHUNK)
 
 
 def terms_together(terms: int, element_bytes: int) -> int:
@@ -252,7 +279,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     over the chunks, and the largest of them once more; and two hidden: its input, which is the norm's output, and the
     gradient of it, and that of its output where this is normalised. Forward: gate, up and product of a chunk; residual,
     norm, and the output of all; or a norm that is not compiled, with its input in fp32, and that squared, of an output
-    beside the residual.
+    beside the residual, or of queries beside what they were projected with.
 
     The block's templates take no more, compiled or not (tests/on_played_gpu.py), but for a recompute, whose backward
     takes more still, and 2.4 % in an eager forward of experts. With products in 8 bits: see
@@ -283,6 +310,7 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     wide = 3 * f
+    delta = model.delta(i)
     if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
         chosen, beside = f - model.shared_width, h if model.n_shared_experts else 0
         wide = beside + max(3 * chosen + 2 * model.num_experts_per_tok * h, 3 * model.shared_width)
@@ -291,15 +319,14 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         largest = min(largest, EXPERTS_CHUNK) if model.has_experts(i) else largest
-        per_token = max((wide + 2 * h) * a, _attention_backward_bytes(model, workload))
+        per_token = max((wide + 2 * h) * a, _attention_backward_bytes(model, i, workload))
         return largest * workload.bytes.grad + tokens * per_token
-    turned = _beside_attention(model, i)
     if phase == Phase.RECOMPUTE:
-        per_token = (turned + (2 if output else 1) * h) * a
+        rule = 0 if delta is None else _rule_bytes(delta, workload, backward=False)
+        per_token = max((_beside_attention(model, i) + (2 if output else 1) * h) * a, h * a + rule)
     else:
         normed = h if model.pre_norm else 0
-        attention = model.q_width + model.k_width + model.v_width + model.attended_width + turned
-        per_token = max(normed + attention, normed + h + wide) * a
+        per_token = max(normed * a + _attention_bytes(model, i, workload), (normed + h + wide) * a)
     return tokens * per_token
 
 
@@ -309,18 +336,39 @@ def _beside_attention(model: ModelSpec, i: int) -> int:
     Queries and keys before they are turned. Latent attention has queries before they are turned, or what keys and
     values are expanded from, or padded values and as wide an output.
     """
+    if model.delta(i) is not None:
+        return 0
     if (latent := model.latent) is None:
         return model.q_width + model.k_width if model.has_rope(i) else 0
     return max(2 * model.q_width if latent.padded else model.q_width, latent.expanded)
 
 
-def _attention_backward_bytes(model: ModelSpec, workload: Workload) -> int:
+def _attention_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
+    """What attention has at once of one token in a forward that saves nothing, without its input."""
+    a = workload.bytes.activation
+    if (delta := model.delta(i)) is not None:
+        given = delta.mixed + 2 * delta.value_heads + 2 * delta.value_width
+        return given * a + max(_rule_bytes(delta, workload, backward=False), delta.value_width * (a + FP32))
+    attended = model.q_width + model.k_width + model.v_width + model.attended_width + model.gate_width
+    return (attended + max(_beside_attention(model, i), model.gate_width)) * a
+
+
+def _rule_bytes(delta: DeltaNet, workload: Workload, *, backward: bool) -> int:
+    """What linear attention's rule has at once of one token, beside what it is given and returns."""
+    share = delta.share_at_once(workload.micro_batch_size, workload.seq_len)
+    return math.ceil(share * delta.workspace_words(backward=backward) * FP32)
+
+
+def _attention_backward_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     """What attention's backward has at once of one token."""
+    if (delta := model.delta(i)) is not None:
+        kept = 2 * delta.value_width + delta.mixed + 2 * delta.value_heads + 2 * model.hidden_size
+        return kept * workload.bytes.activation + _rule_bytes(delta, workload, backward=True)
     h, q, k, v = model.hidden_size, model.q_width, model.k_width, model.v_width
     kept = 4 * q + k + v
     if model.latent is not None and model.latent.padded:  # what is padded, and its gradients
         kept = 6 * q + v + model.attended_width
-    return (kept + 2 * h) * workload.bytes.activation + q * FP32
+    return (kept + 2 * model.gate_width + 2 * h) * workload.bytes.activation + q * FP32
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
@@ -332,17 +380,16 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         sums = sum(size for name, size in sizes.items() if name.startswith("mlp.")) * FP32
         largest = max(sizes.values(), default=0) * workload.bytes.grad
         mlp = tokens * (1 + model.pre_norm + model.post_norm) * h * a + chunk * (5 * f + h) * a + sums
-        attention = tokens * _attention_backward_bytes(model, workload)
+        attention = tokens * _attention_backward_bytes(model, i, workload)
         return largest + max(mlp, attention)
-    turned = _beside_attention(model, i)
     if phase == Phase.RECOMPUTE:
-        return tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
-    normed = h if model.pre_norm else 0
-    attention = model.q_width + model.k_width + model.v_width + model.attended_width + turned
-    return (
-        max(
-            tokens * max(normed + attention, (6 if model.post_norm else 5) * h),
-            tokens * 3 * h + chunk * 3 * f,
-        )
-        * a
-    )
+        delta, turned = model.delta(i), _beside_attention(model, i)
+        rule = 0 if delta is None else tokens * _rule_bytes(delta, workload, backward=False)
+        of_mlp = tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
+        return max(of_mlp, tokens * h * a + rule)
+    attention = (h if model.pre_norm else 0) * a + _attention_bytes(model, i, workload)
+    of_norms = (6 if model.post_norm else 5) * h * a
+    if model.qk_norm and model.delta(i) is None:
+        given = h + model.q_width + model.gate_width + model.k_width + model.v_width
+        of_norms = max(of_norms, given * a + 2 * model.q_width * FP32)
+    return max(tokens * max(attention, of_norms), (tokens * 3 * h + chunk * 3 * f) * a)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from schedules import policies, trained
 from schedules.errors import InputError, Refused
 from schedules.flops import attention_flops, attention_padding, op_flops
-from schedules.model import ModelSpec
+from schedules.model import FP32, ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.traffic import product_bytes
@@ -31,6 +31,10 @@ NVME_READ, NVME_WRITE, NVME_BOTH = "nvme.read", "nvme.write", "nvme.both"
 # FLOP a parameter, at a GPU's fp32 rate, that an update with 8-bit moments takes: their codes are looked up and rounded
 # to. An H200, of 67 TFLOP/s, updates 140 Gparam/s, where its memory would allow 420 (analysis/results/gpu/h200).
 FLOPS_OF_8BIT = 478
+
+# Times that products in TF32, which linear attention's are, take longer than in 16 bits (NVIDIA's datasheets of A100,
+# H100 and B200).
+TF32 = 2.0
 
 HOUR_NS = 3.6e12
 LONGEST_NS = 1e13  # that an op may take: the sum over many steps of many ops still fits 64 bits
@@ -292,7 +296,7 @@ def _roofline_ns(op: Op, model: ModelSpec, workload: Workload, profile: Hardware
     of_products = min(op.nbytes, _product_bytes(op, model, workload))
     return 1e9 * (
         max(products_s, of_products / bandwidth)
-        + attention * attention_padding(model) / (peak * gpu.attention_efficiency.value)
+        + attention * _attention_passes(op, model, workload) / (peak * gpu.attention_efficiency.value)
         + (op.nbytes - of_products) / bandwidth
     )
 
@@ -320,6 +324,15 @@ def _product_bytes(op: Op, model: ModelSpec, workload: Workload) -> int:
     if op.layer is None:
         return 0
     return product_bytes(model, op.layer, op.phase, workload, output=op.makes_output)
+
+
+def _attention_passes(op: Op, model: ModelSpec, workload: Workload) -> float:
+    """Times that attention's rate, which is of 16 bits where activations have so many, is needed for its FLOPs."""
+    if op.layer is None:
+        return 1.0
+    if model.delta(op.layer) is not None:
+        return TF32 if workload.bytes.activation < FP32 else 1.0
+    return attention_padding(model)
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:

@@ -93,6 +93,22 @@ DEEPSEEK_V3 = replace(
     v_head_dim=12,
 )
 DEEPSEEK_YARN = tuple(sorted((*YARN[:-1], ("mscale", 0.7), ("mscale_all_dim", 0.9))))
+QWEN3_5 = replace(
+    TINY,
+    architecture="Qwen3_5ForCausalLM",
+    num_hidden_layers=3,
+    layer_types=("linear_attention", "full_attention", "linear_attention"),
+    qk_norm=True,
+    zero_centered_norms=True,
+    attn_output_gate=True,
+    head_dim=16,
+    partial_rotary_factor=0.5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=8,
+    linear_conv_kernel_dim=4,
+)
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -108,6 +124,15 @@ MODELS = {
     "qwen2": replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True, rope_theta=1e6),
     "qwen3": replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True),
     "qwen3-moe": replace(MOE, norm_topk_prob=False),
+    "qwen3.5": QWEN3_5,
+    "qwen3.5 with biases, tied, of heads for each": replace(
+        QWEN3_5,
+        attention_bias=True,
+        attention_out_bias=True,
+        tie_word_embeddings=True,
+        linear_num_key_heads=4,
+        linear_conv_kernel_dim=2,
+    ),
     "mixtral": replace(MOE, architecture="MixtralForCausalLM", qk_norm=False, intermediate_size=32),
     "mistral with a window": replace(TINY, architecture="MistralForCausalLM", sliding_window=5),
     "gpt-oss": replace(

@@ -538,11 +538,12 @@ gpu.main()"""
 def test_a_wrong_window_sink_expert_or_value_is_noticed() -> None:
     code = """import gpu, gpu_block, rehearsal, torch
 from megatrain import experts, template
+from megatrain.delta import LinearAttention
 from megatrain.latent import Expansion
 from megatrain.attention import Attention
 rehearsal.install(gpu)
 def passed():
-    return [row["passed"] for row in gpu_block.checks(gpu_block.MIXTURES, gpu_block.WAYS)[:: len(gpu_block.WAYS)]]
+    return [row["passed"] for row in gpu_block.checks(gpu_block.UNTIMED, gpu_block.WAYS)[:: len(gpu_block.WAYS)]]
 band, attend, products = template.band, Attention.forward, experts._products
 def wider(seq, window, device, dtype):
     return band(seq, window and window + (dtype == torch.bfloat16), device, dtype)
@@ -554,15 +555,22 @@ expand = Expansion.forward
 def of_other_heads(expansion, params, x, *of):
     q, k, v = expand(expansion, params, x, *of)
     return q, k, v.roll(1, 2) if x.dtype == torch.bfloat16 else v
-assert passed() == [True, True, True, True]
+rule = LinearAttention.forward
+def of_other_tokens(linear, params, x, derived):
+    y = rule(linear, params, x, derived)
+    return y.roll(1, 1) if x.dtype == torch.bfloat16 else y
+right = [True, True]  # linear and gated attention
+assert passed() == [True, True, True, True, *right]
 template.band = wider
-assert passed() == [False, True, False, True]
+assert passed() == [False, True, False, True, *right]
 template.band, Attention.forward = band, no_sinks
-assert passed() == [False, False, True, True]
+assert passed() == [False, False, True, True, *right]
 Attention.forward, experts._products = attend, others
-assert passed() == [False, False, False, False]
+assert passed() == [False, False, False, False, *right]
 experts._products, Expansion.forward = products, of_other_heads
-assert passed() == [True, True, True, False]"""
+assert passed() == [True, True, True, False, *right]
+Expansion.forward, LinearAttention.forward = expand, of_other_tokens
+assert passed() == [True, True, True, True, False, True]"""
     done = python(code)
     assert done.returncode == 0, done.stderr
 
@@ -572,9 +580,10 @@ def test_experts_are_captured_where_nothing_waits() -> None:
 rehearsal.install(gpu)
 def graphs(models):
     return {any(way.graphs for way in gpu_block.ways_of(model)) for model in models}
+mixtures = [model for model in gpu_block.UNTIMED if model.num_experts]
 for capability, experts in (((8, 0), False), ((9, 0), True), ((10, 0), True)):
     torch.cuda.get_device_capability = lambda: capability
-    assert graphs(gpu_block.DENSE) == {True} and graphs(gpu_block.MIXTURES) == {experts}"""
+    assert graphs(gpu_block.DENSE) == {True} and graphs(mixtures) == {experts}"""
     done = python(code)
     assert done.returncode == 0, done.stderr
 

@@ -582,7 +582,12 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("family", "alone"),
-    [("Gemma3", "Gemma3ForCausalLM"), ("Mistral3", "MistralForCausalLM"), ("Mistral3", "Ministral3ForCausalLM")],
+    [
+        ("Gemma3", "Gemma3ForCausalLM"),
+        ("Mistral3", "MistralForCausalLM"),
+        ("Mistral3", "Ministral3ForCausalLM"),
+        ("Qwen3_5", "Qwen3_5ForCausalLM"),
+    ],
 )
 def test_of_a_model_that_sees_images_the_language_model_is_read(
     family: str, alone: str, tied: bool, within: bool, tmp_path: Path
@@ -598,6 +603,12 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     if family == "Gemma3":
         text |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
         more: dict[str, Any] = {"mm_tokens_per_image": 1, "image_token_index": 250}
+    elif family == "Qwen3_5":
+        text |= {"layer_types": ["linear_attention", "full_attention"], "model_type": MODEL_TYPES[alone]}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+        more = {f"{which}_token_id": 250 + i for i, which in enumerate(("image", "video"))}
     else:
         text |= {"model_type": MODEL_TYPES[alone], "sliding_window": None}
         vision |= {"model_type": "pixtral", "head_dim": 8}
@@ -610,6 +621,8 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     theirs.save_pretrained(tmp_path / "theirs")
     if within:
         values = {name: value for name, value in theirs.state_dict().items() if not (tied and name == hf.HEAD)}
+        if family == "Qwen3_5":  # a further block's
+            values["mtp.fc.weight"] = torch.ones(2, 2)
         save_file(values, tmp_path / "theirs" / hf.WHOLE)
     model = presets.load(tmp_path / "theirs")
     assert model.architecture == alone and model.tie_word_embeddings == tied

@@ -97,8 +97,14 @@ PUBLISHED = {
     "gemma-3-12b": 12_187_325_040 - 416_866_032 - (1152 * 3840 + 1152),
     "gemma-3-27b": 27_432_406_640 - 416_866_032 - (1152 * 5376 + 1152),
 }
-# Of these only what their model cards say is known here, of EXAONE without its table and head.
+# Of these only what their model cards say is known here, of EXAONE without its table and head; of Qwen3.5 what others
+# count of its language models alone.
 ROUNDED = {
+    "qwen3.5-0.8b": 0.752e9,
+    "qwen3.5-2b": 1.88e9,
+    "qwen3.5-4b": 4.21e9,
+    "qwen3.5-9b": 8.95e9,
+    "qwen3.5-27b": 26.9e9,
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,
@@ -163,6 +169,7 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
         ("smollm3-3b", ["block", "block.no_rope"]),
         ("glm-4.5", ["block", "block.dense"]),
         ("deepseek-v3", ["block", "block.dense"]),
+        ("qwen3.5-9b", ["block", "block.linear"]),
     ],
 )
 def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
@@ -649,6 +656,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             "final_logit_softcapping of 30.0 is not supported",
         ),
         (
+            {"architectures": ["Qwen3_5ForCausalLM"], "attn_output_gate": False},
+            "attn_output_gate of a Qwen3_5ForCausalLM must be True, not False",
+        ),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "output_gate_type": "sigmoid"},
+            "output_gate_type of a Qwen3_5ForCausalLM must be 'swish', not 'sigmoid'",
+        ),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 0},
+            "full_attention_interval must be a whole number of at least 1, not 0",
+        ),
+        (
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
             "a Mistral3ForConditionalGeneration whose language model is of model_type 'llama' is not supported",
         ),
@@ -954,6 +973,14 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3ForCausalLM": [{"attention_bias": True}],
         "Ministral3ForCausalLM": [{"sliding_window": 64}],
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
+        "Qwen3_5ForCausalLM": [
+            {"attention_bias": True},
+            {"partial_rotary_factor": 0.5},
+            {"layer_types": ["linear_attention", *["full_attention"] * (model.num_hidden_layers - 1)]},
+            {"layer_types": ["full_attention"] * model.num_hidden_layers},
+            {"linear_num_value_heads": 64},
+            {"linear_conv_kernel_dim": 3},
+        ],
         "GptOssForCausalLM": [{"attention_bias": False}, {"layer_types": turned}],
         "MiniMaxM2ForCausalLM": [{"partial_rotary_factor": 0.25}],
         "Glm4MoeLiteForCausalLM": [{"mlp_layer_types": ["sparse"] * model.num_hidden_layers}, {"v_head_dim": 64}],
@@ -1041,6 +1068,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "dots.llm1",
         "cwm",
         "ministral-3-3b",
+        "qwen3.5-0.8b",
+        "qwen3.5-27b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
@@ -1049,6 +1078,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     folder = Path(presets.__file__).parent / "models"
     config = json.loads((folder / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
     config |= {"first_k_dense_replace": 1} if "first_k_dense_replace" in config else {}
+    config |= {"full_attention_interval": 2} if "full_attention_interval" in config else {}
     for listed in ("layer_types", "no_rope_layers"):
         if listed in config:
             config[listed] = config[listed][:2]
@@ -1065,9 +1095,9 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     kept = {**dict(theirs.named_parameters()), **{n: b for n, b in theirs.named_buffers() if "correction" in n}}
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}
     assert model.total_params == sum(value.numel() for value in kept.values())
-    attention = theirs.model.layers[0].self_attn
+    attention = theirs.model.layers[-1].self_attn  # the first of a Qwen3.5 has linear attention
     assert model.head_dim == (attention.head_dim if model.latent is None else attention.qk_head_dim)
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in theirs.model.layers]
+    windows = [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in theirs.model.layers]
     if model.architecture not in (
         "MistralForCausalLM",
         "Ministral3ForCausalLM",

@@ -88,12 +88,19 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         of_queries = f"queries from {latent.q_rank:,} numbers, " if latent.q_rank else ""
         heads = f"{latent.heads} heads of {spec.head_dim}, values of {latent.value}"
         heads += f"; {of_queries}keys and values from {latent.kv_rank:,} and {latent.rope} turned"
+    of_linear = [delta for i in spec.blocks if (delta := spec.delta(i)) is not None]
+    linear = []
+    if of_linear:
+        of = of_linear[0]
+        each = f"{of.value_heads} value heads of {of.value_dim}, {of.key_heads} query and key heads of {of.key_dim}"
+        linear = [["linear attention", f"in {len(of_linear)} blocks: {each}"]]
     return [
         ["parameters", f"{spec.total_params:,}"],
         ["blocks", blocks],
         ["hidden size", f"{spec.hidden_size:,}"],
         ["MLP", mlp],
         ["attention", heads],
+        *linear,
         *([["sliding window", f"{sliding[0]:,} tokens, in {len(sliding)} blocks"]] if sliding else []),
         *([["no rotary embedding", f"in {len(plain)} blocks"]] if plain else []),
         ["vocabulary", f"{spec.vocab_size:,}"],

@@ -1,0 +1,300 @@
+"""Linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464); `schedules.delta` has its widths.
+
+Per value head a state S [key_dim, value_dim] begins at zero. A token multiplies it by its decay exp(g), moves what the
+state returns for its key by beta toward its value, and reads the state with its query:
+  S <- exp(g) S;  S <- S + beta k (v - S^T k)^T;  o = S^T q
+CHUNK tokens are computed together, by products and one triangular system, and chunks follow each other by the state
+(Yang et al., arXiv:2406.06484). With c the sum of decays since a chunk began, c_end at its end, D_ij = exp(c_i - c_j):
+  [U W] = (I + A)^-1 [beta v, beta exp(c) k]  A: beta_i k_i.k_j D_ij below the diagonal
+  V' = U - W S;  o = exp(c) q S + P V'        P: q_i.k_j D_ij on and below the diagonal
+  S <- exp(c_end) S + (exp(c_end - c) k)^T V'
+What is kept is what the rule is given; backward computes the chunks again. All this is in at least fp32. Where what is
+given has 16 bits a GPU multiplies in TF32, with more bits than that, but for the inverse, by which errors would grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.chunked_parts import tokens
+from megatrain.experts import Derived
+from megatrain.linear import linear, linears
+from megatrain.pointwise import PLAIN, Pointwise
+from schedules.delta import CHUNK, DeltaNet
+
+ROWS = 16  # of a block whose inverse is found row by row
+OWN = ("conv1d.weight", "A_log", "dt_bias")  # the rule's parameters
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearAttention:
+    """From a block's normalised input to what is added to its residual."""
+
+    widths: DeltaNet
+    eps: float
+    pointwise: Pointwise = PLAIN
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived) -> Tensor:
+        """x [batch, seq, hidden] -> the same shape. What can be made again is told to `derived`."""
+        projections = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
+        mixed, z, b, a = linears(params, projections, x, in_fp8=None)
+        own = (params[f"linear_attn.{name}"] for name in OWN)
+        o = _Rule.apply(mixed, b, a, self.widths, self.pointwise, *own)  # type: ignore[no-untyped-call]
+        del mixed, b, a  # a forward that saves nothing can free them here
+        o, z = (torch.unflatten(t, -1, (-1, self.widths.value_dim)) for t in (o, z))
+        weight = params["linear_attn.norm.weight"]
+        y = _GatedNorm.apply(o, z, weight, self.eps, self.pointwise)  # type: ignore[no-untyped-call]
+
+        def make(o: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+            return self.pointwise.gated_norm_forward(o, z, weight, self.eps)[0]
+
+        with derived(y, make, o, z, weight):
+            del o, z
+            return linear(params, "linear_attn.out_proj", y.flatten(2))
+
+
+class _GatedNorm(torch.autograd.Function):
+    """RMSNorm of each head of o, times silu(z); saves both, and one factor per head."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
+        y, rstd = pointwise.gated_norm_forward(o.detach(), z.detach(), weight.detach(), eps)
+        ctx.save_for_backward(o, z, weight, rstd)
+        ctx.pointwise = pointwise
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        o, z, weight, rstd = ctx.saved_tensors
+        do, dz, dweight = ctx.pointwise.gated_norm_backward(grads[0], o, z, weight, rstd)
+        return do, dz, dweight.to(weight.dtype), None, None
+
+
+class _Rule(torch.autograd.Function):
+    """The convolution and the rule; saves what it is given, and computes some sequences, or heads of one, at a time.
+
+    mixed [batch, seq, mixed], b and a [batch, seq, value_heads], and the parameters OWN -> [batch, seq, value_width].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, b: Tensor, a: Tensor, widths: DeltaNet, pointwise: Pointwise, *own: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(mixed, b, a, *own)
+        ctx.widths, ctx.pointwise = widths, pointwise
+        o = mixed.new_empty(*mixed.shape[:-1], widths.value_width)
+        with _precision("high" if mixed.is_cuda and mixed.itemsize < 4 else None):
+            for part in _parts(widths, *(t.detach() for t in (mixed, b, a, *own))):
+                to = part.of_output(o)
+                to.copy_(tokens(_Chunks(part, pointwise).output(), *to.shape[:2]))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, b, a, *own = ctx.saved_tensors
+        found = [torch.empty_like(t) for t in (mixed, b, a)]
+        wide = torch.promote_types(mixed.dtype, torch.float32)
+        sums = [torch.zeros_like(t, dtype=wide) for t in own]
+        with _precision("high" if mixed.is_cuda and mixed.itemsize < 4 else None):
+            parts = _parts(ctx.widths, mixed, b, a, *own)
+            for part, into in zip(parts, _parts(ctx.widths, *found, *sums), strict=True):
+                dy = ctx.pointwise.delta_chunked(part.of_output(grads[0]), wide)
+                _Chunks(part, ctx.pointwise, backward=True).backward(dy, into)
+        return *found, None, None, *(s.to(t.dtype) for s, t in zip(sums, own, strict=True))
+
+
+@contextmanager
+def _precision(wanted: str | None) -> Iterator[None]:
+    """Of products of fp32 numbers: "high" is TF32 on a GPU. As it is for None."""
+    before = torch.get_float32_matmul_precision()
+    if wanted is not None:
+        torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some heads of some sequences, as views of what the rule is given, or of room for its gradients."""
+
+    q: Tensor  # [batch, seq, key heads, key_dim]
+    k: Tensor
+    v: Tensor  # [batch, seq, value heads, value_dim]
+    b: Tensor  # [batch, seq, value heads]
+    a: Tensor
+    taps: tuple[Tensor, Tensor, Tensor]  # of q, k and v [heads, dim, kernel]
+    rate: Tensor  # A_log [value heads]
+    bias: Tensor  # dt_bias
+    rows: slice
+    heads: slice  # of values
+
+    def of_output(self, o: Tensor) -> Tensor:
+        """This part of [batch, seq, value_width]."""
+        return torch.unflatten(o, -1, (-1, self.v.shape[-1]))[self.rows, :, self.heads]
+
+
+def _parts(
+    widths: DeltaNet, mixed: Tensor, b: Tensor, a: Tensor, taps: Tensor, rate: Tensor, bias: Tensor
+) -> Iterator[_Part]:
+    batch, seq = mixed.shape[:2]
+    sequences, heads_at_once = widths.together(batch, seq)
+    cuts = [widths.key_width, widths.key_width, widths.value_width]
+    dims = (widths.key_dim, widths.key_dim, widths.value_dim)
+    q, k, v = (torch.unflatten(t, -1, (-1, d)) for t, d in zip(torch.split(mixed, cuts, dim=-1), dims, strict=True))
+    of_q, of_k, of_v = (
+        torch.unflatten(t[:, 0], 0, (-1, d)) for t, d in zip(torch.split(taps, cuts), dims, strict=True)
+    )
+    shared = widths.value_heads // widths.key_heads
+    for row in range(0, batch, sequences):
+        for head in range(0, widths.key_heads, heads_at_once):
+            rows, keys = slice(row, row + sequences), slice(head, head + heads_at_once)
+            heads = slice(head * shared, (head + heads_at_once) * shared)
+            yield _Part(
+                q=q[rows, :, keys],
+                k=k[rows, :, keys],
+                v=v[rows, :, heads],
+                b=b[rows, :, heads],
+                a=a[rows, :, heads],
+                taps=(of_q[keys], of_k[keys], of_v[heads]),
+                rate=rate[heads],
+                bias=bias[heads],
+                rows=rows,
+                heads=heads,
+            )
+
+
+class _Chunks:
+    """A part in chunks, computed up to the state before each; what only backward reads is dropped unless `backward`.
+
+    Tensors are wide, [chunks, sequences x value heads, CHUNK, dim]; tokens beyond the last are zeros, which change no
+    state.
+    """
+
+    def __init__(self, part: _Part, pointwise: Pointwise, *, backward: bool = False) -> None:
+        self.part, self.pointwise = part, pointwise
+        self.sums, self.beta = pointwise.delta_gates(part.b, part.a, part.rate, part.bias)
+        q, k, v = pointwise.delta_inputs(part.q, part.k, part.v, *part.taps)
+        gram, scores = _times(k, k.mT), _times(q, k.mT)
+        system, self.p = pointwise.delta_decayed(gram, scores, self.sums, self.beta)
+        del gram, scores
+        right, leaving = pointwise.delta_right(k, v, self.sums, self.beta)
+        count, heads, _, dim, width = *k.shape, v.shape[-1]
+        self.q, self.k, self.v = q, k if backward else None, v if backward else None
+        del q, k, v
+        inverse = _inverse(system)
+        del system
+        solved = _times(inverse, right)
+        self.inverse = inverse if backward else None
+        del right, inverse
+        u, w = torch.split(solved, [width, dim], dim=-1)
+        self.through = self.sums[..., -1:, None].exp()
+        self.states, self.new = solved.new_empty(count, heads, dim, width), torch.empty_like(u)
+        self.states[0] = 0
+        for n in range(count):
+            torch.baddbmm(u[n], w[n], self.states[n], alpha=-1, out=self.new[n])
+            if n + 1 < count:
+                after = torch.mul(self.states[n], self.through[n], out=self.states[n + 1])
+                after.baddbmm_(leaving[n].mT, self.new[n])
+        self.solved, self.leaving = solved if backward else None, leaving if backward else None
+
+    def output(self) -> Tensor:
+        """What the rule returns. Changes the queries."""
+        o = _times(self.q.mul_(self.sums.exp()[..., None]), self.states)
+        _add(o, self.p, self.new)
+        return o
+
+    def backward(self, dy: Tensor, into: _Part) -> None:
+        """Write the gradients of what the rule was given, and add those of its parameters; `dy` is in chunks."""
+        part, pointwise = self.part, self.pointwise
+        assert self.k is not None and self.v is not None and self.inverse is not None
+        assert self.solved is not None and self.leaving is not None
+        count, heads, dim, width = self.states.shape
+        # of the state before each chunk, and after the last
+        d_states = dy.new_empty(count + 1, heads, dim, width)
+        d_states[count] = 0
+        grown = self.q * self.sums.exp()[..., None]
+        torch.bmm(grown.flatten(0, 1).mT, dy.flatten(0, 1), out=d_states[:count].view(-1, dim, width))
+        del grown
+        d_right = torch.empty_like(self.solved)
+        d_new, d_w = torch.split(d_right, [width, dim], dim=-1)
+        w = self.solved[..., width:]
+        torch.bmm(self.p.flatten(0, 1).mT, dy.flatten(0, 1), out=d_new.flatten(0, 1))
+        for n in reversed(range(count)):
+            d_new[n].baddbmm_(self.leaving[n], d_states[n + 1])
+            d_states[n].addcmul_(d_states[n + 1], self.through[n]).baddbmm_(w[n].mT, d_new[n], alpha=-1)
+        self.leaving = None
+        d_w.flatten(0, 1).baddbmm_(d_new.flatten(0, 1), self.states.flatten(0, 1).mT, beta=0, alpha=-1)
+        del d_new, d_w, w
+        d_right = _times(self.inverse.mT, d_right)
+        self.inverse = None
+        d_system, d_p = _times(d_right, self.solved.mT), _times(dy, self.new.mT)
+        self.solved = None
+        d_gram, d_scores, d_sums, d_beta = pointwise.delta_decayed_backward(
+            d_system, d_p, _times(self.k, self.k.mT), self.p, self.sums, self.beta
+        )
+        del d_system, d_p
+        read, left = _times(dy, self.states.mT), _times(self.new, d_states[1:].mT)
+        carried = pointwise.delta_carried(d_states[1:], self.states)
+        del dy, d_states, self.states, self.new
+        d_q, d_k, d_v, more_sums, more_beta = pointwise.delta_right_backward(
+            d_right, read, left, carried, self.q, self.k, self.v, self.sums, self.beta
+        )
+        del d_right, read, left
+        _add(d_q, d_scores, self.k)
+        _add(d_k, d_scores.mT, self.q)
+        _add(d_k, d_gram, self.k)
+        del d_gram, d_scores
+        gates = (part.b, part.a, part.rate, part.bias)
+        d_b, d_a, d_rate, d_bias = pointwise.delta_gates_backward(d_sums + more_sums, d_beta + more_beta, *gates)
+        into.b.copy_(d_b)
+        into.a.copy_(d_a)
+        into.rate.add_(d_rate)
+        into.bias.add_(d_bias)
+        given, to, lengths = (part.q, part.k, part.v), (into.q, into.k, into.v), (dim**-0.5, 1.0, None)
+        for i, d in enumerate((d_q, d_k, d_v)):
+            dx, d_taps = pointwise.delta_input_backward(d, given[i], part.taps[i], lengths[i])
+            to[i].copy_(dx)
+            into.taps[i].add_(d_taps)
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """(I + A)^-1 for A [chunks, heads, CHUNK, CHUNK], zeros on and above its diagonal; of the same shape.
+
+    By forward substitution, a row at a time in blocks on the diagonal and a block at a time beyond them.
+    """
+    a = system.flatten(0, 1)
+    found = torch.zeros_like(a)
+    starts = range(0, CHUNK, ROWS)
+    blocks = torch.stack([a[:, i : i + ROWS, i : i + ROWS] for i in starts]).flatten(0, 1).neg_()
+    with _precision("highest"):
+        for i in range(1, ROWS):
+            row = blocks[:, i : i + 1, :i]
+            row.copy_(torch.baddbmm(row, row, blocks[:, :i, :i]))
+        blocks.diagonal(dim1=-2, dim2=-1).fill_(1)
+        for i, block in zip(starts, blocks.view(-1, len(a), ROWS, ROWS), strict=True):
+            found[:, i : i + ROWS, i : i + ROWS] = block
+        size = ROWS
+        while size < CHUNK:
+            for i in range(0, CHUNK, 2 * size):
+                first, second = slice(i, i + size), slice(i + size, i + 2 * size)
+                beside = torch.bmm(a[:, second, first], found[:, first, first])
+                found[:, second, first] = torch.bmm(found[:, second, second], beside.neg_())
+            size *= 2
+    return found.view_as(system)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """Chunk by chunk and head by head."""
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).view(*a.shape[:3], b.shape[-1])
+
+
+def _add(to: Tensor, a: Tensor, b: Tensor) -> None:
+    to.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
