@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.chunked_parts import tokens
+from megatrain.delta_parts import tokens
 from megatrain.experts import Derived
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
@@ -89,7 +89,7 @@ class _Rule(torch.autograd.Function):
         ctx.save_for_backward(mixed, b, a, *own)
         ctx.widths, ctx.pointwise = widths, pointwise
         o = mixed.new_empty(*mixed.shape[:-1], widths.value_width)
-        with _precision("high" if mixed.is_cuda and mixed.itemsize < 4 else None):
+        with _precision(_enough_for(mixed)):
             for part in _parts(widths, *(t.detach() for t in (mixed, b, a, *own))):
                 to = part.of_output(o)
                 to.copy_(tokens(_Chunks(part, pointwise).output(), *to.shape[:2]))
@@ -101,7 +101,7 @@ class _Rule(torch.autograd.Function):
         found = [torch.empty_like(t) for t in (mixed, b, a)]
         wide = torch.promote_types(mixed.dtype, torch.float32)
         sums = [torch.zeros_like(t, dtype=wide) for t in own]
-        with _precision("high" if mixed.is_cuda and mixed.itemsize < 4 else None):
+        with _precision(_enough_for(mixed)):
             parts = _parts(ctx.widths, mixed, b, a, *own)
             for part, into in zip(parts, _parts(ctx.widths, *found, *sums), strict=True):
                 dy = ctx.pointwise.delta_chunked(part.of_output(grads[0]), wide)
@@ -109,12 +109,16 @@ class _Rule(torch.autograd.Function):
         return *found, None, None, *(s.to(t.dtype) for s, t in zip(sums, own, strict=True))
 
 
+def _enough_for(given: Tensor) -> str:
+    """TF32 on a GPU for what was given in 16 bits; else as it is."""
+    return "high" if given.is_cuda and given.itemsize < 4 else torch.get_float32_matmul_precision()
+
+
 @contextmanager
-def _precision(wanted: str | None) -> Iterator[None]:
-    """Of products of fp32 numbers: "high" is TF32 on a GPU. As it is for None."""
+def _precision(wanted: str) -> Iterator[None]:
+    """Of products of fp32 numbers."""
     before = torch.get_float32_matmul_precision()
-    if wanted is not None:
-        torch.set_float32_matmul_precision(wanted)
+    torch.set_float32_matmul_precision(wanted)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from schedules.errors import InputError
-from schedules.families import HYBRID, SHARING
+from schedules.families import GATED_SHARING, HYBRID, SHARING
 from schedules.hf_config import sees
 from schedules.model import CORRECTION, ModelError, ModelSpec
 
@@ -59,16 +59,25 @@ EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
     "MixtralForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     "MiniMaxM2ForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
     **dict.fromkeys(
-        ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", *SHARING),
+        ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", *SHARING, *GATED_SHARING),
         ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
     ),
 }
 
 
-def file_shapes(model: ModelSpec, i: int) -> dict[str, tuple[int, ...]]:
-    """Name in files -> shape of each tensor that layer i is stored as, in the order in which they lie in its slab."""
+# Published with all experts' matrices in one tensor.
+STACKED = ("Qwen3_5MoeForCausalLM",)
+
+
+def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dict[str, tuple[int, ...]]:
+    """Name in files -> shape of each tensor that layer i is stored as, in the order in which they lie in its slab.
+
+    `stacked`: all experts' matrices are one tensor; as they are published if None.
+    """
     found: dict[str, tuple[int, ...]] = {}
     place, matrices = EXPERTS.get(model.architecture, ("mlp", {}))
+    if model.architecture in STACKED if stacked is None else stacked:
+        matrices = {}
     for name, shape in model.stored_shapes(i).items():
         stored = name.replace("mlp.", f"{place}.", 1) if name.startswith("mlp.") else name
         if not (matrices and ".experts." in name):
@@ -100,7 +109,10 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         if sees(config):
             stored = _of_text(files)
     files = {name: files[there] for name, there in stored.items()}
-    wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i).items()}
+    stacked = None
+    if model.architecture in STACKED:  # which transformers writes apart
+        stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
+    wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     for name in wanted:
         if name not in files:
             raise WeightsError(
@@ -131,7 +143,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
                 raise WeightsError(f"{name} in {folder} is of type {types[name]}: {PLAIN_ONLY}")
 
     def of_layer(i: int) -> Tensor:
-        parts = dict.fromkeys(file_shapes(model, i), torch.empty(0))
+        parts = dict.fromkeys(file_shapes(model, i, stacked=stacked), torch.empty(0))
         for file, names in by_file(files, parts).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
                 parts |= {name: _read(opened, stored[name]) for name in names}
@@ -193,7 +205,7 @@ NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
     "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
     "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate",
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

@@ -94,6 +94,25 @@ def opened(y: Tensor, gate: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
     return _Opened.apply(y, gate, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Weighed(torch.autograd.Function):
+    """y times the sigmoid of one number per row; saves both."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, share: Tensor, pointwise: Pointwise, output: bool) -> Tensor:
+        ctx.save_for_backward(y, share)
+        ctx.pointwise = pointwise
+        return pointwise.weighed_forward(y.detach(), share.detach()) if output else unread(y.shape, y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.pointwise.weighed_backward(grads[0], *ctx.saved_tensors), None, None
+
+
+def weighed(y: Tensor, share: Tensor, pointwise: Pointwise = PLAIN, *, output: bool = True) -> Tensor:
+    """y [..., hidden] * sigmoid(share [..., 1]); without `output` its shape and graph alone."""
+    return _Weighed.apply(y, share, pointwise, output)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @dataclass(frozen=True)
 class _Mlp:
     """As a layer of its own."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain import chunked_parts
+from megatrain import delta_parts
 from schedules.families import GPT_OSS_ACTIVATION
 
 
@@ -209,6 +209,19 @@ def cross_entropy_in_place(logits: Tensor, label: Tensor, share: Tensor) -> tupl
     return ((summed.log() - of_label) * share).sum(), gradient.to(logits.dtype)
 
 
+def weighed_forward(y: Tensor, share: Tensor) -> Tensor:
+    """y [..., hidden] * sigmoid(share [..., 1])."""
+    return y * torch.sigmoid(share)
+
+
+def weighed_backward(dy: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of y and share; the second is a sum in at least fp32."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    of_share = (dy.to(wide) * y).sum(-1, keepdim=True)
+    open_ = torch.sigmoid(share.to(wide))
+    return dy * torch.sigmoid(share), (of_share * open_ * (1 - open_)).to(share.dtype)
+
+
 FP8_LEAST = 1e-30  # the least magnitude that a scale is made for: what 1 stands for is then a normal fp32 number
 
 
@@ -275,16 +288,18 @@ class Pointwise:
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = gated_norm_backward
     opened_forward: Callable[[Tensor, Tensor], Tensor] = opened_forward
     opened_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = opened_backward
-    delta_chunked: Callable[[Tensor, torch.dtype], Tensor] = chunked_parts.chunked_as
-    delta_carried: Callable[[Tensor, Tensor], Tensor] = chunked_parts.carried
-    delta_gates: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.gates
-    delta_gates_backward: Callable[..., tuple[Tensor, ...]] = chunked_parts.gates_backward
-    delta_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunked_parts.inputs
-    delta_input_backward: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.input_backward
-    delta_decayed: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.decayed
-    delta_decayed_backward: Callable[..., tuple[Tensor, ...]] = chunked_parts.decayed_backward
-    delta_right: Callable[..., tuple[Tensor, Tensor]] = chunked_parts.right
-    delta_right_backward: Callable[..., tuple[Tensor, ...]] = chunked_parts.right_backward
+    weighed_forward: Callable[[Tensor, Tensor], Tensor] = weighed_forward
+    weighed_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = weighed_backward
+    delta_chunked: Callable[[Tensor, torch.dtype], Tensor] = delta_parts.chunked_as
+    delta_carried: Callable[[Tensor, Tensor], Tensor] = delta_parts.carried
+    delta_gates: Callable[..., tuple[Tensor, Tensor]] = delta_parts.gates
+    delta_gates_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.gates_backward
+    delta_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = delta_parts.inputs
+    delta_input_backward: Callable[..., tuple[Tensor, Tensor]] = delta_parts.input_backward
+    delta_decayed: Callable[..., tuple[Tensor, Tensor]] = delta_parts.decayed
+    delta_decayed_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.decayed_backward
+    delta_right: Callable[..., tuple[Tensor, Tensor]] = delta_parts.right
+    delta_right_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.right_backward
     keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values
     keys_values_backward: Callable[..., tuple[Tensor, Tensor]] = keys_values_backward
     cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy

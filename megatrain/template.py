@@ -24,14 +24,14 @@ from megatrain.autograd import again
 from megatrain.delta import LinearAttention
 from megatrain.experts import Mixture
 from megatrain.latent import Expansion
-from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate
+from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, weighed
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables, sharper_products
 from megatrain.sink import Sink
 from schedules.errors import InputError
 from schedules.families import SHARING
-from schedules.model import SHARED, ModelSpec, Norms
+from schedules.model import SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
 CAUSAL = Attention()
@@ -179,9 +179,13 @@ class Block:
     def _mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         if self.mixture is not None:
             y = self.mixture.forward(params, x, self._derived, output=output)
-            if f"{SHARED}.gate_proj.weight" not in params:
+            if f"{SHARED}.gate_proj.weight" in params:
+                return added(y, self._whole_mlp(params, x, output, SHARED), output)
+            if f"{SHARED_GATE}.weight" not in params:
                 return y
-            return added(y, self._whole_mlp(params, x, output, SHARED), output)
+            shared = self._whole_mlp(params, x, True, SHARED_GATED)  # which backward reads
+            share = linear(params, SHARED_GATE, x)
+            return added(y, weighed(shared, share, self.pointwise, output=output), output)
         if self.mlp_chunk is None:
             return self._whole_mlp(params, x, output)
         own = {name: p for name, p in params.items() if name.startswith("mlp.")}

@@ -18,6 +18,8 @@ MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -38,6 +40,17 @@ MODEL_TYPES = {
 }
 # What gpt-oss' activation is computed with, by the names in its config (transformers, configuration_gpt_oss.py).
 GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+_QWEN3_5: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 # Per architecture: what transformers assumes when config.json is silent, and what its code fixes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -61,16 +74,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
-    "Qwen3_5ForCausalLM": {
+    "Qwen2MoeForCausalLM": {
         "max_position_embeddings": 32768,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+        "sliding_window": 4096,
+        "attention_bias": True,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": {
+        **_QWEN3_5,
+        "intermediate_size": 512,  # of no block: all have experts
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
     "GptOssForCausalLM": {
         "attention_bias": True,
@@ -248,6 +266,16 @@ SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        ("Qwen3_5MoeForCausalLM",),
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+        },
+    ),
 }
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
@@ -255,7 +283,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"attention_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
+    "Qwen2MoeForCausalLM": {"shared_expert_gate": True},
     "Qwen3_5ForCausalLM": {"qk_norm": True, "zero_centered_norms": True, "attn_output_gate": True},
+    "Qwen3_5MoeForCausalLM": {
+        "qk_norm": True,
+        "zero_centered_norms": True,
+        "attn_output_gate": True,
+        "shared_expert_gate": True,
+    },
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
     "MiniMaxM2ForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True, "sigmoid_router": True},
     "Glm4MoeForCausalLM": {"sigmoid_router": True},
@@ -277,7 +312,9 @@ BIASES: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("attention_bias", "mlp_bias"),
     "Qwen3ForCausalLM": ("attention_bias",),
     "Qwen3MoeForCausalLM": ("attention_bias",),
+    "Qwen2MoeForCausalLM": ("attention_bias",),
     "Qwen3_5ForCausalLM": ("attention_bias",),
+    "Qwen3_5MoeForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
     "Glm4MoeForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
@@ -290,14 +327,16 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Dots1ForCausalLM": ("attention_bias",),
     "SolarOpenForCausalLM": ("attention_bias",),
 }
-WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM")
+WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Qwen2MoeForCausalLM")
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
-    "SolarOpenForCausalLM", "Qwen3_5ForCausalLM",
+    "SolarOpenForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
 )  # fmt: skip
 # Most blocks of these have linear attention.
-HYBRID = ("Qwen3_5ForCausalLM",)
+HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+# Of these all tokens are given to one expert, whose output has a gate.
+GATED_SHARING = ("Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM")
 LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
 # Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
 SHARING = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", *LATENT)
@@ -318,7 +357,9 @@ ALL_WINDOWED = (
     "MistralForCausalLM", "Ministral3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM",
 )  # fmt: skip
 # These state a window, and switch it on apart.
-SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
+SWITCHED = (
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM", "Qwen2MoeForCausalLM",
+)  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODERS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from schedules.model import MLP_PROJECTIONS, SHARED, ModelSpec
+from schedules.model import MLP_PROJECTIONS, ModelSpec
 from schedules.op import Phase
 from schedules.workload import Workload
 
@@ -35,7 +35,8 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
         return 2 * tokens * h * model.vocab_size
     projections = sum(map(math.prod, model.attention_matrices(i)))
     mlp = MLP_PROJECTIONS * h * model.mlp_width(i)
-    mlp += h * model.num_experts if model.has_experts(i) else 0  # the router is a matrix of h x experts
+    if model.has_experts(i):  # the router is a matrix of h x experts
+        mlp += h * (model.num_experts + model.shared_expert_gate)
     matrices = projections + mlp + _adapter_params(model, i, workload)
     return 2 * tokens * matrices + attention_flops(model, i, workload)
 
@@ -82,12 +83,13 @@ def unread_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     """The part of block i's forward FLOPs that only its output needs, and nothing that it keeps.
 
     The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
-    computes it again; of experts those that are shared alone. None where backward reads that output.
+    computes it again; of experts those that are shared alone. None where backward reads that output, as it does that
+    of experts with a gate.
     """
-    if model.post_norm:
+    if model.post_norm or model.shared_expert_gate:
         return 0
     if model.has_experts(i):
-        matrix, last = model.hidden_size * model.shared_width, f"{SHARED}.{BEFORE_OUTPUT}"
+        matrix, last = model.hidden_size * model.shared_width, f"{model.shared_place}.{BEFORE_OUTPUT}"
     else:
         matrix, last = model.hidden_size * model.mlp_width(i), f"mlp.{BEFORE_OUTPUT}"
     if workload.recompute == "mlp":

@@ -15,6 +15,7 @@ from schedules.families import (
     ENCODER_DECODERS,
     ENCODERS,
     FIXED,
+    GATED_SHARING,
     GPT_OSS_ACTIVATION,
     HYBRID,
     KV_FOR_EACH,
@@ -73,6 +74,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     config = _text_alone(config, name)
     architecture = _architecture(config, name)
+    if architecture == "Qwen2MoeForCausalLM" and config.get("qkv_bias") is not None:
+        config = {**config, "attention_bias": config["qkv_bias"]}
     settings = dict(ARCHITECTURES[architecture])
     # an explicit null means "the default" for most fields, but "none" for these
     none = ("sliding_window", "q_lora_rank")
@@ -179,9 +182,13 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
             config["layer_types"] = spec["layer_types"]
-    if architecture == "Qwen3MoeForCausalLM":
+    if architecture in ("Qwen3MoeForCausalLM", *GATED_SHARING):
         config |= {key: spec[key] for key in ("num_experts", "moe_intermediate_size", "norm_topk_prob")}
         config["num_experts_per_tok"] = spec["num_experts_per_tok"]
+        if architecture in GATED_SHARING:
+            config["shared_expert_intermediate_size"] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
+        if architecture == "Qwen2MoeForCausalLM":
+            config["qkv_bias"] = config.pop("attention_bias")
     elif architecture in SHARING:
         config |= {key: spec[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
         dense = spec.get("first_k_dense_replace", 0)
@@ -359,18 +366,30 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
             "moe_intermediate_size": need("intermediate_size"),
             "norm_topk_prob": settings.get("norm_topk_prob", False),
         }
-    if architecture == "Qwen3MoeForCausalLM":
+    if architecture in ("Qwen3MoeForCausalLM", *GATED_SHARING):
         if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
-            raise ModelError("a Qwen3-MoE with dense blocks between its expert blocks is not supported")
-        return {
+            raise ModelError(f"a {architecture} with dense blocks between its expert blocks is not supported")
+        found = {
             "num_experts": need(count),
             "num_experts_per_tok": need("num_experts_per_tok"),
             "moe_intermediate_size": need("moe_intermediate_size"),
-            "norm_topk_prob": settings.get("norm_topk_prob", False),
+            "norm_topk_prob": architecture in HYBRID or settings.get("norm_topk_prob", False),
         }
+        if architecture in GATED_SHARING:
+            found["n_shared_experts"] = _shared(settings["shared_expert_intermediate_size"], found)
+        return found
     if architecture in SHARING:
         return _sharing(architecture, settings, need)
     return {}
+
+
+def _shared(width: Any, experts: Mapping[str, Any]) -> int:
+    """How many experts are as wide together as that which is given all tokens."""
+    whole_number("shared_expert_intermediate_size", width, "the config")
+    each = whole_number("moe_intermediate_size", experts["moe_intermediate_size"], "the config")
+    if width % each:
+        raise ModelError(f"shared_expert_intermediate_size {width} is no multiple of moe_intermediate_size, {each}")
+    return int(width // each)
 
 
 def _sharing(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", f"{SHARED_GATE}.weight")
 CORRECTION = "e_score_correction_bias"
 # Of one input, and in some families' files one matrix.
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
@@ -37,6 +38,7 @@ _LATER = (
     "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "shared_expert_gate",
 )  # fmt: skip
 
 
@@ -62,7 +64,8 @@ class ModelSpec:
     so are gate and up. With `sigmoid_router` experts are chosen by the sigmoids of their logits and a bias each, which
     no gradient changes, and weighted by those sigmoids; without, by the probabilities that their logits make. Weights
     are multiplied by `routed_scaling_factor`. Of `n_group` groups of experts those of the best `topk_group` alone are
-    chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths together; the first
+    chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths together, whose output is
+    multiplied by the sigmoid of a number of the token's with a `shared_expert_gate`; the first
     `first_k_dense_replace` blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see
     `schedules.latent`: `head_dim` is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding
     turns the latter, and `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of
@@ -131,6 +134,7 @@ class ModelSpec:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
+    shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -369,8 +373,15 @@ class ModelSpec:
         if self.expert_bias:
             shapes["mlp.experts.down_proj_bias"] = (n, h)
         if self.n_shared_experts:
-            shapes |= self._mlp_shapes(SHARED, self.shared_width)
+            shapes |= self._mlp_shapes(self.shared_place, self.shared_width)
+        if self.shared_expert_gate:
+            shapes[f"{SHARED_GATE}.weight"] = (1, h)
         return shapes
+
+    @property
+    def shared_place(self) -> str:
+        """What the experts that are given all tokens are called within a block."""
+        return SHARED_GATED if self.shared_expert_gate else SHARED
 
     @property
     def score_correction(self) -> str | None:
@@ -536,6 +547,7 @@ class ModelSpec:
           k h      copies of that, one per choice, with experts only; unless computed again
           3f       gate, up, and their product, shared experts' too; 2f if the product is computed again, none if all is
           k h      the experts' outputs, weighted by the router, with experts only
+          h + 1    the shared experts' output and its gate, with a shared_expert_gate only
           rank     per adapter, what lies between its two matrices
         and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
         and with experts their probabilities and, per choice, its weight, its expert and its place (3 words).
@@ -555,6 +567,7 @@ class ModelSpec:
             elements += 2 * h
         if self.has_experts(i):
             elements += (2 if workload.recompute == "none" else 1) * k * h
+            elements += h + 1 if self.shared_expert_gate else 0
             words += self.num_experts + 3 * k
         if workload.lora_rank is not None:
             kept = [name for name in self.adapter_shapes(i, workload.lora_rank) if name.endswith("lora_A.weight")]

@@ -97,7 +97,10 @@ def _check_type(model: ModelSpec, name: str, kind: str, value: object) -> None:
 def _check_experts(model: ModelSpec) -> None:
     if not model.num_experts:
         usual = {field.name: field.default for field in fields(model)}
-        for key in ("sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"):
+        for key in (
+            "sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
+            "shared_expert_gate",
+        ):  # fmt: skip
             if getattr(model, key) != usual[key]:
                 raise ModelError(f"{model.name}: {key} is {getattr(model, key)}, and num_experts is 0")
         return
@@ -108,6 +111,8 @@ def _check_experts(model: ModelSpec) -> None:
         )
     if not model.moe_intermediate_size:
         raise ModelError(f"{model.name}: a mixture of experts needs moe_intermediate_size")
+    if model.shared_expert_gate and not model.n_shared_experts:
+        raise ModelError(f"{model.name}: shared_expert_gate needs n_shared_experts")
     _check_groups(model)
     if model.first_k_dense_replace > model.num_hidden_layers:
         raise ModelError(

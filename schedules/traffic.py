@@ -76,6 +76,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     elements += 3 * h + 3 * f
     if model.has_experts(i):
         elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h + _of_shared(model, i)
+        elements += h + 1 if model.shared_expert_gate else 0
     trained = params(model, workload, i)
     if workload.lora_rank is not None:
         elements += sum(sum(shape) for shape in model.adapter_shapes(i, workload.lora_rank).values())
@@ -92,7 +93,7 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         if not model.keeps_mlp_output(i):
             elements -= h + f + (2 * h + 2 * f if again else 0)
             weights -= (3 if again else 1) * h * f * b.weight
-        elif _of_shared(model, i) and not model.post_norm:
+        elif _of_shared(model, i) and not (model.post_norm or model.shared_expert_gate):
             elements -= h + model.shared_width
             weights -= h * model.shared_width * b.weight
     return tokens * elements * b.activation + weights
@@ -118,9 +119,12 @@ def pointwise_bytes(
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
     3h          3h             with shared experts the sum with their output; of their input's gradient and the others'
+    2h          6h             their gate: output read, product written; gradient and output read, its gradient written,
+                               and what the input's gradient is summed with
     The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
     `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
-    Backward makes again what is computed again: norms with their copies for experts, and gate, up and their product.
+    Backward makes again what is computed again: norms with their copies for experts, gate, up and their product, and
+    what gates of attention let through.
     What runs for its activations alone leaves out the last residual sum, and unless that output is normalised, with
     experts the sum of outputs, and what backward computes again of an MLP.
     Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
@@ -143,26 +147,30 @@ def pointwise_bytes(
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
     copied = summed = h + model.num_experts_per_tok * h if model.has_experts(i) else 0
     shared = _of_shared(model, i)
+    gated = h if model.shared_expert_gate and model.has_experts(i) else 0
     normed = _normed_in_attention(model, i)
     turned, turned_back = _turned_elements(model, i)
     if (gate := model.gate_width) and model.delta(i) is None:
         turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + model.q_width)
     norms = 2 * (model.pre_norm + model.post_norm) * h
-    nbytes = (2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared) * b.activation
+    nbytes = (2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared + 2 * gated) * b.activation
     if not fused:
         nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
         if fused:
             of_router = 3 * h if model.has_experts(i) else 0
             of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
-            elements = of_norms + turned_back + 3 * normed + 5 * f + copied + of_router + 2 * summed + shared
+            of_experts = copied + of_router + 2 * summed + shared + 6 * gated
+            elements = of_norms + turned_back + 3 * normed + 5 * f + of_experts
             nbytes = elements * b.activation
         else:
             nbytes *= 2
         if workload.recompute != "none":
-            nbytes += ((4 * h if model.pre_norm else 0) + 3 * f + copied) * b.activation
+            delta = model.delta(i)
+            opened = model.gate_width if delta is None else delta.value_width
+            nbytes += ((4 * h if model.pre_norm else 0) + 3 * (f + opened) + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
-        unread = summed + shared + (3 * f if workload.recompute == "mlp" else 0)
+        unread = summed + shared + 2 * gated + (3 * f if workload.recompute == "mlp" else 0)
         nbytes -= (3 * h + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
     if (delta := model.delta(i)) is not None:

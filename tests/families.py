@@ -93,6 +93,15 @@ DEEPSEEK_V3 = replace(
     v_head_dim=12,
 )
 DEEPSEEK_YARN = tuple(sorted((*YARN[:-1], ("mscale", 0.7), ("mscale_all_dim", 0.9))))
+QWEN2_MOE = replace(
+    MOE,
+    architecture="Qwen2MoeForCausalLM",
+    qk_norm=False,
+    norm_topk_prob=False,
+    attention_bias=True,
+    n_shared_experts=2,
+    shared_expert_gate=True,
+)
 QWEN3_5 = replace(
     TINY,
     architecture="Qwen3_5ForCausalLM",
@@ -132,6 +141,20 @@ MODELS = {
         tie_word_embeddings=True,
         linear_num_key_heads=4,
         linear_conv_kernel_dim=2,
+    ),
+    "qwen3.5-moe": replace(
+        QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        intermediate_size=24,
+        n_shared_experts=1,
+        shared_expert_gate=True,
+    ),
+    "qwen2-moe": QWEN2_MOE,
+    "qwen2-moe, normalised, without biases": replace(
+        QWEN2_MOE, n_shared_experts=1, norm_topk_prob=True, attention_bias=False
     ),
     "mixtral": replace(MOE, architecture="MixtralForCausalLM", qk_norm=False, intermediate_size=32),
     "mistral with a window": replace(TINY, architecture="MistralForCausalLM", sliding_window=5),

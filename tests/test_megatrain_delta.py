@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import delta
-from megatrain.chunked_parts import chunked, tokens
 from megatrain.delta import _GatedNorm, _inverse, _Rule
+from megatrain.delta_parts import chunked, tokens
 from megatrain.initial import random_parameters, repeated_parameters
-from megatrain.layer_parts import opened
+from megatrain.layer_parts import opened, weighed
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, compiled
 from megatrain.template import templates, views
 from schedules import delta as widths_of
@@ -165,6 +165,9 @@ def test_gradients_of_gates_are_those_of_what_was_computed(pointwise: Pointwise)
     torch.testing.assert_close(_GatedNorm.apply(o, z, weight, 1e-6, pointwise), normed)
     assert torch.autograd.gradcheck(lambda y, gate: opened(y, gate, pointwise), (o, z))
     torch.testing.assert_close(opened(o, z, pointwise), o * z.sigmoid())
+    share = randn(2, 3, 2, 1, seed=3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda y, share: weighed(y, share, pointwise), (o, share))
+    torch.testing.assert_close(weighed(o, share, pointwise), o * share.sigmoid())
 
 
 # ---- what is counted, of a Qwen3.5-0.8B

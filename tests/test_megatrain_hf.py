@@ -587,6 +587,7 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
         ("Mistral3", "MistralForCausalLM"),
         ("Mistral3", "Ministral3ForCausalLM"),
         ("Qwen3_5", "Qwen3_5ForCausalLM"),
+        ("Qwen3_5Moe", "Qwen3_5MoeForCausalLM"),
     ],
 )
 def test_of_a_model_that_sees_images_the_language_model_is_read(
@@ -603,7 +604,9 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     if family == "Gemma3":
         text |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
         more: dict[str, Any] = {"mm_tokens_per_image": 1, "image_token_index": 250}
-    elif family == "Qwen3_5":
+    elif family.startswith("Qwen3_5"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        text |= {"shared_expert_intermediate_size": 32}
         text |= {"layer_types": ["linear_attention", "full_attention"], "model_type": MODEL_TYPES[alone]}
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -621,7 +624,7 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     theirs.save_pretrained(tmp_path / "theirs")
     if within:
         values = {name: value for name, value in theirs.state_dict().items() if not (tied and name == hf.HEAD)}
-        if family == "Qwen3_5":  # a further block's
+        if family.startswith("Qwen3_5"):  # a further block's
             values["mtp.fc.weight"] = torch.ones(2, 2)
         save_file(values, tmp_path / "theirs" / hf.WHOLE)
     model = presets.load(tmp_path / "theirs")

@@ -128,6 +128,8 @@ class Traffic(TorchDispatchMode):
         aten = torch.ops.aten
         if not self.inside and func.overloadpacket in (aten.add, aten.add_, aten.mul, aten.copy_):
             self.add(*(args[1:] if func.overloadpacket == aten.copy_ else args), found)
+        if not self.inside and func.overloadpacket == aten.stack and len(args[0]) == 2:  # queries' gradient, its gate's
+            self.add(*args[0], found)
         return found
 
     def of(self, work: Callable[[], Any]) -> tuple[Any, int]:
@@ -153,8 +155,22 @@ EXPERTS = dataclasses.replace(
         dataclasses.replace(MODEL, pre_norm=False, post_norm=True),
         dataclasses.replace(MODEL, post_norm=True),
         EXPERTS,
+        dataclasses.replace(EXPERTS, n_shared_experts=1),
+        dataclasses.replace(EXPERTS, n_shared_experts=2, shared_expert_gate=True),
+        dataclasses.replace(MODEL, attn_output_gate=True),
     ],
-    ids=["qk_norm", "plain", "qk_norm of all heads", "no rope", "norms after", "norms before and after", "experts"],
+    ids=[
+        "qk_norm",
+        "plain",
+        "qk_norm of all heads",
+        "no rope",
+        "norms after",
+        "norms before and after",
+        "experts",
+        "shared experts",
+        "shared experts with a gate",
+        "gated attention",
+    ],
 )
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
     workload = dataclasses.replace(WORKLOAD, recompute=recompute)

@@ -47,6 +47,8 @@ VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projection
     ),
     "experts": replace(FAMILIES["minimax-m2"], num_hidden_layers=2),
     "experts, some shared": replace(FAMILIES["glm-4.5"], first_k_dense_replace=0),
+    "experts, some shared, with a gate": FAMILIES["qwen2-moe"],
+    "gated attention": FAMILIES["qwen3.5"].of_blocks([1]),
     "latent": replace(FAMILIES["deepseek-v3"], first_k_dense_replace=0),
     "latent, values as wide as keys": replace(FAMILIES["glm-4.7-flash"], first_k_dense_replace=0, q_lora_rank=0),
 }

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.families import ARCHITECTURES, LATENT
+from schedules.families import ARCHITECTURES, GATED_SHARING, LATENT
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -105,6 +105,9 @@ ROUNDED = {
     "qwen3.5-4b": 4.21e9,
     "qwen3.5-9b": 8.95e9,
     "qwen3.5-27b": 26.9e9,
+    "qwen3.5-35b-a3b": 34.7e9,
+    "qwen3.5-122b-a10b": 122e9,
+    "qwen3.5-397b-a17b": 396e9,
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,
@@ -656,6 +659,20 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             "final_logit_softcapping of 30.0 is not supported",
         ),
         (
+            {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 12,
+                "shared_expert_intermediate_size": 18,
+            },
+            "shared_expert_intermediate_size 18 is no multiple of moe_intermediate_size, 12",
+        ),
+        (
+            {"architectures": ["Qwen3_5MoeForCausalLM"], "mlp_only_layers": [1]},
+            "a Qwen3_5MoeForCausalLM with dense blocks between its expert blocks is not supported",
+        ),
+        (
             {"architectures": ["Qwen3_5ForCausalLM"], "attn_output_gate": False},
             "attn_output_gate of a Qwen3_5ForCausalLM must be True, not False",
         ),
@@ -897,12 +914,17 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     silent |= {} if whole or latent else {"head_dim": 128}  # which a GLM-4.5 always states
     silent["num_experts_per_tok"] = silent.get("num_experts_per_tok") or 2  # which a DeepSeek-V2 has no default for
     ours = ModelSpec.from_hf_config(silent | stated | {"architectures": [architecture]}, "silent")
-    for field in ("routed_scaling_factor", "n_shared_experts", "n_group", "topk_group", "q_lora_rank", *WIDTHS):
+    alike = ["routed_scaling_factor", "n_shared_experts", "n_group", "topk_group", "q_lora_rank", *WIDTHS]
+    if architecture in GATED_SHARING:
+        alike.remove("n_shared_experts")
+        assert ours.shared_width == theirs.shared_expert_intermediate_size
+    for field in alike:
         assert getattr(ours, field) == (getattr(theirs, field, None) or getattr(spec(), field)), field
     dense = [kind == "dense" for kind in getattr(theirs, "mlp_layer_types", None) or ()]
     assert ours.first_k_dense_replace == (sum(dense) or getattr(theirs, "first_k_dense_replace", 0))
     for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window"):
-        assert getattr(ours, field) == getattr(theirs, field, None), field
+        said = getattr(theirs, field, None)
+        assert getattr(ours, field) == (said or None if field == "sliding_window" else said), field
     assert ours.hidden_act == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
     assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     if whole:
@@ -973,6 +995,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3ForCausalLM": [{"attention_bias": True}],
         "Ministral3ForCausalLM": [{"sliding_window": 64}],
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
+        "Qwen3_5MoeForCausalLM": [{"shared_expert_intermediate_size": 2 * model.moe_intermediate_size}],
         "Qwen3_5ForCausalLM": [
             {"attention_bias": True},
             {"partial_rotary_factor": 0.5},
@@ -1070,6 +1093,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "ministral-3-3b",
         "qwen3.5-0.8b",
         "qwen3.5-27b",
+        "qwen3.5-35b-a3b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
