@@ -213,6 +213,16 @@ def test_attention_to_narrow_values_takes_as_long_as_to_wide_ones() -> None:
     assert found.duration_ns == pytest.approx(expected, abs=1)
 
 
+@pytest.mark.parametrize(("precision", "times", "peak"), [("bf16", 2, 500e12), ("fp32", 1, 50e12)])
+def test_linear_attention_multiplies_in_tf32_at_half_the_rate(precision: str, times: int, peak: float) -> None:
+    workload, model = Workload(micro_batch_size=2, seq_len=100, precision=precision), presets.load("qwen3.5-0.8b")
+    flops, of_rule = forward_flops(model, 0, workload), attention_flops(model, 0, workload)
+    op = compute(Phase.FORWARD, layer=0, writes="x.0.0", flops=flops)
+    (found,) = demands(replace(schedule_of(op, workload=workload), model=model), round_profile())
+    expected = ((flops - of_rule) / peak + times * of_rule / (peak / 2)) * 1e9
+    assert found.duration_ns == pytest.approx(expected, abs=1)
+
+
 def test_fp32_runs_at_its_own_peak() -> None:
     op, wide = compute(flops=10**12), replace(WORKLOAD, precision="fp32")
     assert demand(op, round_profile(), workload=wide).duration_ns == 20 * 10**6  # 50 TFLOP/s
