@@ -33,6 +33,7 @@ from schedules.model_checks import (
     LATE_QUERIES,
     LINEAR,
     MSCALE,
+    OF_LINEAR,
     ORIGINAL,
     ROPE_LISTS,
     SLIDING,
@@ -58,10 +59,6 @@ WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") 
 
 TYPED = ("GptOssForCausalLM", "Exaone4ForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM")  # blocks, by their windows
 PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", *HYBRID)  # may turn a part of each head
-OF_LINEAR = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)  # fmt: skip
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

@@ -65,18 +65,17 @@ class ModelSpec:
     no gradient changes, and weighted by those sigmoids; without, by the probabilities that their logits make. Weights
     are multiplied by `routed_scaling_factor`. Of `n_group` groups of experts those of the best `topk_group` alone are
     chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths together, whose output is
-    multiplied by the sigmoid of a number of the token's with a `shared_expert_gate`; the first
-    `first_k_dense_replace` blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see
-    `schedules.latent`: `head_dim` is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding
-    turns the latter, and `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of
-    queries has as many elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each
-    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
-    gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
-    `schedules.delta`. `no_rope_layers` has a 0 for each block
-    without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the config's
-    dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain rotary
-    embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None. Raises ModelError
-    when a value has no meaning.
+    multiplied by the sigmoid of a number of the token's with a `shared_expert_gate`; the first `first_k_dense_replace`
+    blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see `schedules.latent`: `head_dim`
+    is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding turns the latter, and
+    `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of queries has as many
+    elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each block's attention;
+    empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the gated delta rule, with
+    the heads, dimensions and convolution that the fields `linear_...` say, see `schedules.delta`. `no_rope_layers` has
+    a 0 for each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling`
+    is the config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have
+    plain rotary embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None.
+    Raises ModelError when a value has no meaning.
     """
 
     name: str
@@ -253,9 +252,9 @@ class ModelSpec:
         return {}
 
     def _block_kind(self, i: int) -> str:
-        if self.delta(i) is not None:
-            return "block.linear"
         kind = "block" if self.window(i) is None else "block.sliding"
+        if self.delta(i) is not None:
+            kind = "block.linear"
         if self.num_experts and not self.has_experts(i):
             kind += ".dense"
         return kind if self.has_rope(i) else f"{kind}.no_rope"

@@ -25,7 +25,7 @@ _MAY_BE_NONE = (  # counts that may be 0
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
-_OF_LINEAR = (  # what linear attention needs
+OF_LINEAR = (  # what linear attention needs
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
@@ -184,7 +184,7 @@ def _check_attention(model: ModelSpec) -> None:
 def _check_linear(model: ModelSpec) -> None:
     if LINEAR not in model.layer_types:
         return
-    for key in _OF_LINEAR:
+    for key in OF_LINEAR:
         if not getattr(model, key):
             raise ModelError(f"{model.name}: linear attention needs {key}")
     if model.linear_num_value_heads % model.linear_num_key_heads:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import QWEN3_5
+from families import MODELS, QWEN3_5
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -363,6 +363,8 @@ def test_blocks_of_one_kind_share_a_template_and_a_model_of_few_blocks_has_eithe
     assert set(found) == {"block", "block.linear"}
     assert found["block"].linear is None and found["block.linear"].linear is not None
     assert [QWEN3_5.of_blocks([i]).layer_kind(0) for i in (0, 1, 2)] == ["block.linear", "block", "block.linear"]
+    mixed = dataclasses.replace(MODELS["qwen3.5-moe"], first_k_dense_replace=1)
+    assert [mixed.layer_kind(i) for i in mixed.blocks] == ["block.linear.dense", "block", "block.linear"]
 
 
 def test_only_products_that_can_be_are_made_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
