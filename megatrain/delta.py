@@ -200,10 +200,11 @@ class _Chunks:
         del right, inverse
         u, w = torch.split(solved, [width, dim], dim=-1)
         self.through = self.sums[..., -1:, None].exp()
-        self.states, self.new = solved.new_empty(count, heads, dim, width), torch.empty_like(u)
+        self.new = u.contiguous() if backward else u
+        self.states = solved.new_empty(count, heads, dim, width)
         self.states[0] = 0
         for n in range(count):
-            torch.baddbmm(u[n], w[n], self.states[n], alpha=-1, out=self.new[n])
+            self.new[n].baddbmm_(w[n], self.states[n], alpha=-1)
             if n + 1 < count:
                 after = torch.mul(self.states[n], self.through[n], out=self.states[n + 1])
                 after.baddbmm_(leaving[n].mT, self.new[n])

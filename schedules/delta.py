@@ -80,7 +80,7 @@ class DeltaNet:
         """
         keys, values, pairs, state = self._words
         if backward:
-            words = 46 * keys + 12 * self.key_width + 33 * values + 32 * pairs + 17 * state
+            words = 46 * keys + 12 * self.key_width + 35 * values + 32 * pairs + 17 * state
             return 5 * self.mixed + self.value_width, words
         words = 17 * keys + 4 * self.key_width + 13 * values + 17 * pairs + 6 * state
         return self.mixed + self.value_width, words
@@ -93,9 +93,7 @@ class DeltaNet:
         keys, values, pairs, state = self._words
         if backward:
             return 2 * state + max(5 * keys + 6 * values + 2 * pairs, 3 * keys + 4 * values + 14 * pairs)
-        return max(
-            4 * keys + 3 * values + 2 * pairs, 2 * keys + values + 7 * pairs, 3 * keys + 2 * values + pairs + state
-        )
+        return max(4 * keys + 3 * values + 2 * pairs, 2 * keys + values + 7 * pairs, 3 * keys + values + pairs + state)
 
     def share_at_once(self, batch: int, seq_len: int) -> float:
         """The part of a micro-batch that is worked through at a time."""
