@@ -183,7 +183,7 @@ def attention_again(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Ten
     """Causal attention that keeps no more than its inputs: for fp32 on a GPU, a type for checks, not for speed.
 
     No fp32 kernel there shares keys among heads, so they are repeated, and it keeps one number per head and
-    position padded to 32 positions: both would be more than `ModelSpec.saved_bytes` counts. Shapes as
+    position padded to 32 positions: both would be more than `schedules.saved` counts. Shapes as
     scaled_dot_product_attention has them.
     """
     return _AttentionAgain.apply(q, k, v, scale)  # type: ignore[no-any-return, no-untyped-call]

@@ -133,7 +133,7 @@ class Store:
         if saved.nbytes > limit:
             raise StoreError(
                 f"{access.tensor} is {saved.nbytes} bytes of saved activations, its buffer {access.buffer} "
-                f"has {limit}: the model saves more than schedules.model.ModelSpec.saved_bytes counts"
+                f"has {limit}: the model saves more than schedules.saved.saved_bytes counts"
             )
         self._saved[access.buffer] = access.tensor, saved
         if access.buffer in self._copied and access.buffer not in self._slabs:

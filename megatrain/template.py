@@ -4,7 +4,7 @@ A template owns no parameters. It is called with `params`: by name, views into o
 and shapes as in `ModelSpec.parameter_shapes`. Anything else that has `constants` and `forward(params, x, output=...)`
 can take a block's place, such as `torch.func.functional_call` on an unmodified module.
 
-What a block saves for its backward is what `ModelSpec.saved_bytes` counts.
+What a block saves for its backward is what `schedules.saved` counts.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from schedules.errors import ProgramError
 from schedules.model import ModelSpec
 from schedules.op import Tier
 from schedules.program import Program
+from schedules.saved import saved_bytes
 from schedules.workload import MemoryBudget, Workload
 
 Activations = Literal["recompute", "inputs", "keep", "host", "nvme"]
@@ -151,7 +152,7 @@ def most_that_fit(
     more of them it never takes less, so that the others need not be written to see that; where several blocks run again
     from one input it may.
     """
-    one = model.saved_bytes(model.largest_block, workload)
+    one = saved_bytes(model, model.largest_block, workload)
     # where none keeps its activations, one buffer serves all that run again; it serves the first that keeps them too
     held = [max(count, 1) * one for count in itertools.accumulate(copies, initial=0)]
     written = functools.cache(build)

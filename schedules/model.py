@@ -1,6 +1,6 @@
 """The shape of a decoder-only language model, in the fields of Hugging Face's `config.json`.
 
-Its parameters, and the bytes of its activations, follow here; FLOPs and traffic have files of their own. Nothing is
+Its parameters follow here; the bytes of its activations, FLOPs and traffic have files of their own. Nothing is
 measured and nothing depends on a machine.
 
 Layers are numbered as in a schedule: -1 is the embedding, 0 .. L-1 are the decoder blocks, L is the head
@@ -19,7 +19,7 @@ from schedules.delta import DeltaNet
 from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
 from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
-from schedules.workload import RECOMPUTED, Workload
+from schedules.workload import RECOMPUTED
 
 __all__ = ["ModelError", "ModelSpec", "is_matrix"]
 
@@ -519,77 +519,6 @@ class ModelSpec:
     def shared_width(self) -> int:
         """Of these, those of the experts that are given all tokens."""
         return self.n_shared_experts * self.moe_intermediate_size
-
-    # ---- bytes of one micro-batch
-
-    def hidden_bytes(self, workload: Workload) -> int:
-        """Bytes of a layer's output (tokens, hidden_size), and of its gradient."""
-        return workload.tokens_per_microbatch * self.hidden_size * workload.bytes.activation
-
-    def saved_bytes(self, i: int, workload: Workload) -> int:
-        """Bytes that block i keeps from forward for its backward, without its input and its weights.
-
-        Per token, in activation elements (h hidden, q, k and v widths, a what attention returns, f MLP width):
-          h        normalised input, read by the q, k, v projections; unless computed again; with pre_norm only
-          q + k + v  queries and keys after rotary and values, read by attention
-          a        attention output, read by attention's backward and by the o projection
-          q + k    queries and keys before their norm, with qk_norm only
-          2a       the gate of attention's output, and what it lets through, unless computed again
-          of linear attention in place of these what its convolution mixes, betas and decays' inputs, what the rule
-                   returns, its gate, and the product of the two, unless computed again
-          what latent attention compresses queries, keys and values to; and of that what has a norm, normalised, read by
-                   the projections that expand it, unless computed again
-          2h       attention's and the MLP's output before their norms, with post_norm only
-          h        residual sum after attention, the second norm's input or the MLP's
-          h        its normalised value, read by gate and up, or by the router, unless that is frozen and no expert is
-                   shared; unless computed again; with pre_norm only
-          k h      copies of that, one per choice, with experts only; unless computed again
-          3f       gate, up, and their product, shared experts' too; 2f if the product is computed again, none if all is
-          k h      the experts' outputs, weighted by the router, with experts only
-          h + 1    the shared experts' output and its gate, with a shared_expert_gate only
-          rank     per adapter, what lies between its two matrices
-        and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
-        and with experts their probabilities and, per choice, its weight, its expert and its place (3 words).
-        Rotary needs only its shared cos and sin table. Embedding and head keep nothing: the head's backward
-        is in the loss op, the embedding's reads the token ids.
-        """
-        if not self.is_block(i):
-            return 0
-        h, f, k = self.hidden_size, self.mlp_width(i), self.num_experts_per_tok
-        elements, words = self._kept_by_attention(i, workload)
-        elements += h + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
-        words += 2 * (self.pre_norm + self.post_norm)
-        if self.pre_norm and workload.recompute == "none":
-            by_router_alone = self.has_experts(i) and not self.n_shared_experts
-            elements += h if by_router_alone and workload.lora_rank is not None else 2 * h
-        if self.post_norm:
-            elements += 2 * h
-        if self.has_experts(i):
-            elements += (2 if workload.recompute == "none" else 1) * k * h
-            elements += h + 1 if self.shared_expert_gate else 0
-            words += self.num_experts + 3 * k
-        if workload.lora_rank is not None:
-            kept = [name for name in self.adapter_shapes(i, workload.lora_rank) if name.endswith("lora_A.weight")]
-            if workload.recompute == "mlp":
-                kept = [name for name in kept if not name.startswith("mlp.")]
-            elements += workload.lora_rank * len(kept)
-        return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
-
-    def _kept_by_attention(self, i: int, workload: Workload) -> tuple[int, int]:
-        """Elements, and words in fp32, that block i's attention keeps of a token, without its normalised input."""
-        all_kept = workload.recompute == "none"
-        if (delta := self.delta(i)) is not None:
-            product = delta.value_width if all_kept else 0
-            return delta.mixed + 2 * delta.value_heads + 2 * delta.value_width + product, delta.value_heads
-        heads, q, k = self.num_attention_heads, self.q_width, self.k_width
-        elements, words = q + k + self.v_width + self.attended_width + self.gate_width * (1 + all_kept), heads
-        if self.qk_norm:
-            elements += q + k
-            words += 2 if self.qk_norm_all_heads else heads + self.num_key_value_heads
-        if (latent := self.latent) is not None:
-            elements += latent.compressed + (latent.normed if all_kept else 0)
-            words += latent.norms
-        return elements, words
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -7,6 +7,7 @@ from schedules import trained
 from schedules.model import FP32, ModelSpec
 from schedules.optimizer import state_bytes
 from schedules.quantised import is_quantised, quantised_bytes
+from schedules.saved import hidden_bytes, saved_bytes
 from schedules.tensor import TensorError, parse
 from schedules.workload import Workload
 
@@ -25,9 +26,9 @@ def tensor_bytes(tensor: str, model: ModelSpec, workload: Workload) -> int:
         return NORM_BYTES
     layer = model.layer_index(name.layer)
     if name.cls == tensors.SAVED:
-        return model.saved_bytes(layer, workload)
+        return saved_bytes(model, layer, workload)
     if name.cls in tensors.MICROBATCH_CLASSES:
-        return model.hidden_bytes(workload)
+        return hidden_bytes(model, workload)
     if name.cls == tensors.WEIGHT:
         return model.params(layer) * precision.weight
     if name.cls == tensors.QUANTISED:

@@ -9,6 +9,7 @@ from schedules.delta import CHUNK, DeltaNet
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.optimizer import step_workspace
+from schedules.saved import hidden_bytes
 from schedules.trained import params, shapes
 from schedules.workload import Workload
 
@@ -141,7 +142,7 @@ def pointwise_bytes(
         widened = (8 + passes) * FP32 if b.grad < FP32 else passes * b.activation
         return tokens * h * (b.activation + 2 * b.grad + widened)
     if i == model.head:
-        logits, hidden = tokens * model.vocab_size, model.hidden_bytes(workload)
+        logits, hidden = tokens * model.vocab_size, hidden_bytes(model, workload)
         if workload.task == "evaluate":
             return logits * FP32 + 2 * hidden
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
@@ -304,7 +305,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
         return min(model.hidden_size * workload.tokens_per_microbatch, EMBED_CHUNK) * 3 * FP32
     if i == model.embed and phase == Phase.BACKWARD and model.scale_embeddings:
-        return model.hidden_bytes(workload)
+        return hidden_bytes(model, workload)
     if not model.is_block(i):
         return 0
     taken = _block_workspace_bytes(model, i, phase, workload, output)

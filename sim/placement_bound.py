@@ -58,6 +58,7 @@ import numpy as np
 
 from schedules.model import ModelSpec
 from schedules.op import Kind, Phase, Tier
+from schedules.saved import hidden_bytes
 from schedules.tensor import GRAD, SAVED, WEIGHT
 from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
@@ -353,12 +354,12 @@ def _powers_up_to(limit: int) -> list[float]:
 def _at_turn(costs: LayerAreas, turn: int) -> float:
     """Bytes that every schedule has on the device in the op at the turn."""
     classes = (WEIGHT, GRAD, SAVED) if costs.model.is_block(turn) else (WEIGHT, GRAD)
-    return sum(costs.nbytes(cls, turn) for cls in classes) + costs.model.hidden_bytes(costs.workload)
+    return sum(costs.nbytes(cls, turn) for cls in classes) + hidden_bytes(costs.model, costs.workload)
 
 
 def _between_steps(costs: LayerAreas) -> float:
     """Bytes that every schedule has there in the op that begins a step."""
-    return costs.nbytes(WEIGHT, costs.model.embed) + costs.model.hidden_bytes(costs.workload)
+    return costs.nbytes(WEIGHT, costs.model.embed) + hidden_bytes(costs.model, costs.workload)
 
 
 def _workspace(costs: LayerAreas, profile: HardwareProfile) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from schedules import policies
 from schedules.model import ModelSpec
 from schedules.op import Tier
+from schedules.saved import saved_bytes
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import STATE, named
@@ -92,7 +93,7 @@ class Room:
         adding_up = start.value("order") == "microbatches"
         block = self._model.largest_block
         one = self._model.params(block) * (workload.bytes.weight + (workload.bytes.grad if adding_up else 0))
-        kept = self._model.saved_bytes(block, workload) * (1 if adding_up else workload.accumulation)
+        kept = saved_bytes(self._model, block, workload) * (1 if adding_up else workload.accumulation)
         spare = self._budget.device_bytes - peaks[Tier.DEVICE]
         found = (int((spare - kept * count) // one) for count in (blocks, 0))
         return sorted({min(hold, blocks) for hold in found if hold > 0})
@@ -178,7 +179,7 @@ class Room:
     def _sending_on(self, candidate: Candidate) -> Candidate:
         """With as many blocks' activations on NVMe as the host has no room for, of those that are sent away."""
         candidate, most = candidate.with_knobs({"nvme_offload": 0}), candidate.count("offload")
-        one = self._model.saved_bytes(0, candidate.workload)
+        one = saved_bytes(self._model, 0, candidate.workload)
         while most and one:
             over = self._over(Tier.HOST, candidate.with_knobs({"keep": 0}))
             deep = candidate.count("nvme_offload")

@@ -40,6 +40,7 @@ from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Phase, Tier
 from schedules.optimizer import matrices, state_bytes
+from schedules.saved import saved_bytes
 from schedules.schedule import Schedule
 from schedules.traffic import MLP_CHUNK_TOKENS, workspace_bytes
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
@@ -341,7 +342,7 @@ def test_ops_of_a_large_block_take_no_more_than_is_counted(
         least = 0.7, 0.65
     assert least[0] < peak_bytes(alone) / counted[Phase.FORWARD] < 1.03
     _, saved = autograd.forward(block, params, x)
-    assert saved.nbytes == model.saved_bytes(i, workload)  # to the byte; what ops take for a while is an estimate
+    assert saved.nbytes == saved_bytes(model, i, workload)  # to the byte; what ops take for a while is an estimate
     assert peak_bytes(again) - saved.nbytes < counted[Phase.BACKWARD]  # which is to come
     taken = peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks))
     assert least[1] < taken / counted[Phase.BACKWARD] < 1
@@ -372,7 +373,7 @@ def test_products_in_fp8_hold_one_weight_and_its_operands_at_a_time(
     counted = {phase: workspace_bytes(model, 0, phase, workload) for phase in (Phase.FORWARD, Phase.BACKWARD)}
     assert least < peak_bytes(alone) / counted[Phase.FORWARD] < 1.01
     _, saved = autograd.forward(block, params, x)
-    assert saved.nbytes == model.saved_bytes(0, dataclasses.replace(workload, matmul=None))
+    assert saved.nbytes == saved_bytes(model, 0, dataclasses.replace(workload, matmul=None))
     taken = peak_bytes(lambda: autograd.backward(saved, params, x, dy, sinks))
     assert least < taken / counted[Phase.BACKWARD] < 1.01
 

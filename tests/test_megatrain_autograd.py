@@ -15,6 +15,7 @@ from megatrain.autograd import SavedError, backward, forward
 from megatrain.sink import Sink
 from megatrain.template import sinks, templates, views
 from schedules.model import ModelSpec
+from schedules.saved import saved_bytes
 from schedules.workload import Workload
 
 TINY = ModelSpec(
@@ -109,7 +110,7 @@ def test_saved_bytes_are_the_models_formula(name, dtype, seq):
     precision = "fp32" if dtype == torch.float32 else "bf16"
     workload = Workload(micro_batch_size=2, seq_len=seq, precision=precision)
     _, saved = forward(block, views(flat, model.parameter_shapes(0)), x)
-    assert saved.nbytes == model.saved_bytes(0, workload)
+    assert saved.nbytes == saved_bytes(model, 0, workload)
     assert saved.nbytes == sum(t.nbytes for t in saved.tensors)
 
 

@@ -31,6 +31,7 @@ from schedules.flops import attention_flops, forward_flops
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase
 from schedules.optimizer import matrices
+from schedules.saved import saved_bytes
 from schedules.traffic import pointwise_bytes, product_bytes, workspace_bytes
 from schedules.workload import Workload
 
@@ -190,9 +191,9 @@ def test_a_block_with_linear_attention_is_counted_by_hand() -> None:
     assert attention_flops(model, 0, work) == 3 * 2 * HEADS * multiplied
     assert forward_flops(model, 0, work) == 2 * 300 * matrices + attention_flops(model, 0, work)
     kept = 3 * H + MIXED + 2 * HEADS + 3 * VALUES + 3 * F_MLP
-    assert model.saved_bytes(0, work) == 300 * (2 * kept + 4 * (2 + HEADS))
+    assert saved_bytes(model, 0, work) == 300 * (2 * kept + 4 * (2 + HEADS))
     again = dataclasses.replace(work, recompute="pointwise")
-    assert model.saved_bytes(0, work) - model.saved_bytes(0, again) == 300 * 2 * (VALUES + 2 * H + F_MLP)
+    assert saved_bytes(model, 0, work) - saved_bytes(model, 0, again) == 300 * 2 * (VALUES + 2 * H + F_MLP)
     read_and_written = 4 * H + MIXED + 2 * VALUES + 2 * HEADS + H + 3 * H + 3 * F_MLP
     assert product_bytes(model, 0, Phase.FORWARD, work) == 2 * (300 * read_and_written + model.params(0))
     words = 17 * VALUES + 4 * KEYS + 13 * VALUES + 17 * PAIRS + 6 * STATE
@@ -211,7 +212,7 @@ def test_a_block_with_gated_attention_is_counted_by_hand() -> None:
     assert forward_flops(model, 3, work) == 2 * 8 * matrices + 4 * 36 * Q
     # queries and keys before and after their norm, values, what attention returns, its gate, what that lets through
     kept = 3 * H + 2 * (Q + K) + K + Q + 2 * Q + 3 * F_MLP
-    assert model.saved_bytes(3, work) == 8 * (2 * kept + 4 * (2 + 8 + 8 + 2))
+    assert saved_bytes(model, 3, work) == 8 * (2 * kept + 4 * (2 + 8 + 8 + 2))
     between = 10 * H + 2 * (Q + K) + 2 * (Q + K) + 3 * Q + 3 * F_MLP
     assert pointwise_bytes(model, 3, Phase.FORWARD, work) == 8 * 2 * between
     back = 8 * H + 2 * (Q + K) + 3 * (Q + K) + 5 * Q + 4 * Q + 5 * F_MLP

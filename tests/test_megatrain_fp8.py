@@ -27,6 +27,7 @@ from megatrain.template import sinks, templates, views
 from megatrain.train import Debug, Trainer
 from schedules import policies, presets
 from schedules.errors import InputError
+from schedules.saved import saved_bytes
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
@@ -221,7 +222,7 @@ def block(
     y, saved = autograd.forward(layer, views(flat, shapes), x, output=output)
     kept = saved.nbytes
     work = Workload(micro_batch_size=2, seq_len=48, matmul=matmul, recompute=recompute)
-    assert kept == model.saved_bytes(0, work) or dtype != torch.bfloat16
+    assert kept == saved_bytes(model, 0, work) or dtype != torch.bfloat16
     dx = autograd.backward(saved, views(flat, shapes), x, dy, sinks(grad, shapes, accumulate=False))
     own = {"output": y - x, "input": dx - dy} if output else {"input": dx - dy}  # without what is only passed on
     return own | views(grad, shapes), kept

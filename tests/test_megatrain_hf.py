@@ -31,6 +31,7 @@ from schedules import presets, trained
 from schedules.families import MODEL_TYPES
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
+from schedules.saved import saved_bytes
 from schedules.workload import Workload
 
 WORKLOAD = Workload(micro_batch_size=1, seq_len=16)
@@ -89,7 +90,7 @@ def loss_and_gradients(
     for i in model.blocks:
         inputs[i] = x
         x, kept[i] = autograd.forward(layers.blocks[model.layer_kind(i)], params[i], x)
-        assert kept[i].nbytes == model.saved_bytes(i, workload)
+        assert kept[i].nbytes == saved_bytes(model, i, workload)
     owner, table = (model.embed, "embed_tokens.weight") if model.tie_word_embeddings else (model.head, "lm_head.weight")
     d = torch.empty_like(x)
     loss = layers.head.loss_and_grads(

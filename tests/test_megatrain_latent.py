@@ -21,6 +21,7 @@ from schedules import presets
 from schedules.flops import attention_flops, attention_padding, forward_flops
 from schedules.latent import Latent
 from schedules.op import Phase
+from schedules.saved import saved_bytes
 from schedules.traffic import pointwise_bytes, product_bytes, workspace_bytes
 from schedules.workload import Workload
 
@@ -129,9 +130,9 @@ def test_a_block_is_counted_by_hand(rank: int) -> None:
     assert model.params(0) == matrices + KV + rank + 2 * H
     compressed, normed = rank + KV + ROPE, rank + KV
     kept = H + compressed + normed + Q + K + A + A + H + H + 3 * F_DENSE  # the second A is of values
-    assert model.saved_bytes(0, work) == 8 * (2 * kept + 4 * (2 + HEADS + (2 if rank else 1)))
+    assert saved_bytes(model, 0, work) == 8 * (2 * kept + 4 * (2 + HEADS + (2 if rank else 1)))
     again = replace(work, recompute="pointwise")
-    assert model.saved_bytes(0, work) - model.saved_bytes(0, again) == 8 * 2 * (normed + 2 * H + F_DENSE)
+    assert saved_bytes(model, 0, work) - saved_bytes(model, 0, again) == 8 * 2 * (normed + 2 * H + F_DENSE)
     read_and_written = (H + rank + rank + Q if rank else H + Q) + H + KV + ROPE + KV + EXPANDED + A + H
     of_mlp = 3 * H + 3 * F_DENSE
     moved = 8 * (read_and_written + Q + K + A + A + of_mlp) + model.params(0)

@@ -17,6 +17,7 @@ from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled, ro
 from megatrain.template import sinks, templates, views
 from schedules.model import ModelSpec
 from schedules.op import Phase
+from schedules.saved import saved_bytes
 from schedules.traffic import pointwise_bytes
 from schedules.workload import Workload
 
@@ -42,7 +43,7 @@ def results(pointwise: Pointwise, model: ModelSpec) -> list[torch.Tensor]:
     flat, x, dy = (torch.randn(n, generator=generator) for n in (model.params(0), 2 * 8 * 24, 2 * 8 * 24))
     x, dy, grad = x.view(2, 8, 24), dy.view(2, 8, 24), torch.empty_like(flat)
     y, saved = forward(block, views(flat, shapes), x)
-    assert saved.nbytes == model.saved_bytes(0, WORKLOAD)
+    assert saved.nbytes == saved_bytes(model, 0, WORKLOAD)
     dx = backward(saved, views(flat, shapes), x, dy, sinks(grad, shapes, accumulate=False))
     head = model.parameter_shapes(model.head)
     flat = torch.randn(model.params(model.head), generator=generator)

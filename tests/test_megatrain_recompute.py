@@ -26,6 +26,7 @@ from schedules import policies, presets, trained
 from schedules.flops import attention_flops, model_flops_per_step, op_flops
 from schedules.model import ModelError
 from schedules.op import Kind, Phase, Tier
+from schedules.saved import saved_bytes
 from schedules.schedule import Schedule
 from schedules.verify import verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
@@ -99,8 +100,8 @@ def test_a_block_computes_the_same_and_keeps_less(chunk: int, bias: bool) -> Non
     for name, grad in plain[2].items():
         assert torch.allclose(again[2][name], grad, rtol=1e-4, atol=1e-5), name
     work = workload()
-    assert again[3] == MODEL.saved_bytes(0, work)
-    assert plain[3] == MODEL.saved_bytes(0, replace(work, recompute="none"))
+    assert again[3] == saved_bytes(MODEL, 0, work)
+    assert plain[3] == saved_bytes(MODEL, 0, replace(work, recompute="none"))
     assert plain[3] - again[3] == work.tokens_per_microbatch * (3 * MODEL.mlp_width(0) + 2 * MODEL.hidden_size) * 4
 
 
@@ -115,7 +116,7 @@ def test_no_bit_differs_where_only_pointwise_functions_are_computed_again(
     for name, grad in plain[2].items():
         assert torch.equal(again[2][name], grad), name
     precision, mode = ("fp32" if dtype == torch.float32 else "bf16"), "pointwise" if mlp_chunk is None else "mlp"
-    assert again[3] == MODEL.saved_bytes(0, workload(precision=precision, recompute=mode))
+    assert again[3] == saved_bytes(MODEL, 0, workload(precision=precision, recompute=mode))
 
 
 def test_what_is_made_again_is_made_once_and_only_where_it_is_read() -> None:
@@ -283,7 +284,7 @@ def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> No
     plain, cheap = (workload(precision="bf16", recompute=mode) for mode in ("none", "pointwise"))
     # two norms' outputs, the second once more for each expert chosen, and the gates' products
     less = 2 * model.hidden_size + model.num_experts_per_tok * model.hidden_size + model.mlp_width(0)
-    assert model.saved_bytes(0, plain) - model.saved_bytes(0, cheap) == 2 * plain.tokens_per_microbatch * less
+    assert saved_bytes(model, 0, plain) - saved_bytes(model, 0, cheap) == 2 * plain.tokens_per_microbatch * less
     verify(policies.build("streamed", model, cheap, room))
 
 
@@ -316,7 +317,7 @@ def test_what_is_counted_is_what_is_multiplied(
         _, saved = autograd.forward(layers.blocks[model.layer_kind(0)], params, x, trained=names, output=output)
     attention = attention_flops(model, 0, work)  # which the counter does not know on the CPU
     assert ran.get_total_flops() == op_flops(model, 0, Phase.RECOMPUTE, work, output=output) - attention
-    assert saved.nbytes == model.saved_bytes(0, work)
+    assert saved.nbytes == saved_bytes(model, 0, work)
     grads = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
     with FlopCounterMode(display=False) as ran:
         autograd.backward(saved, params, x, x, {name: Sink(grad, False) for name, grad in grads.items()})

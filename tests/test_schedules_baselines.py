@@ -29,6 +29,7 @@ from schedules.kept_activations import Kept, kept_as, most_that_fit
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.policies import PolicyError
 from schedules.program import Program
+from schedules.saved import saved_bytes
 from schedules.schedule import Knob, Schedule
 from schedules.sweep import spread, sweep, visits
 from schedules.verify import ScheduleError, verify
@@ -116,7 +117,7 @@ def test_three_programs_are_written_where_blocks_take_what_they_keep(
     blocks: int, copies: int, base: int, limit: int
 ) -> None:
     """With all of them, or none if that has no room; with as many as there is room for; and with one more."""
-    one, seen = TINY.saved_bytes(0, workload()), list[int]()
+    one, seen = saved_bytes(TINY, 0, workload()), list[int]()
 
     class Written(NamedTuple):
         count: int

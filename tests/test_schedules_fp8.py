@@ -10,6 +10,7 @@ from schedules import codec, policies, presets
 from schedules.flops import op_flops
 from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase
+from schedules.saved import saved_bytes
 from schedules.traffic import op_bytes, pointwise_bytes, product_bytes, workspace_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget, Workload
@@ -87,7 +88,7 @@ def test_nothing_else_changes() -> None:
         for phase in (Phase.EMBED, Phase.BACKWARD) if i == MODEL.embed else (Phase.LOSS,):
             assert op_bytes(MODEL, i, phase, FP8) == op_bytes(MODEL, i, phase, BF16)
     assert op_flops(MODEL, 0, Phase.BACKWARD, FP8) == op_flops(MODEL, 0, Phase.BACKWARD, BF16)
-    assert MODEL.saved_bytes(0, FP8) == MODEL.saved_bytes(0, BF16)
+    assert saved_bytes(MODEL, 0, FP8) == saved_bytes(MODEL, 0, BF16)
     schedules = [policies.build("streamed", MODEL, w, PLENTY) for w in (FP8, BF16)]
     copied = [[op.nbytes for op in schedule.ops if op.phase == Phase.COPY] for schedule in schedules]
     assert copied[0] == copied[1]

@@ -27,6 +27,7 @@ from schedules.flops import (
 from schedules.hf_config import NOT_DONE, REQUIRED, WIDTHS, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
+from schedules.saved import hidden_bytes, saved_bytes
 from schedules.traffic import (
     FEW_TERMS,
     LOSS_CHUNK_TOKENS,
@@ -315,9 +316,9 @@ def test_sliding_window_counts_the_pairs_of_the_mask(seq_len: int, window: int) 
 def test_saved_bytes_by_hand() -> None:
     h, q, kv, f, heads = 32, 32, 16, 48, 4
     elements = h + (q + 2 * kv) + q + 2 * h + 3 * f
-    assert spec().saved_bytes(0, WORKLOAD) == 24 * (2 * elements + 4 * (2 + heads))
-    assert spec().saved_bytes(-1, WORKLOAD) == spec().saved_bytes(2, WORKLOAD) == 0
-    assert spec().hidden_bytes(WORKLOAD) == 24 * 32 * 2
+    assert saved_bytes(spec(), 0, WORKLOAD) == 24 * (2 * elements + 4 * (2 + heads))
+    assert saved_bytes(spec(), -1, WORKLOAD) == saved_bytes(spec(), 2, WORKLOAD) == 0
+    assert hidden_bytes(spec(), WORKLOAD) == 24 * 32 * 2
 
 
 def test_saved_bytes_with_norms_after_by_hand() -> None:
@@ -325,10 +326,10 @@ def test_saved_bytes_with_norms_after_by_hand() -> None:
     h, q, kv, f, heads = 32, 32, 16, 48, 4
     olmo, both = spec(architectures=["Olmo2ForCausalLM"]), dataclasses.replace(spec(), post_norm=True)
     elements = (q + kv) + (q + 2 * kv) + q + h + h + 3 * f + h
-    assert olmo.saved_bytes(0, WORKLOAD) == 24 * (2 * elements + 4 * (2 + 2 + heads))
-    assert both.saved_bytes(0, WORKLOAD) == spec().saved_bytes(0, WORKLOAD) + 24 * (2 * 2 * h + 4 * 2)
+    assert saved_bytes(olmo, 0, WORKLOAD) == 24 * (2 * elements + 4 * (2 + 2 + heads))
+    assert saved_bytes(both, 0, WORKLOAD) == saved_bytes(spec(), 0, WORKLOAD) + 24 * (2 * 2 * h + 4 * 2)
     again = dataclasses.replace(WORKLOAD, recompute="pointwise")
-    assert olmo.saved_bytes(0, WORKLOAD) - olmo.saved_bytes(0, again) == 24 * 2 * f
+    assert saved_bytes(olmo, 0, WORKLOAD) - saved_bytes(olmo, 0, again) == 24 * 2 * f
 
 
 def test_an_output_that_is_normalised_is_not_left_out() -> None:
@@ -346,14 +347,14 @@ def test_an_output_that_is_normalised_is_not_left_out() -> None:
 def test_saved_bytes_of_a_known_block() -> None:
     # Llama-3.1-8B, 1 token: 3*4096 + 2*4096 + 2*1024 + 3*14336 = 65536 elements, and 34 fp32 words
     workload = Workload(micro_batch_size=1, seq_len=1)
-    assert presets.load("llama-3.1-8b").saved_bytes(0, workload) == 2 * 65_536 + 4 * 34
+    assert saved_bytes(presets.load("llama-3.1-8b"), 0, workload) == 2 * 65_536 + 4 * 34
 
 
 @pytest.mark.parametrize("model", [spec(), experts(), presets.load("gpt-oss-20b"), presets.load("qwen3-8b")])
 def test_bytes_grow_with_the_batch_and_hold_what_they_must(model: ModelSpec) -> None:
     small, large = Workload(micro_batch_size=1, seq_len=64), Workload(micro_batch_size=2, seq_len=64)
-    assert model.saved_bytes(0, large) == 2 * model.saved_bytes(0, small)
-    assert model.saved_bytes(0, small) > 2 * model.hidden_bytes(small)
+    assert saved_bytes(model, 0, large) == 2 * saved_bytes(model, 0, small)
+    assert saved_bytes(model, 0, small) > 2 * hidden_bytes(model, small)
     for phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD):
         assert op_bytes(model, 0, phase, small) > model.params(0) * 2
         assert op_bytes(model, 0, phase, large) > op_bytes(model, 0, phase, small)

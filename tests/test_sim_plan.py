@@ -25,6 +25,7 @@ from schedules.errors import InputError
 from schedules.model import ModelSpec
 from schedules.op import Phase, Stream, Tier
 from schedules.program import Program
+from schedules.saved import hidden_bytes, saved_bytes
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import parts
@@ -181,8 +182,8 @@ def test_the_bound_is_what_it_was(
 def test_weights_that_the_device_updates_and_has_no_room_for_leave_it_and_come_again() -> None:
     """Beside the last block's backward there is room for nothing, between the steps for two blocks' weights."""
     model, workload, last = shallow(4), step(1), 3
-    at_once = sum(tensor_bytes(f"{cls}.{last}", model, workload) for cls in "wg") + model.saved_bytes(last, workload)
-    at_once += model.hidden_bytes(workload) + max(
+    at_once = sum(tensor_bytes(f"{cls}.{last}", model, workload) for cls in "wg") + saved_bytes(model, last, workload)
+    at_once += hidden_bytes(model, workload) + max(
         workspace_bytes(model, i, phase, workload) for i, phase in ((last, Phase.BACKWARD), (model.head, Phase.LOSS))
     )
     slow = "host.adam_params_per_s=0.001Gparams/s"
@@ -200,7 +201,7 @@ def test_a_block_larger_than_the_head_needs_room_for_its_own_backward() -> None:
     large = presets.load("gpt-oss-120b")
     model = replace(large, num_hidden_layers=2, layer_types=large.layer_types[:2])
     workload = step(1)
-    at_once = 2 * tensor_bytes("w.1", model, workload) + model.saved_bytes(1, workload)
+    at_once = 2 * tensor_bytes("w.1", model, workload) + saved_bytes(model, 1, workload)
     assert at_once > 10 * tensor_bytes("w.head", model, workload)
 
     def bound_with(device_gb: float) -> PlacementBound:
@@ -563,7 +564,7 @@ def test_where_a_drive_is_the_limit_blocks_come_one_at_a_time() -> None:
 @pytest.mark.slow
 def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
     model, workload = shallow(6), step(4, seq=4096, accumulation=16)
-    inputs = 6 * workload.accumulation * model.hidden_bytes(workload) / 1e9
+    inputs = 6 * workload.accumulation * hidden_bytes(model, workload) / 1e9
     found = searched(model, machine("rtx4090", device_gb=0.6 * inputs, host_gb=0.6 * inputs), workload, effort=1)
     assert found.prediction.fits
     assert found.schedule.knobs["nvme_inputs"]
@@ -571,7 +572,7 @@ def test_inputs_that_the_host_cannot_hold_go_to_nvme() -> None:
 
 def with_room_for_three_blocks_activations(model: ModelSpec, workload: Workload, drive: str) -> HardwareProfile:
     """On the host; the drive reads and writes so fast."""
-    one, state = model.saved_bytes(0, workload) / 1e9, state_bytes(model) / 1e9
+    one, state = saved_bytes(model, 0, workload) / 1e9, state_bytes(model) / 1e9
     room = {"device_gb": 1.2 * one + 0.7 * state + 1, "host_gb": 3 * one + state}
     return hardware.override(machine("rtx4090", **room), [f"nvme.read={drive}", f"nvme.write={drive}"])
 

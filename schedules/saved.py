@@ -1,0 +1,78 @@
+"""How many bytes the activations of one micro-batch take: a layer's output, and what a block keeps for its backward."""
+
+from __future__ import annotations
+
+from schedules.model import FP32, ModelSpec
+from schedules.workload import Workload
+
+
+def hidden_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Bytes of a layer's output (tokens, hidden_size), and of its gradient."""
+    return workload.tokens_per_microbatch * model.hidden_size * workload.bytes.activation
+
+
+def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
+    """Bytes that block i keeps from forward for its backward, without its input and its weights.
+
+    Per token, in activation elements (h hidden, q, k and v widths, a what attention returns, f MLP width):
+      h        normalised input, read by the q, k, v projections; unless computed again; with pre_norm only
+      q + k + v  queries and keys after rotary and values, read by attention
+      a        attention output, read by attention's backward and by the o projection
+      q + k    queries and keys before their norm, with qk_norm only
+      2a       the gate of attention's output, and what it lets through, unless computed again
+      of linear attention in place of these what its convolution mixes, betas and decays' inputs, what the rule
+               returns, its gate, and the product of the two, unless computed again
+      what latent attention compresses queries, keys and values to; and of that what has a norm, normalised, read by
+               the projections that expand it, unless computed again
+      2h       attention's and the MLP's output before their norms, with post_norm only
+      h        residual sum after attention, the second norm's input or the MLP's
+      h        its normalised value, read by gate and up, or by the router, unless that is frozen and no expert is
+               shared; unless computed again; with pre_norm only
+      k h      copies of that, one per choice, with experts only; unless computed again
+      3f       gate, up, and their product, shared experts' too; 2f if the product is computed again, none if all is
+      k h      the experts' outputs, weighted by the router, with experts only
+      h + 1    the shared experts' output and its gate, with a shared_expert_gate only
+      rank     per adapter, what lies between its two matrices
+    and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
+    and with experts their probabilities and, per choice, its weight, its expert and its place (3 words).
+    Rotary needs only its shared cos and sin table. Embedding and head keep nothing: the head's backward
+    is in the loss op, the embedding's reads the token ids.
+    """
+    if not model.is_block(i):
+        return 0
+    h, f, k = model.hidden_size, model.mlp_width(i), model.num_experts_per_tok
+    elements, words = _kept_by_attention(model, i, workload)
+    elements += h + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
+    words += 2 * (model.pre_norm + model.post_norm)
+    if model.pre_norm and workload.recompute == "none":
+        by_router_alone = model.has_experts(i) and not model.n_shared_experts
+        elements += h if by_router_alone and workload.lora_rank is not None else 2 * h
+    if model.post_norm:
+        elements += 2 * h
+    if model.has_experts(i):
+        elements += (2 if workload.recompute == "none" else 1) * k * h
+        elements += h + 1 if model.shared_expert_gate else 0
+        words += model.num_experts + 3 * k
+    if workload.lora_rank is not None:
+        kept = [name for name in model.adapter_shapes(i, workload.lora_rank) if name.endswith("lora_A.weight")]
+        if workload.recompute == "mlp":
+            kept = [name for name in kept if not name.startswith("mlp.")]
+        elements += workload.lora_rank * len(kept)
+    return workload.tokens_per_microbatch * (elements * workload.bytes.activation + words * FP32)
+
+
+def _kept_by_attention(model: ModelSpec, i: int, workload: Workload) -> tuple[int, int]:
+    """Elements, and words in fp32, that block i's attention keeps of a token, without its normalised input."""
+    all_kept = workload.recompute == "none"
+    if (delta := model.delta(i)) is not None:
+        product = delta.value_width if all_kept else 0
+        return delta.mixed + 2 * delta.value_heads + 2 * delta.value_width + product, delta.value_heads
+    heads, q, k = model.num_attention_heads, model.q_width, model.k_width
+    elements, words = q + k + model.v_width + model.attended_width + model.gate_width * (1 + all_kept), heads
+    if model.qk_norm:
+        elements += q + k
+        words += 2 if model.qk_norm_all_heads else heads + model.num_key_value_heads
+    if (latent := model.latent) is not None:
+        elements += latent.compressed + (latent.normed if all_kept else 0)
+        words += latent.norms
+    return elements, words
