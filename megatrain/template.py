@@ -113,6 +113,7 @@ class Block:
         rotary embedding.
     expansion: what attention reads where it is latent.
     linear: what takes attention's place.
+    output_gate: queries are projected with as many numbers more, which gate what attention returns.
     pointwise_again: the outputs of norms and gate are not kept, and backward computes them again.
     mlp_chunk: the MLP keeps its input only, and backward computes it again, that many tokens at a time.
     in_fp8: the block multiplies by its matrices in 8 bits, and these functions make the operands.
