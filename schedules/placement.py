@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from schedules import tensor as tensors
 from schedules.errors import ProgramError
 from schedules.model import ModelSpec
+from schedules.sizes import tensor_bytes
 from schedules.sweep import spread
-from schedules.tensor import Part
+from schedules.tensor import STATE, Part, named
 from schedules.workload import Workload
 
 
@@ -40,6 +41,7 @@ class Places:
         # layer -> how often its gradient comes: once for all micro-batches of a group, or once for each
         above = {model.head, *model.blocks[len(model.blocks) - singly :]} if singly else set()
         self.landings = {i: workload.accumulation if i in above else groups for i in model.layers}
+        self._micro_batches = workload.accumulation
 
         self.resident = model.layers[:resident]
         # resident layers whose gradient stays as well, since it is not whole, or not to be applied, when it comes
@@ -61,6 +63,15 @@ class Places:
         passing = len(whole) if workload.multiplies_to_update else through
         self.through = spread([i for i in whole if i not in partly], passing)
         self.on_device = self.through | partly
+
+        # they are updated right after their backward, or gradually, where that spares memory: a few parts before each
+        # of the next block's micro-batches. Few buffers then do for the state, and weights, which stay so much longer,
+        # have a slot more
+        largest, at_once = model.layer_name(model.largest_block), -(-parts // self.turns(model.blocks[0]))
+        spared = (parts - 2 * at_once) * tensor_bytes(named(STATE, largest), model, workload) // parts
+        self.gradual = bool(self.through) and spared >= tensor_bytes(named("w", largest), model, workload)
+        self.at_once = at_once if self.gradual else parts
+        self.state_slots = min(2 * self.at_once, parts) + 1 if self.through else 2
         if workload.multiplies_to_update and len(self.on_device) < len(others):
             raise ProgramError(
                 f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
@@ -85,6 +96,10 @@ class Places:
         # embedding and head in as many parts as make these no larger than a block's
         block = model.params(model.largest_block)
         self._ways = {i: -(-model.params(i) * parts // block) if parts > 1 else 1 for i in self.ends}
+
+    def turns(self, i: int) -> int:
+        """The micro-batches that block i runs at a visit, before the next block comes."""
+        return self._micro_batches // self.landings[i]
 
     def parts_of(self, i: int) -> Sequence[Part | None]:
         """The parts in which layer i is updated: one where it is resident."""

@@ -10,34 +10,42 @@ from schedules.program import Program
 from schedules.staging import Staging
 from schedules.tensor import Part
 
-AHEAD = 2  # visits before a block's own in which the last part of its state begins to come
+AHEAD = 2  # visits, or where blocks are updated gradually turns, before its block's by which a state begins to come
 State = tuple[int, Part | None]  # a block, and which part of its state; None is all of it
 
 
 class Passing:
     """The parts of blocks' states that come to the device for an update there and go back.
 
-    `visits` are the blocks in the order in which they run. A block's last visit is its backward, after which its state
-    is needed. It comes during the visits before, few parts at each one: the weights of other blocks come by the same
-    link, and would be late behind a whole state.
+    `turns` are the streamed blocks in the order in which they run, each as often as it runs micro-batches. The last of
+    a block's is in its backward, after which its state is needed, `places.at_once` parts at a time. It comes during the
+    turns before, few parts at each: the weights of other blocks come by the same link, and would be late behind it.
     """
 
-    def __init__(self, p: Program, places: Places, staging: Staging, visits: Sequence[int]) -> None:
+    def __init__(self, p: Program, places: Places, staging: Staging, turns: Sequence[int]) -> None:
         self._program, self._places, self._staging = p, places, staging
-        self._slots = len(places.parts) + 1 if places.through else 2
+        self._slots = places.state_slots
         self._ring = p.slots("state", self._slots)
-        self._visit, self._there = -1, dict[State, str]()
-        last = {i: at for at, i in enumerate(visits)}
+        self._turn, self._turns, self._there = -1, len(turns), dict[State, str]()
+        last = {i: at for at, i in enumerate(turns)}
         blocks = sorted(places.on_device, key=last.__getitem__)
-        coming = [(i, part) for i in blocks for part in places.parts if (i, part) not in places.staying]
-        self._coming = deque(coming)
-        self._begin = deque(_spaced([last[i] - AHEAD for i, _ in coming], len(last)))
+        coming = [(i, n) for i in blocks for n, part in enumerate(places.parts) if (i, part) not in places.staying]
+        self._coming = deque((i, places.parts[n]) for i, n in coming)
+        each = max(map(places.turns, blocks), default=0)  # the same for all of these, and for those around them
+        ahead = AHEAD if places.gradual else AHEAD * each
+        due = [last[i] + n // places.at_once - ahead for i, n in coming]
+        self._begin = deque(_spaced(due, len(last) * each))
 
-    def visit(self) -> None:
-        """A block is about to run: bring what should come while it does, as far as there are buffers."""
-        self._visit += 1
-        while self._begin and self._begin[0] <= self._visit and len(self._there) < self._slots:
+    def turn(self) -> None:
+        """A streamed block is about to run a micro-batch: bring what should come beside it, if there are buffers."""
+        self._turn += 1
+        while self._begin and self._begin[0] <= self._turn and len(self._there) < self._slots:
             self._bring()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no streamed block runs another micro-batch."""
+        return self._turn + 1 == self._turns
 
     def _bring(self) -> None:
         self._begin.popleft()
@@ -61,9 +69,10 @@ class Passing:
             p.offload(tensor, out_of=buffer)
 
 
-def _spaced(due: Sequence[int], blocks: int) -> list[int]:
-    """The visits at which what is `due` at these or later should come: as late as can be, never more than needs be."""
-    most = -(-len(due) // max(blocks, 1))
+def _spaced(due: Sequence[int], turns: int) -> list[int]:
+    """The turns at which what is `due` at these or later should come: as late as can be, never more at one than in the
+    mean over so many."""
+    most = -(-len(due) // max(turns, 1))
     found: list[int] = []
     for at in reversed(due):
         found.append(min(at, found[-most] - 1) if len(found) >= most else at)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from schedules.buffers import Held
 from schedules.kept_activations import Kept
@@ -40,8 +41,8 @@ class StreamedStep:
         self.slot = ""  # of the block that ran last
         p.keep_on_device(*(t for i in places.resident for t in (p.weight(i), p.state(i))))
         p.keep_on_device(*map(p.grad, places.adding_up))
-        self.ring = p.slots("weight", slots)
-        self.grads = p.slots("grad", grad_slots)
+        self.ring = p.slots("weight", slots + places.gradual)
+        self.grads = p.slots("grad", max(grad_slots, 2) if places.gradual else grad_slots)
         self.slabs = p.slots("slab", slabs, Tier.HOST)
         # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
         self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*places.ends, *places.held)}
@@ -57,7 +58,8 @@ class StreamedStep:
         self.window = Window(streamed, ahead=len(self.ahead), fetch=self._fetch)
         p.keep_on_device(*(p.state(*state) for state in sorted(places.staying)))
         self.staging = Staging(p, places, slots=nvme_slots, ahead=len(self.ahead))
-        self.passing = Passing(p, places, self.staging, streamed)
+        self.passing = Passing(p, places, self.staging, [i for i in streamed for _ in range(places.turns(i))])
+        self.due = deque[Callable[[], None]]()  # updates on the device
 
     def _fetch(self, i: int) -> str:
         """The slot with block i's weights, which are loaded unless they still stand in one."""
@@ -78,6 +80,7 @@ class StreamedStep:
                 done=self._done,
                 kept=self.kept,
                 singly=self.places.singly,
+                turn=self._turn,
             )
         for i in self.places.updates:
             for part in self.places.parts_of(i) if i in self.places.late else ():
@@ -103,8 +106,13 @@ class StreamedStep:
         if i in self.copy:
             return self.program.load(self.program.weight(i), self.copy[i])
         self.slot = self.window.weights(i)
-        self.passing.visit()
         return self.slot
+
+    def _turn(self, i: int) -> None:
+        """Block i is about to run a micro-batch: see that states come, and update what is due."""
+        if i in self.places.streamed:
+            self.passing.turn()
+        self._update_due(self.places.at_once)
 
     def _grad(self, i: int) -> str | None:
         """The buffer for layer i's gradient, as `sweep` asks for it."""
@@ -123,6 +131,8 @@ class StreamedStep:
         where = (buffer, p.grad(i))
         if i in places.on_device:
             self._update_on_device(i, where)
+            if not places.gradual or self.passing.is_last:
+                self._update_due(len(self.due))
         elif i in places.resident:
             if self.clip:
                 p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
@@ -162,17 +172,24 @@ class StreamedStep:
             staging.write(p.state(i, part), state)
 
     def _update_on_device(self, i: int, grad: Held) -> None:
-        """The optimizer's step on block i on the device, right after its backward: its state comes and goes."""
-        p, places = self.program, self.places
-        weights, target = self.slot, self.staging.weight(i) if i in places.nvme_weights else None
-        assert p.holds(weights) == p.weight(i), "the backward has just read the weights"
-        for part in places.parts:
-            comes, last = (i, part) not in places.staying, part == places.parts[-1]
-            state = self.passing.take(i, part) if comes else None
-            p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE, part=part)
-            if last:
-                p.offload(p.weight(i), out_of=weights, into=target)
-            if last and target is not None:
-                self.staging.write(p.weight(i), target)
-            if comes:
-                self.passing.leave(i, part)
+        """The optimizer's step on block i on the device is due, part by part."""
+        weights, target = self.slot, self.staging.weight(i) if i in self.places.nvme_weights else None
+        assert self.program.holds(weights) == self.program.weight(i), "the backward has just read the weights"
+        self.due += [partial(self._update_part, i, part, grad, weights, target) for part in self.places.parts]
+
+    def _update_part(self, i: int, part: Part | None, grad: Held, weights: str, target: str | None) -> None:
+        """The optimizer's step on a part of block i on the device: its state comes and goes, at last the weights go."""
+        p, comes, last = self.program, (i, part) not in self.places.staying, part == self.places.parts[-1]
+        state = self.passing.take(i, part) if comes else None
+        p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE, part=part)
+        if last:
+            p.offload(p.weight(i), out_of=weights, into=target)
+        if last and target is not None:
+            self.staging.write(p.weight(i), target)
+        if comes:
+            self.passing.leave(i, part)
+
+    def _update_due(self, most: int) -> None:
+        """Make so many of the updates on the device that are due, if there are so many."""
+        for _ in range(min(most, len(self.due))):
+            self.due.popleft()()

@@ -34,6 +34,7 @@ def sweep(
     done: Callable[[int, str], None],
     kept: Kept,
     singly: int = 0,
+    turn: Callable[[int], None] = lambda i: None,
 ) -> None:
     """Forward and backward of a group of micro-batches over all layers.
 
@@ -44,7 +45,7 @@ def sweep(
     embeddings the embedding's are asked before the loss too, and that gradient stays where it is until the
     embedding's backward. `done(i, buffer)` is called when the gradient of layer i, of the group or of one of its
     micro-batches, is in `buffer`. Layers that are not trained have no gradient: neither `grad` nor `done` is called
-    for them.
+    for them. `turn(i)` is called before block i runs a micro-batch, in either direction.
     """
     model, updated = p.model, trained.layers(p.model, p.workload)
     blocks = model.blocks
@@ -52,11 +53,11 @@ def sweep(
     table = weights(model.embed)
     for m in group:
         p.forward(model.embed, m, weights=table)
-    below = _Sweep(p, first, group, weights, grad, done, kept)
+    below = _Sweep(p, first, group, weights, grad, done, kept, turn)
     below.forward()
     tied = model.tie_word_embeddings
-    for turn in [[m] for m in group] if singly else [group]:
-        above = _Sweep(p, last, turn, weights, grad, done, kept)
+    for some in [[m] for m in group] if singly else [group]:
+        above = _Sweep(p, last, some, weights, grad, done, kept, turn)
         above.forward()
         above.travel.turn()
         if not singly:
@@ -65,7 +66,7 @@ def sweep(
         sums = grad(model.embed) if tied and model.embed in updated else None
         slot = weights(model.head)
         buffer = grad(model.head) if model.head in updated else None
-        for m in turn:
+        for m in some:
             p.loss(m, weights=slot, grad=buffer, embed_weights=table, embed_grad=sums)
         if model.head in updated:
             done(model.head, buffer or p.home(p.grad(model.head)))
@@ -107,8 +108,9 @@ class _Sweep:
         grad: Place,
         done: Callable[[int, str], None],
         kept: Kept,
+        turn: Callable[[int], None],
     ) -> None:
-        self._program, self._group, self._kept = p, group, kept
+        self._program, self._group, self._kept, self._turn = p, group, kept, turn
         self._weights, self._grad, self._done = weights, grad, done
         self._pieces = kept.pieces(blocks)
         returns = [kept.travels(p, i, m) for i in reversed(blocks) for m in group]
@@ -121,6 +123,7 @@ class _Sweep:
                 slot = self._weights(i)
                 keep: Keep = "all" if not kept.recomputes(i) else "input" if i == piece[0] else "nothing"
                 for m in self._group:
+                    self._turn(i)
                     p.forward(i, m, weights=slot, keep=keep)
                     self.travel.leave(kept.travels(p, i, m))
 
@@ -130,10 +133,12 @@ class _Sweep:
             for i in piece[:-1]:
                 slot = self._weights(i)
                 for m in self._group:
+                    self._turn(i)
                     p.recompute(i, m, weights=slot, keep="input" if kept.nested else "all", output=True)
             for i in reversed(piece):
                 slot, buffer = self._weights(i), self._grad(i)
                 for m in self._group:
+                    self._turn(i)
                     self.travel.come()
                     if kept.recomputes(i) and (i == piece[-1] or kept.nested):
                         p.recompute(i, m, weights=slot, output=kept.whole)

@@ -271,7 +271,7 @@ ANY_KNOBS = st.fixed_dictionaries(
         "through": st.integers(0, 7),
         "stay": st.integers(0, 20),
         "nvme": st.integers(0, 20),
-        "parts": st.integers(1, 4),
+        "parts": st.integers(1, 6),
         "nvme_weights": st.integers(0, 7),
         "nvme_slots": st.integers(1, 3),
         "nvme_inputs": st.integers(0, 7),
@@ -287,7 +287,7 @@ ANY_KNOBS = st.fixed_dictionaries(
 
 @given(
     layers=st.integers(1, 6),
-    accumulation=st.integers(1, 3),
+    accumulation=st.integers(1, 4),
     tied=st.booleans(),
     clip=st.sampled_from([None, 1.0]),
     knobs=ANY_KNOBS,
@@ -303,7 +303,7 @@ def test_streamed_is_safe_with_any_knobs(
     assert schedule.knobs == knobs
 
 
-@given(layers=st.integers(1, 6), accumulation=st.integers(1, 3), mode=st.sampled_from(RECOMPUTED), knobs=ANY_KNOBS)
+@given(layers=st.integers(1, 6), accumulation=st.integers(1, 4), mode=st.sampled_from(RECOMPUTED), knobs=ANY_KNOBS)
 @settings(max_examples=40)
 def test_a_block_more_that_keeps_its_activations_takes_no_less_where_each_runs_again_by_itself(
     layers: int, accumulation: int, mode: str, knobs: dict[str, Knob]

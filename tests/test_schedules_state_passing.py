@@ -1,17 +1,19 @@
-"""State that passes through the device: it comes before its block has run backward, a part at a time."""
+"""State that passes through the device: it comes before its block is updated there, a part at a time."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Kind, Op, Phase, Stream, Tier
-from schedules.schedule import Schedule
+from schedules.schedule import Knob, Schedule
 from schedules.state_passing import AHEAD, _spaced
 from schedules.tensor import parse
 from schedules.verify import verify
@@ -25,11 +27,28 @@ def model() -> ModelSpec:
     return replace(presets.load("tiny"), num_hidden_layers=BLOCKS)
 
 
-def passing(*, through: int, parts: int, nvme: int = 0) -> Schedule:
-    step = Workload(micro_batch_size=1, seq_len=8)
-    schedule = policies.build("streamed", model(), step, ROOM, keep=0, through=through, parts=parts, nvme=nvme)
+def passing(*, accumulation: int = 1, precision: str = "bf16", keep: int = 0, **knobs: Knob) -> Schedule:
+    step = Workload(micro_batch_size=1, accumulation=accumulation, seq_len=8, precision=precision)
+    schedule = policies.build("streamed", model(), step, ROOM, keep=keep, **knobs)
     verify(schedule)
     return schedule
+
+
+def slots(schedule: Schedule, kind: str) -> int:
+    """Device buffers of a ring."""
+    return sum(b.tier == Tier.DEVICE and b.name.startswith(kind) for b in schedule.buffers)
+
+
+def updated_between(schedule: Schedule, block: int) -> list[list[str]]:
+    """Updates of a block on the device: after its backward, and after each micro-batch of the next block's."""
+    ops = schedule.streams[Stream.COMPUTE]
+    place = {op.name: at for at, op in enumerate(ops)}
+    last = schedule.workload.accumulation - 1
+    ends = [place[f"B.{block}.{last}"], *(place[f"B.{block - 1}.{m}"] for m in range(last + 1))]
+    names = {op.name for op in ops if op.phase == Phase.ADAM and op.layer == block}
+    found = [[op.name for op in ops[a:b] if op.name in names] for a, b in pairwise(ends)]
+    assert sum(map(len, found)) == len(names)
+    return found
 
 
 def of_state(op: Op) -> bool:
@@ -65,8 +84,7 @@ def test_few_come_between_two_visits() -> None:
 
 def test_there_is_one_buffer_more_than_parts() -> None:
     for parts in (1, 2, 4):
-        buffers = {b.name for b in passing(through=4, parts=parts).buffers if b.tier == Tier.DEVICE}
-        assert sum(name.startswith("state") for name in buffers) == parts + 1
+        assert slots(passing(through=4, parts=parts), "state") == parts + 1
 
 
 def test_where_all_pass_they_come_as_buffers_get_free() -> None:
@@ -89,10 +107,67 @@ def test_a_part_that_lives_on_the_drive_is_read_before_and_written_after() -> No
         assert read[tensor] < at < place[f"O.{tensor}"] < written[tensor]
 
 
+def test_beside_micro_batches_a_state_passes_through_few_buffers_a_part_before_each() -> None:
+    """Four parts beside four micro-batches: one at a time, the next to come, and one that leaves."""
+    schedule = passing(accumulation=4, through=4, parts=4, grad_slots=1)
+    assert [slots(schedule, kind) for kind in ("state", "weight", "grad")] == [3, 3, 2]
+    for block in {op.layer for _, op in states_up(schedule)}:
+        assert updated_between(schedule, block) == [[f"U.{block}.{part}of4"] for part in range(4)]
+
+
+def test_of_more_parts_than_micro_batches_several_are_updated_before_each() -> None:
+    schedule = passing(accumulation=4, through=4, parts=11)  # three at a time, and two of the last
+    assert slots(schedule, "state") == 7
+    for block in {op.layer for _, op in states_up(schedule)}:
+        assert [len(names) for names in updated_between(schedule, block)] == [3, 3, 3, 2]
+
+
+def test_what_is_brought_for_a_gradual_update_comes_two_micro_batches_before_or_three() -> None:
+    schedule = passing(accumulation=4, through=1, parts=4)
+    micro_batches = [at for at, op in enumerate(schedule.ops) if op.phase == Phase.BACKWARD]
+    place = {op.name: at for at, op in enumerate(schedule.ops)}
+    ahead = []
+    for at, op in states_up(schedule):
+        update = place[op.name.replace("P.o", "U")]
+        ahead.append(sum(at < ran < update for ran in micro_batches))
+    assert ahead == [AHEAD + 1, AHEAD + 1, AHEAD + 1, AHEAD]  # for the last there is no buffer before
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "parts", "precision"),
+    [
+        (4, 2, "bf16"),  # all of a state would be there anyway
+        (2, 4, "bf16"),
+        (4, 4, "bf16_8bit"),  # two parts of the state take less than the weights, which stay longer
+        (1, 8, "bf16"),
+    ],
+)
+def test_where_that_spares_no_memory_a_block_is_updated_at_once(accumulation: int, parts: int, precision: str) -> None:
+    schedule = passing(accumulation=accumulation, through=4, parts=parts, precision=precision)
+    assert (slots(schedule, "state"), slots(schedule, "weight")) == (parts + 1, 2)
+    for block in {op.layer for _, op in states_up(schedule)}:
+        assert [len(names) for names in updated_between(schedule, block)] == [parts] + [0] * (accumulation - 1)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_block_that_runs_last_is_updated_before_the_embedding_runs_backward(every: int) -> None:
+    """No micro-batch of a block follows: the weights go back first, since the next step begins with them."""
+    schedule = passing(accumulation=4, through=BLOCKS, parts=4, every=every)
+    names = [op.name for op in schedule.streams[Stream.COMPUTE]]
+    assert names.index("U.0.3of4") < names.index("B.embed.0")
+
+
+def test_weights_on_a_drive_are_updated_gradually_where_they_stand_in_the_host() -> None:
+    """Not read again for that: what comes from the drive is a block's weights for both directions, and its state."""
+    drive = passing(accumulation=4, through=BLOCKS, parts=4, nvme=4 * BLOCKS, nvme_weights=BLOCKS, slots=1)
+    read = Counter(op.reads[0].tensor for op in drive.ops if op.stream == Stream.NVME_READ)
+    assert all(read[f"w.{i}"] <= 2 and read[f"o.{i}.{part}of4"] == 1 for i in range(BLOCKS) for part in range(4))
+
+
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 20))
-def test_what_is_due_comes_as_late_as_can_be(due: list[int], blocks: int) -> None:
+def test_what_is_due_comes_as_late_as_can_be(due: list[int], turns: int) -> None:
     due = sorted(due)
-    most, begin = -(-len(due) // blocks), _spaced(due, blocks)
+    most, begin = -(-len(due) // turns), _spaced(due, turns)
     assert begin == sorted(begin) and len(begin) == len(due)
     assert all(at <= needed for at, needed in zip(begin, due, strict=True))
     assert all(begin.count(at) <= most for at in begin)

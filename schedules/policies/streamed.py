@@ -22,7 +22,8 @@ a step is long. With stay=n it does not even leave. With nvme=n the state of n b
 nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for the backward,
 after which they are updated there and go back. With parts=n gradients leave the device, and states come to their
 updates, in n parts a block, each updated by itself: no buffer on the host has room for a whole one, and a block's state
-may live in several places.
+may live in several places. What passes through is then updated beside the next block's micro-batches, if memory is
+spared by that: few of the parts are there at a time, and one slot more for weights.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -82,8 +83,7 @@ def policy(
         offload: how many of the other blocks' activations go to the host and come back for the backward.
         inputs: how many blocks' inputs go to the host and come back, whatever else the block keeps: a long sequence's
             do not fit the device together.
-        slack: by how many visits of a block activations come back before they are needed, and leave after they are
-            made.
+        slack: visits of blocks by which activations come back before they are needed, and leave after they are made.
         every: blocks that run forward again from one input. Of blocks whose inputs go to the host each has its own.
         nested: whether these then make only their inputs again, and each runs once more just before its backward.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
