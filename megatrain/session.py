@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from megatrain import checkpoint, export
 from megatrain.adam import Adam
 from megatrain.checkpoint import Diverged, NotSaved
 from megatrain.cpu import CpuEvent
+from megatrain.float_types import float_type
 from megatrain.folder_lock import alone_in
 from megatrain.initial import random_adapters
 from megatrain.preflight import require_drive, require_memory
@@ -78,9 +80,9 @@ def train(
     on_held_out: Callable[[int, float, int], None] = unheard,
     stop: Callable[[], bool] = never,
 ) -> Trained:
-    """Train so many steps, on top of those of the checkpoint that `files` may name; with no steps, only export it.
+    """Train so many steps, on top of those of the checkpoint that `files` may name; with no steps, only export.
 
-    To export a checkpoint as it is, nothing is allocated, and neither weights nor text are read.
+    For that, of a checkpoint or of weights and what is folded into them, nothing is allocated and no text read.
 
     Args:
         hyper, nvme: as in Trainer.
@@ -107,7 +109,7 @@ def train(
     model, workload = schedule.model, schedule.workload
     files.require_beginning(workload)
     if not steps:
-        return _export_as_it_is(schedule, files, on_files)
+        return _export_as_it_is(schedule, files, on_stage, on_files)
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         way.require(on_gpu=machine.device.type == "cuda")
@@ -167,20 +169,36 @@ def train(
         return _train_and_save(trainer, schedule, steps, files, began, evaluated, on_held_out, on_step, on_files, stop)
 
 
-def _export_as_it_is(schedule: Schedule, files: Files, on_files: Callable[[FileEvent, Path], None]) -> Trained:
-    """Export a checkpoint without training. Raises as `train` does."""
-    if files.resume is None or files.export is None:
-        raise InputError("no steps are to be trained: that is for a checkpoint to --resume and --export")
+def _export_as_it_is(
+    schedule: Schedule, files: Files, on_stage: Callable[[str], None], on_files: Callable[[FileEvent, Path], None]
+) -> Trained:
+    """Export a checkpoint, or weights with adapters folded in, without training. Raises as `train` does."""
+    model, workload = schedule.model, schedule.workload
+    begins = files.weights is not None and workload.lora_rank is None
+    if files.export is None or (files.resume is None and not begins):
+        raise InputError(
+            "no steps are to be trained: that is to --export a checkpoint, with --resume, or --weights with --adapters "
+            "folded in"
+        )
     with ExitStack() as opened:
         if files.save is not None and files.save.is_dir():  # another training may be removing checkpoints there
             opened.enter_context(alone_in(files.save))
-        resumed = checkpoint.read(files.resume, schedule)
-        for folder in resumed.skipped:
-            on_files("skipped", folder)
-        on_files("resumed", resumed.folder)
-        files.require_room(schedule, resumed, 0)
-        began = files.began(resumed)
-        export.write(files.export, schedule.model, schedule.workload, lambda i: resumed.layer(i)[0], began)
+        source: Callable[[int], Tensor]
+        if files.resume is None:
+            source, began = files.parameters(model, seed=0), files.weights
+        else:
+            resumed = checkpoint.read(files.resume, schedule)
+            for folder in resumed.skipped:
+                on_files("skipped", folder)
+            on_files("resumed", resumed.folder)
+            source, began = lambda i: resumed.layer(i)[0], files.began(resumed)
+        files.require_room(schedule, None, 0)
+
+        def weights(i: int) -> Tensor:
+            on_stage(f"exporting layer {model.layers.index(i) + 1} of {len(model.layers)}")
+            return source(i).to(float_type(workload.bytes.weight))
+
+        export.write(files.export, model, workload, weights, began)
         on_files("exported", files.export)
     none = np.empty(0, dtype=np.int64)
     trace = Trace(

@@ -125,6 +125,37 @@ def test_what_was_trained_as_adapters_can_be_evaluated(tmp_path: Path) -> None:
     assert max(losses[1]) < min(losses[0]) - 0.4 and losses[1][0] == pytest.approx(trained.losses[-1], rel=0.05)
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_with_adapters_folded_in_are_exported_without_a_training(
+    precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As peft's merge_and_unload, a layer at a time, in the precision asked for."""
+    adapters, base, merged = written(tmp_path / "adapters", scaled=0.3), tmp_path / "base", tmp_path / "merged"
+    export.write(base, TINY, STEP, START)
+    (base / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(session, "backend_of", None)  # nothing is allocated
+    stages: list[str] = []
+    files = session.Files(weights=base, adapters=adapters, export=merged)
+    room = MemoryBudget(device_bytes=1 << 30, host_bytes=1 << 30)
+    schedule = policies.build("streamed", TINY, replace(STEP, precision=precision), room)
+    session.train(verify(schedule), steps=0, hyper=Adam(lr=0.0), files=files, on_stage=stages.append)
+    assert stages == [f"exporting layer {n} of 4" for n in (1, 2, 3, 4)]
+    assert (merged / "tokenizer.json").exists()
+    found, right = hf.parameters(merged, TINY), folded(START, adapters, TINY)
+    for i in TINY.layers:
+        assert torch.equal(found(i), right(i).to(dtype).float())
+    assert json.loads((merged / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert not torch.equal(found(0), START(0).to(dtype).float())
+
+
+def test_adapters_that_nothing_has_trained_are_not_exported(tmp_path: Path) -> None:
+    export.write(tmp_path / "base", TINY, STEP, START)
+    files = session.Files(weights=tmp_path / "base", export=tmp_path / "adapters")
+    with pytest.raises(InputError, match="no steps are to be trained"):
+        session.train(step("lora_streamed", rank=RANK), steps=0, hyper=Adam(lr=0.0), files=files)
+    assert not (tmp_path / "adapters").exists()
+
+
 def test_adapters_beside_a_model_that_sees_images_have_the_names_that_they_need_there(tmp_path: Path) -> None:
     seeing, adapters = tmp_path / "seeing", initial.random_adapters(TINY, RANK, 0)
     seeing.mkdir()

@@ -91,7 +91,8 @@ def run(
         int | None,
         typer.Option(
             min=0,
-            help="Steps to train, 20 if left out; with --resume, this many more: 0 to --export a checkpoint as it is.",
+            help="Steps to train, 20 if left out; with --resume, this many more: 0 to --export a checkpoint as it is, "
+            "or --weights with --adapters folded in.",
         ),
     ] = None,
     until: Annotated[
