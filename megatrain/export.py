@@ -31,6 +31,8 @@ from megatrain.hf import (
     file_shapes,
     files_of,
     sees_images,
+    slab_of,
+    tensors_of,
 )
 from megatrain.linear import LORA_SCALE
 from megatrain.template import views
@@ -160,7 +162,8 @@ def is_of(folder: Path, model: ModelSpec, workload: Workload, checksums: Mapping
             for file, of in by_file(files, names).items():
                 with safetensors.safe_open(folder / file, framework="pt") as opened:
                     parts |= {name: opened.get_tensor(name).flatten() for name in of}
-            if checksum(torch.cat(list(parts.values()))) != checksums[model.layer_name(i)]["weights"]:
+            slab = torch.cat(list(parts.values())) if adapters else slab_of(model, i, parts)
+            if checksum(slab) != checksums[model.layer_name(i)]["weights"]:
                 return False
     except (OSError, KeyError, WeightsError, safetensors.SafetensorError):
         return False
@@ -179,7 +182,7 @@ def _write_model(
     total, count = 0, len(model.layers)
     for number, i in enumerate(model.layers, 1):
         flat = weights(i)
-        parts = views(flat, file_shapes(model, i))
+        parts = tensors_of(model, i, flat)
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(parts, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(parts, file)

@@ -1,8 +1,8 @@
 """Weights in the files of Hugging Face, where training may start.
 
 Names are those that models are published under: those of `ModelSpec.parameter_shapes` with a layer's place before
-them, but for experts, which lie in files one by one, and for projections that are fused there. Files are read a layer
-at a time; `megatrain.export` writes them.
+them, but for experts, which lie in files one by one, and for projections that are fused or interleaved there. Files are
+read a layer at a time; `megatrain.export` writes them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import safetensors
 import torch
 from torch import Tensor
 
+from megatrain.template import views
 from schedules.errors import InputError
-from schedules.families import GATED_SHARING, HYBRID, SHARING
+from schedules.families import GATED_SHARING, HYBRID, INTERLEAVED, SHARING
 from schedules.hf_config import sees
 from schedules.model import CORRECTION, ModelError, ModelSpec
 
@@ -75,19 +76,61 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     `stacked`: all experts' matrices are one tensor; as they are published if None.
     """
     found: dict[str, tuple[int, ...]] = {}
+    joined = JOINED if model.architecture in INTERLEAVED else {}
     place, matrices = EXPERTS.get(model.architecture, ("mlp", {}))
     if model.architecture in STACKED if stacked is None else stacked:
         matrices = {}
     for name, shape in model.stored_shapes(i).items():
         stored = name.replace("mlp.", f"{place}.", 1) if name.startswith("mlp.") else name
         if not (matrices and ".experts." in name):
-            found[global_name(model, i, stored)] = shape
+            whole = global_name(model, i, joined.get(stored, stored))
+            rows, *rest = shape
+            found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
             continue
         both = name.endswith("gate_up_proj")
         for e in range(shape[0]):
             for part in ("gate", "up") if both else ("down",):
                 expert = f"{place}.experts.{e}.{matrices[part]}.weight"
                 found[global_name(model, i, expert)] = (shape[1] // 2 if both else shape[1], shape[2])
+    return found
+
+
+# Linear attention's projections that INTERLEAVED families have in one: of each key head its queries, keys, values and
+# what gates them, and of its value heads b and a (transformers, modeling_qwen3_next.py).
+QKVZ, BA = "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"
+JOINED = {
+    "linear_attn.in_proj_qkv.weight": QKVZ,
+    "linear_attn.in_proj_z.weight": QKVZ,
+    "linear_attn.in_proj_b.weight": BA,
+    "linear_attn.in_proj_a.weight": BA,
+}
+
+
+def _interleaved(model: ModelSpec, i: int) -> dict[str, list[int]]:
+    """Name in files -> how many rows of each kind a tensor has that is there in another order than in a slab."""
+    if model.architecture not in INTERLEAVED or (delta := model.delta(i)) is None:
+        return {}
+    qkvz, ba = (global_name(model, i, name) for name in (QKVZ, BA))
+    return {qkvz: [delta.key_width] * 2 + [delta.value_width] * 2, ba: [delta.value_heads] * 2}
+
+
+def slab_of(model: ModelSpec, i: int, parts: Mapping[str, Tensor]) -> Tensor:
+    """Layer i's parameters, flat, of the tensors that it is stored as: all of `file_shapes`, in its order."""
+    found, heads = {name: part.flatten() for name, part in parts.items()}, model.linear_num_key_heads
+    for name, kinds in _interleaved(model, i).items():
+        by_head = found[name].view(heads, sum(kinds) // heads, -1)
+        by_kind = torch.split(by_head, [rows // heads for rows in kinds], dim=1)
+        found[name] = torch.cat([part.flatten() for part in by_kind])
+    return torch.cat(list(found.values()))
+
+
+def tensors_of(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
+    """The tensors that layer i is stored as; views into its slab, but where rows are in another order there."""
+    found = views(slab, file_shapes(model, i))
+    for name, kinds in _interleaved(model, i).items():
+        by_kind = torch.split(found[name], kinds)
+        by_head = [part.view(model.linear_num_key_heads, -1, part.shape[1]) for part in by_kind]
+        found[name] = torch.cat(by_head, dim=1).flatten(0, 1)
     return found
 
 
@@ -147,7 +190,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         for file, names in by_file(files, parts).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
                 parts |= {name: _read(opened, stored[name]) for name in names}
-        return torch.cat(list(parts.values()))
+        return slab_of(model, i, parts)
 
     return of_layer
 

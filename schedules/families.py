@@ -20,6 +20,7 @@ MODEL_TYPES = {
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -40,7 +41,7 @@ MODEL_TYPES = {
 }
 # What gpt-oss' activation is computed with, by the names in its config (transformers, configuration_gpt_oss.py).
 GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-_QWEN3_5: dict[str, Any] = {
+_HYBRID: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -81,12 +82,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
-    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForCausalLM": _HYBRID,
     "Qwen3_5MoeForCausalLM": {
-        **_QWEN3_5,
+        **_HYBRID,
         "intermediate_size": 512,  # of no block: all have experts
         "num_experts": 256,
         "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "Qwen3NextForCausalLM": {
+        **_HYBRID,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
@@ -277,6 +286,12 @@ SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
 }
+HYBRID_OF_EXPERTS = {
+    "qk_norm": True,
+    "zero_centered_norms": True,
+    "attn_output_gate": True,
+    "shared_expert_gate": True,
+}
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
 FIXED: dict[str, dict[str, Any]] = {
@@ -285,12 +300,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "Qwen2MoeForCausalLM": {"shared_expert_gate": True},
     "Qwen3_5ForCausalLM": {"qk_norm": True, "zero_centered_norms": True, "attn_output_gate": True},
-    "Qwen3_5MoeForCausalLM": {
-        "qk_norm": True,
-        "zero_centered_norms": True,
-        "attn_output_gate": True,
-        "shared_expert_gate": True,
-    },
+    "Qwen3_5MoeForCausalLM": HYBRID_OF_EXPERTS,
+    "Qwen3NextForCausalLM": HYBRID_OF_EXPERTS,
     "GptOssForCausalLM": {"attention_sinks": True, "router_bias": True, "expert_bias": True},
     "MiniMaxM2ForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True, "sigmoid_router": True},
     "Glm4MoeForCausalLM": {"sigmoid_router": True},
@@ -315,6 +326,7 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Qwen2MoeForCausalLM": ("attention_bias",),
     "Qwen3_5ForCausalLM": ("attention_bias",),
     "Qwen3_5MoeForCausalLM": ("attention_bias",),
+    "Qwen3NextForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
     "Glm4MoeForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
@@ -331,12 +343,14 @@ WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Qwen2MoeForCa
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
-    "SolarOpenForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    "SolarOpenForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
 # Most blocks of these have linear attention.
-HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+# Files of these have what linear attention is computed from in two matrices, one key head's rows after another's.
+INTERLEAVED = ("Qwen3NextForCausalLM",)
 # Of these all tokens are given to one expert, whose output has a gate.
-GATED_SHARING = ("Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+GATED_SHARING = ("Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
 # Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
 SHARING = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", *LATENT)

@@ -370,7 +370,8 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
             "num_experts": need(count),
             "num_experts_per_tok": need("num_experts_per_tok"),
             "moe_intermediate_size": need("moe_intermediate_size"),
-            "norm_topk_prob": architecture in HYBRID or settings.get("norm_topk_prob", False),
+            # a Qwen3.5's does whatever is stated
+            "norm_topk_prob": architecture == "Qwen3_5MoeForCausalLM" or settings.get("norm_topk_prob", False),
         }
         if architecture in GATED_SHARING:
             found["n_shared_experts"] = _shared(settings["shared_expert_intermediate_size"], found)

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from schedules.delta import DeltaNet
+from schedules.families import INTERLEAVED
 from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
 from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
@@ -411,11 +412,13 @@ class ModelSpec:
         """Name -> shape of LoRA's adapters of that rank in layer i.
 
         Beside a projection (out, in) stand a matrix (rank, in) and one (out, rank), named as in Hugging Face's peft.
-        Experts, which are stacked, the router, the embedding and the head have none.
+        Experts, which are stacked, the router, the embedding and the head have none, nor have projections that files
+        interleave.
         """
+        none = "linear_attn.in_proj" if self.architecture in INTERLEAVED else " "
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
-            if "_proj" in name and name.endswith(".weight") and len(shape) == 2:
+            if "_proj" in name and name.endswith(".weight") and len(shape) == 2 and not name.startswith(none):
                 projection = name.removesuffix("weight")
                 found[f"{projection}lora_A.weight"] = (rank, shape[1])
                 found[f"{projection}lora_B.weight"] = (shape[0], rank)

@@ -118,6 +118,17 @@ QWEN3_5 = replace(
     linear_value_head_dim=8,
     linear_conv_kernel_dim=4,
 )
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    intermediate_size=24,
+    n_shared_experts=1,
+    shared_expert_gate=True,
+)
+QWEN3_NEXT = replace(QWEN3_5_MOE, architecture="Qwen3NextForCausalLM")
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
@@ -142,15 +153,10 @@ MODELS = {
         linear_num_key_heads=4,
         linear_conv_kernel_dim=2,
     ),
-    "qwen3.5-moe": replace(
-        QWEN3_5,
-        architecture="Qwen3_5MoeForCausalLM",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        intermediate_size=24,
-        n_shared_experts=1,
-        shared_expert_gate=True,
+    "qwen3.5-moe": QWEN3_5_MOE,
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3-next, not normalised, of heads for each": replace(
+        QWEN3_NEXT, norm_topk_prob=False, n_shared_experts=2, linear_num_value_heads=2, linear_value_head_dim=16
     ),
     "qwen2-moe": QWEN2_MOE,
     "qwen2-moe, normalised, without biases": replace(

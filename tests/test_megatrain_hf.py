@@ -28,7 +28,7 @@ from megatrain.export import NotExported
 from megatrain.hf import WeightsError
 from megatrain.template import sinks, templates, views
 from schedules import presets, trained
-from schedules.families import MODEL_TYPES
+from schedules.families import INTERLEAVED, MODEL_TYPES
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.saved import saved_bytes
@@ -110,6 +110,15 @@ def loss_and_gradients(
     return loss, grads
 
 
+def named(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
+    """Layer i's tensors as modules of transformers hold them: as in files, but for experts, which they have stacked."""
+    held = {hf.global_name(model, i, name): part for name, part in views(slab, model.stored_shapes(i)).items()}
+    if model.architecture in INTERLEAVED:
+        held = {name: part for name, part in held.items() if "in_proj" not in name}
+        held |= {name: part for name, part in hf.tensors_of(model, i, slab).items() if "in_proj" in name}
+    return held
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_has_the_same_loss_and_gradients_with_what_is_written(name: str, tmp_path: Path) -> None:
     """However much is computed again, and with what is counted kept, to the byte."""
@@ -124,10 +133,36 @@ def test_transformers_has_the_same_loss_and_gradients_with_what_is_written(name:
         loss, grads = loss_and_gradients(model, source, tokens, targets, recompute)
         torch.testing.assert_close(loss, right.detach(), rtol=1e-5, atol=0)
         for i in model.layers:
-            for parameter, grad in views(grads[i], model.stored_shapes(i)).items():
-                held = theirs.get_parameter_or_buffer(hf.global_name(model, i, parameter))
+            for parameter, grad in named(model, i, grads[i]).items():
+                held = theirs.get_parameter_or_buffer(parameter)
                 expected = held.grad if isinstance(held, torch.nn.Parameter) else torch.zeros_like(grad)
                 assert (grad - expected).abs().max() < 1e-5 * expected.abs().max() + 1e-8, (i, parameter)
+
+
+def test_files_of_a_qwen3_next_have_one_key_heads_rows_after_anothers(tmp_path: Path) -> None:
+    model = MODELS["qwen3-next"]  # two key heads of 12, each with two value heads of 8
+    slab = torch.arange(model.params(0), dtype=torch.float32)
+    params, found = views(slab, model.stored_shapes(0)), hf.tensors_of(model, 0, slab)
+    mixed, z, b, a = (params[f"linear_attn.in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a"))
+    q, k, v = mixed.split([24, 24, 32])
+    of_heads = [
+        part for i in (0, 1) for part in (q[12 * i :][:12], k[12 * i :][:12], v[16 * i :][:16], z[16 * i :][:16])
+    ]
+    assert torch.equal(found["model.layers.0.linear_attn.in_proj_qkvz.weight"], torch.cat(of_heads))
+    of_heads = [b[:2], a[:2], b[2:], a[2:]]
+    assert torch.equal(found["model.layers.0.linear_attn.in_proj_ba.weight"], torch.cat(of_heads))
+    assert torch.equal(hf.slab_of(model, 0, found), slab)
+    assert torch.equal(slab, torch.arange(model.params(0), dtype=torch.float32)), "what is trained stays as it is"
+    export.write(tmp_path, model, WORKLOAD, source := parameters(model))
+    checksums = {model.layer_name(i): {"weights": checksum(source(i))} for i in model.layers}
+    assert export.is_of(tmp_path, model, WORKLOAD, checksums)
+
+
+def test_projections_that_files_interleave_have_no_adapters() -> None:
+    """Whose first matrix would be one for all of them."""
+    found, apart = (MODELS[name].adapter_shapes(0, 2) for name in ("qwen3-next", "qwen3.5-moe"))
+    assert found.items() < apart.items() and any("linear_attn.out_proj" in name for name in found)
+    assert all("linear_attn.in_proj" in name for name in apart.keys() - found.keys())
 
 
 @pytest.mark.parametrize("name", MODELS)

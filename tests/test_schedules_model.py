@@ -109,6 +109,7 @@ ROUNDED = {
     "qwen3.5-35b-a3b": 34.7e9,
     "qwen3.5-122b-a10b": 122e9,
     "qwen3.5-397b-a17b": 396e9,
+    "qwen3-next-80b-a3b": 80e9,
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,
@@ -996,6 +997,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "Qwen3ForCausalLM": [{"attention_bias": True}],
         "Ministral3ForCausalLM": [{"sliding_window": 64}],
         "Qwen3MoeForCausalLM": [{"attention_bias": True}],
+        "Qwen3NextForCausalLM": [{"norm_topk_prob": False}, {"linear_num_key_heads": 8}],
         "Qwen3_5MoeForCausalLM": [{"shared_expert_intermediate_size": 2 * model.moe_intermediate_size}],
         "Qwen3_5ForCausalLM": [
             {"attention_bias": True},
