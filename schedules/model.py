@@ -415,10 +415,11 @@ class ModelSpec:
         Experts, which are stacked, the router, the embedding and the head have none, nor have projections that files
         interleave.
         """
-        none = "linear_attn.in_proj" if self.architecture in INTERLEAVED else " "
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
-            if "_proj" in name and name.endswith(".weight") and len(shape) == 2 and not name.startswith(none):
+            if self.architecture in INTERLEAVED and name.startswith("linear_attn.in_proj"):
+                continue
+            if "_proj" in name and name.endswith(".weight") and len(shape) == 2:
                 projection = name.removesuffix("weight")
                 found[f"{projection}lora_A.weight"] = (rank, shape[1])
                 found[f"{projection}lora_B.weight"] = (shape[0], rank)
