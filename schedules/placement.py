@@ -63,6 +63,11 @@ class Places:
         passing = len(whole) if workload.multiplies_to_update else through
         self.through = spread([i for i in whole if i not in partly], passing)
         self.on_device = self.through | partly
+        if workload.multiplies_to_update and len(self.on_device) < len(others):
+            raise ProgramError(
+                f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
+                "blocks that are not resident take no clipping, hold, singly or order=microbatches"
+            )
 
         # they are updated right after their backward, or gradually, where that spares memory: a few parts before each
         # of the next block's micro-batches. Few buffers then do for the state, and weights, which stay so much longer,
@@ -72,11 +77,6 @@ class Places:
         self.gradual = bool(self.through) and spared >= tensor_bytes(named("w", largest), model, workload)
         self.at_once = at_once if self.gradual else parts
         self.state_slots = min(2 * self.at_once, parts) + 1 if self.through else 2
-        if workload.multiplies_to_update and len(self.on_device) < len(others):
-            raise ProgramError(
-                f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
-                "blocks that are not resident take no clipping, hold, singly or order=microbatches"
-            )
 
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
         self.late = set(model.layers) if clip else spread([i for i in self.streamed if i not in self.on_device], defer)

@@ -41,6 +41,7 @@ class StreamedStep:
         self.slot = ""  # of the block that ran last
         p.keep_on_device(*(t for i in places.resident for t in (p.weight(i), p.state(i))))
         p.keep_on_device(*map(p.grad, places.adding_up))
+        # weights and gradient of a block that is updated gradually are there while the next one runs
         self.ring = p.slots("weight", slots + places.gradual)
         self.grads = p.slots("grad", max(grad_slots, 2) if places.gradual else grad_slots)
         self.slabs = p.slots("slab", slabs, Tier.HOST)
