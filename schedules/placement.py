@@ -16,8 +16,9 @@ from schedules.workload import Workload
 class Places:
     """What the knobs of `streamed` mean for each layer; those not named here are explained there.
 
-    A layer is `resident`, one of the `ends` (embedding and head), `held`, or `streamed`. Micro-batches run in `groups`,
-    one after another.
+    A layer is `resident`, one of the `ends` (embedding and head), `held`, or `streamed`. Of the held ones the `settled`
+    are updated on the device as well, which their weights then never leave. Micro-batches run in `groups`, one after
+    another.
     """
 
     def __init__(
@@ -60,23 +61,31 @@ class Places:
         partly = spread(whole, -(-stay // parts))
         self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
         # Muon's updates are for the device, wherever the state comes from
-        passing = len(whole) if workload.multiplies_to_update else through
-        self.through = spread([i for i in whole if i not in partly], passing)
+        passing = 0 if clip else len(others) if workload.multiplies_to_update else through
+        self.settled = spread(self.held, passing)
+        self.through = self.settled | spread([i for i in whole if i not in partly], passing - len(self.settled))
         self.on_device = self.through | partly
         if workload.multiplies_to_update and len(self.on_device) < len(others):
             raise ProgramError(
                 f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
-                "blocks that are not resident take no clipping, hold, singly or order=microbatches"
+                "blocks that are neither resident nor held take no clipping, singly or order=microbatches"
             )
 
-        # they are updated right after their backward, or gradually, where that spares memory: a few parts before each
-        # of the next block's micro-batches. Few buffers then do for the state, and weights, which stay so much longer,
-        # have a slot more
+        # they are updated right after their backward. Those of whose states some pass, and that run all micro-batches
+        # at a visit, are updated gradually where that spares memory: a few parts before each of the next block's. Few
+        # buffers then do for the state, and weights in slots, which stay so much longer, have a slot more
         largest, at_once = model.layer_name(model.largest_block), -(-parts // self.turns(model.blocks[0]))
         spared = (parts - 2 * at_once) * tensor_bytes(named(STATE, largest), model, workload) // parts
-        self.gradual = bool(self.through) and spared >= tensor_bytes(named("w", largest), model, workload)
-        self.at_once = at_once if self.gradual else parts
-        self.state_slots = min(2 * self.at_once, parts) + 1 if self.through else 2
+        costs = tensor_bytes(named("w", largest), model, workload) if self.through > self.settled else 0
+        gradual = spared > 0 and spared >= costs
+        some = self.on_device if costs else self.settled
+        passing_at_last = {i for i in some if (i, self.parts[-1]) not in self.staying}
+        self.gradually = {i for i in passing_at_last if self.landings[i] == 1 and gradual}
+        self.more_slots = 1 if gradual and costs else 0
+        self.at_once = at_once if gradual else parts
+        self.state_slots = min(2 * self.at_once, parts) + 1
+        if not self.through:  # all that passes is what does not stay of one block
+            self.at_once = self.state_slots = 2
 
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
         self.late = set(model.layers) if clip else spread([i for i in self.streamed if i not in self.on_device], defer)

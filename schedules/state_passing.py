@@ -17,8 +17,8 @@ State = tuple[int, Part | None]  # a block, and which part of its state; None is
 class Passing:
     """The parts of blocks' states that come to the device for an update there and go back.
 
-    `turns` are the streamed blocks in the order in which they run, each as often as it runs micro-batches. The last of
-    a block's is in its backward, after which its state is needed, `places.at_once` parts at a time. It comes during the
+    `turns` are the blocks in the order in which they run, each as often as it runs micro-batches. The last of a block's
+    is in its backward, after which its state is needed, `places.at_once` parts at a time. It comes during the
     turns before, few parts at each: the weights of other blocks come by the same link, and would be late behind it.
     """
 
@@ -32,19 +32,18 @@ class Passing:
         coming = [(i, n) for i in blocks for n, part in enumerate(places.parts) if (i, part) not in places.staying]
         self._coming = deque((i, places.parts[n]) for i, n in coming)
         each = max(map(places.turns, blocks), default=0)  # the same for all of these, and for those around them
-        ahead = AHEAD if places.gradual else AHEAD * each
-        due = [last[i] + n // places.at_once - ahead for i, n in coming]
+        due = [last[i] + (n // places.at_once - AHEAD if i in places.gradually else -AHEAD * each) for i, n in coming]
         self._begin = deque(_spaced(due, len(last) * each))
 
     def turn(self) -> None:
-        """A streamed block is about to run a micro-batch: bring what should come beside it, if there are buffers."""
+        """A block is about to run a micro-batch: bring what should come beside it, if there are buffers."""
         self._turn += 1
         while self._begin and self._begin[0] <= self._turn and len(self._there) < self._slots:
             self._bring()
 
     @property
     def is_last(self) -> bool:
-        """Whether no streamed block runs another micro-batch."""
+        """Whether no block runs another micro-batch."""
         return self._turn + 1 == self._turns
 
     def _bring(self) -> None:
@@ -70,10 +69,11 @@ class Passing:
 
 
 def _spaced(due: Sequence[int], turns: int) -> list[int]:
-    """The turns at which what is `due` at these or later should come: as late as can be, never more at one than in the
-    mean over so many."""
+    """The turns at which what is `due` at these, one after another, should come: as late as can be, and never more at
+    one than in the mean over so many."""
     most = -(-len(due) // max(turns, 1))
     found: list[int] = []
-    for at in reversed(due):
+    for latest in reversed(due):
+        at = min([latest, *found[-1:]])  # no later than what comes after it
         found.append(min(at, found[-most] - 1) if len(found) >= most else at)
     return found[::-1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from schedules.buffers import Held
 from schedules.kept_activations import Kept
@@ -17,6 +17,20 @@ from schedules.state_passing import Passing
 from schedules.sweep import Window, land, sweep, visits
 from schedules.tensor import Part
 from schedules.workload import Workload
+
+
+@dataclass(frozen=True)
+class Due:
+    """An update on the device of a part of a block: the buffers of its gradient and weights there.
+
+    `weights` is None where they do not leave, and `target` where they leave for their home.
+    """
+
+    block: int
+    part: Part | None
+    grad: Held
+    weights: str | None
+    target: str | None
 
 
 class StreamedStep:
@@ -40,13 +54,15 @@ class StreamedStep:
         self.landed = Counter[int]()
         self.slot = ""  # of the block that ran last
         p.keep_on_device(*(t for i in places.resident for t in (p.weight(i), p.state(i))))
+        p.keep_on_device(*map(p.weight, places.settled))
         p.keep_on_device(*map(p.grad, places.adding_up))
         # weights and gradient of a block that is updated gradually are there while the next one runs
-        self.ring = p.slots("weight", slots + places.gradual)
-        self.grads = p.slots("grad", max(grad_slots, 2) if places.gradual else grad_slots)
+        self.ring = p.slots("weight", slots + places.more_slots)
+        self.grads = p.slots("grad", max(grad_slots, 2) if places.gradually else grad_slots)
         self.slabs = p.slots("slab", slabs, Tier.HOST)
         # embedding and head have buffers of their own: a slot of the ring need not be as large as they are
-        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in (*places.ends, *places.held)}
+        come = [*places.ends, *(i for i in places.held if i not in places.settled)]
+        self.copy = {i: p.buffer(f"{model.layer_name(i)}.weight") for i in come}
         # the head's gradient has long left when the embedding's comes, unless one of them is still adding up
         shared = places.groups == 1 and not model.tie_word_embeddings
         ends = [i for i in (model.embed, model.head) if i not in places.adding_up]
@@ -59,8 +75,8 @@ class StreamedStep:
         self.window = Window(streamed, ahead=len(self.ahead), fetch=self._fetch)
         p.keep_on_device(*(p.state(*state) for state in sorted(places.staying)))
         self.staging = Staging(p, places, slots=nvme_slots, ahead=len(self.ahead))
-        self.passing = Passing(p, places, self.staging, [i for i in streamed for _ in range(places.turns(i))])
-        self.due = deque[Callable[[], None]]()  # updates on the device
+        self.passing = Passing(p, places, self.staging, [i for i in order for _ in range(places.turns(i))])
+        self.due = deque[Due]()
 
     def _fetch(self, i: int) -> str:
         """The slot with block i's weights, which are loaded unless they still stand in one."""
@@ -102,17 +118,16 @@ class StreamedStep:
 
     def _weights(self, i: int) -> str | None:
         """The buffer with layer i's weights, as `sweep` asks for it."""
-        if i in self.places.resident:
+        if i in self.places.resident or i in self.places.settled:
             return None
         if i in self.copy:
             return self.program.load(self.program.weight(i), self.copy[i])
         self.slot = self.window.weights(i)
         return self.slot
 
-    def _turn(self, i: int) -> None:
-        """Block i is about to run a micro-batch: see that states come, and update what is due."""
-        if i in self.places.streamed:
-            self.passing.turn()
+    def _turn(self) -> None:
+        """A block is about to run a micro-batch: see that states come, and update what is due."""
+        self.passing.turn()
         self._update_due(self.places.at_once)
 
     def _grad(self, i: int) -> str | None:
@@ -132,8 +147,9 @@ class StreamedStep:
         where = (buffer, p.grad(i))
         if i in places.on_device:
             self._update_on_device(i, where)
-            if not places.gradual or self.passing.is_last:
-                self._update_due(len(self.due))
+            if i not in places.gradually or self.passing.is_last:
+                while self.due:
+                    self._update_due(places.at_once)
         elif i in places.resident:
             if self.clip:
                 p.norm([where], stream=Stream.COMPUTE, name=f"N.{p.model.layer_name(i)}")
@@ -174,23 +190,30 @@ class StreamedStep:
 
     def _update_on_device(self, i: int, grad: Held) -> None:
         """The optimizer's step on block i on the device is due, part by part."""
-        weights, target = self.slot, self.staging.weight(i) if i in self.places.nvme_weights else None
-        assert self.program.holds(weights) == self.program.weight(i), "the backward has just read the weights"
-        self.due += [partial(self._update_part, i, part, grad, weights, target) for part in self.places.parts]
-
-    def _update_part(self, i: int, part: Part | None, grad: Held, weights: str, target: str | None) -> None:
-        """The optimizer's step on a part of block i on the device: its state comes and goes, at last the weights go."""
-        p, comes, last = self.program, (i, part) not in self.places.staying, part == self.places.parts[-1]
-        state = self.passing.take(i, part) if comes else None
-        p.update(i, grad=grad, weights=weights, state=state, stream=Stream.COMPUTE, part=part)
-        if last:
-            p.offload(p.weight(i), out_of=weights, into=target)
-        if last and target is not None:
-            self.staging.write(p.weight(i), target)
-        if comes:
-            self.passing.leave(i, part)
+        weights = None if i in self.places.settled else self.slot
+        if weights is not None:
+            assert self.program.holds(weights) == self.program.weight(i), "the backward has just read the weights"
+        target = self.staging.weight(i) if i in self.places.nvme_weights else None
+        self.due += [Due(i, part, grad, weights, target) for part in self.places.parts]
 
     def _update_due(self, most: int) -> None:
         """Make so many of the updates on the device that are due, if there are so many."""
-        for _ in range(min(most, len(self.due))):
-            self.due.popleft()()
+        some = [self.due.popleft() for _ in range(min(most, len(self.due)))]
+        passing = [(due.block, due.part) for due in some if (due.block, due.part) not in self.places.staying]
+        for due in some:
+            state = self.passing.take(due.block, due.part) if (due.block, due.part) in passing else None
+            self.program.update(
+                due.block, grad=due.grad, weights=due.weights, state=state, stream=Stream.COMPUTE, part=due.part
+            )
+        # weights leave first: others will come into their slot before the next state is needed
+        for due in some:
+            if due.weights is not None and due.part == self.places.parts[-1]:
+                self._weights_leave(due.block, due.weights, due.target)
+        for i, part in passing:
+            self.passing.leave(i, part)
+
+    def _weights_leave(self, i: int, weights: str, target: str | None) -> None:
+        """Weights that were updated on the device go home, or to the drive by way of a host buffer."""
+        self.program.offload(self.program.weight(i), out_of=weights, into=target)
+        if target is not None:
+            self.staging.write(self.program.weight(i), target)

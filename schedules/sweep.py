@@ -34,7 +34,7 @@ def sweep(
     done: Callable[[int, str], None],
     kept: Kept,
     singly: int = 0,
-    turn: Callable[[int], None] = lambda i: None,
+    turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Forward and backward of a group of micro-batches over all layers.
 
@@ -45,7 +45,7 @@ def sweep(
     embeddings the embedding's are asked before the loss too, and that gradient stays where it is until the
     embedding's backward. `done(i, buffer)` is called when the gradient of layer i, of the group or of one of its
     micro-batches, is in `buffer`. Layers that are not trained have no gradient: neither `grad` nor `done` is called
-    for them. `turn(i)` is called before block i runs a micro-batch, in either direction.
+    for them. `turn()` is called before a block runs a micro-batch, in either direction.
     """
     model, updated = p.model, trained.layers(p.model, p.workload)
     blocks = model.blocks
@@ -108,7 +108,7 @@ class _Sweep:
         grad: Place,
         done: Callable[[int, str], None],
         kept: Kept,
-        turn: Callable[[int], None],
+        turn: Callable[[], None],
     ) -> None:
         self._program, self._group, self._kept, self._turn = p, group, kept, turn
         self._weights, self._grad, self._done = weights, grad, done
@@ -123,7 +123,7 @@ class _Sweep:
                 slot = self._weights(i)
                 keep: Keep = "all" if not kept.recomputes(i) else "input" if i == piece[0] else "nothing"
                 for m in self._group:
-                    self._turn(i)
+                    self._turn()
                     p.forward(i, m, weights=slot, keep=keep)
                     self.travel.leave(kept.travels(p, i, m))
 
@@ -133,12 +133,12 @@ class _Sweep:
             for i in piece[:-1]:
                 slot = self._weights(i)
                 for m in self._group:
-                    self._turn(i)
+                    self._turn()
                     p.recompute(i, m, weights=slot, keep="input" if kept.nested else "all", output=True)
             for i in reversed(piece):
                 slot, buffer = self._weights(i), self._grad(i)
                 for m in self._group:
-                    self._turn(i)
+                    self._turn()
                     self.travel.come()
                     if kept.recomputes(i) and (i == piece[-1] or kept.nested):
                         p.recompute(i, m, weights=slot, output=kept.whole)

@@ -48,4 +48,4 @@ def knob_space(model: ModelSpec, workload: Workload, *, begun: Candidate) -> dic
         space["slabs"] = [1, 2, 4, 8, 16, 32]
     if workload.accumulation > 1 and by_choice:
         space |= {"order": ["layers", "microbatches"], "singly": counts}
-    return {**space, "hold": counts} if by_choice else space
+    return {**space, "hold": counts}

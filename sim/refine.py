@@ -132,11 +132,18 @@ def _place(at: Candidate, name: str, values: list[Knob]) -> tuple[int, list[Knob
 def _changed(room: Room, at: Candidate, name: str, value: Knob) -> Candidate:
     """With one knob changed, and what follows from it.
 
-    As many bytes in buffers as before if that is the parts; where a drive is the limit, as much more state on the
-    device as gets room there, or less.
+    As many bytes in buffers as before if that is the parts. Where a drive is the limit, or weights are held while
+    states pass, as much more state on the device as gets room there, or less; and if these are the same blocks, they
+    stay so.
     """
     changed = at.with_knobs({name: value})
-    if name == "parts":
+    if name == "through" and at.value("hold") == at.value("through"):
+        changed = changed.with_knobs({"hold": value})
+    passing = changed.value("through") or changed.workload.multiplies_to_update
+    if name in ("hold", "through") and passing and (changed.value("hold") or at.value("hold")):
+        more = room.stays(changed) - room.stays(at)
+        changed = changed.with_knobs({"stay": max(at.count("stay") + more, 0)})
+    elif name == "parts":
         now, before = changed.count(name), at.count(name)
         changed = changed.with_knobs({"stay": at.count("stay") * now // before})
         for buffers in ("slabs", *(("nvme_slots",) if at.value("nvme") else ())):

@@ -83,10 +83,9 @@ class Room:
     def holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none.
 
-        None where all are updated on the device: what is there for good is resident; nor where it cannot be built, of
-        too many ops.
+        None where it cannot be built, of too many ops.
         """
-        peaks = None if start.workload.multiplies_to_update else self.peaks(start.with_knobs({"keep": 0}))
+        peaks = self.peaks(start.with_knobs({"keep": 0}))
         if peaks is None:
             return []
         blocks, workload = self._model.num_hidden_layers, start.workload

@@ -46,6 +46,7 @@ GRID = 4  # values of residency on the coarse grid
 MANY_SLABS = 16  # slabs, where blocks are updated late
 FEW_PARTS = 4  # parts of a state that passes through the device
 EARLY = 4  # slots for weights, where states come by the same link
+SLOTS_BESIDE = 3  # the same beside blocks whose weights stay, while others come
 SLACK = 4  # visits that activations may take to leave or to come
 ALL = 1e-6  # if no more than this fraction of activations is not kept, all are
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
@@ -371,13 +372,21 @@ class Search:
     def _stay_and_pass(self, start: Candidate, passing: int, late: dict[str, Knob]) -> None:
         """Try as many states on the device as have room beside those of `passing` blocks, half, or a third, that pass.
 
-        States that pass come in parts: their buffers take room from what stays, and weights need the same link.
+        States that pass come in parts: their buffers take room from what stays, and weights need the same link, unless
+        those of the blocks whose states pass are held.
         """
         blocks = self.found.model.num_hidden_layers
         parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
+        if start.workload.grad_clip is not None:
+            return
+        late = {**late, "slabs": MANY_SLABS * parts}
         for through in sorted({-(-passing // n) for n in (1, 2, 3)} - {0}):
-            both = start.with_knobs({"through": through, "slots": EARLY, "parts": parts})
-            self.stay(both, blocks * parts, {**late, "slabs": MANY_SLABS * parts})
+            both = start.with_knobs({"through": through, "parts": parts})
+            self.stay(both.with_knobs({"slots": EARLY}), blocks * parts, late)
+            held = both.with_knobs({"hold": through, "slots": SLOTS_BESIDE, "resident": self.least_resident, **late})
+            held = self._staying(held)
+            by_cpu = blocks - through - held.count("stay") // parts
+            self.found.evaluate(held.with_knobs({"defer": by_cpu // 3}))
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """The candidate with as many parts of blocks' states on the device as have room there."""

@@ -14,6 +14,7 @@ from schedules.model import ModelSpec, is_matrix
 from schedules.op import Phase, Stream
 from schedules.optimizer import Matrices, matrices, state_bytes, step_bytes, step_flops, step_workspace
 from schedules.program import Program
+from schedules.schedule import Knob
 from schedules.sizes import tensor_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import PRECISIONS, MemoryBudget, Workload
@@ -125,11 +126,11 @@ def test_a_block_has_no_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"hold": 1}, {"order": "microbatches"}, {"singly": 1}], ids=lambda knobs: next(iter(knobs))
+    "knobs", [{"order": "microbatches", "hold": 1}, {"singly": 2, "hold": 1}], ids=lambda knobs: next(iter(knobs))
 )
 def test_streamed_tells_which_knobs_muon_has_no_use_for(knobs: dict[str, int | str]) -> None:
     several = replace(MUON, accumulation=2)
-    with pytest.raises(InputError, match="blocks that are not resident take no clipping, hold, singly or order"):
+    with pytest.raises(InputError, match="blocks that are neither resident nor held take no clipping, singly or"):
         policies.build("streamed", TINY, several, MEMORY, **knobs)
     with pytest.raises(InputError, match="take no clipping"):
         policies.build("streamed", TINY, replace(MUON, grad_clip=1.0), MEMORY)
@@ -137,9 +138,21 @@ def test_streamed_tells_which_knobs_muon_has_no_use_for(knobs: dict[str, int | s
 
 
 @pytest.mark.parametrize(
-    "knobs", [{}, {"resident": 2}, {"stay": 2}, {"nvme": 3}, {"nvme": 3, "nvme_weights": 2}, {"defer": 2}], ids=str
+    "knobs",
+    [
+        {},
+        {"resident": 2},
+        {"stay": 2},
+        {"nvme": 3},
+        {"nvme": 3, "nvme_weights": 2},
+        {"defer": 2},
+        {"hold": 2},
+        {"hold": 1, "singly": 1},
+        {"hold": len(TINY.blocks), "order": "microbatches"},
+    ],
+    ids=str,
 )
-def test_streamed_passes_states_through_the_device(knobs: dict[str, int]) -> None:
+def test_streamed_passes_states_through_the_device(knobs: dict[str, Knob]) -> None:
     memory = replace(MEMORY, nvme_bytes=10**9)
     built = policies.build("streamed", TINY, replace(MUON, accumulation=2), memory, **knobs)
     verify(built)

@@ -37,11 +37,12 @@ def test_every_layer_has_one_place_and_one_update(drawn: tuple[Places, Workload,
 
 
 @given(places())
-def test_only_blocks_that_stream_are_updated_on_the_device_or_live_on_a_drive(
+def test_blocks_are_updated_on_the_device_if_they_stream_or_are_held_and_live_on_a_drive_if_they_stream(
     drawn: tuple[Places, Workload, range],
 ) -> None:
     found, workload, _ = drawn
-    assert found.on_device <= set(found.streamed)
+    assert found.on_device <= {*found.streamed, *found.held}
+    assert found.settled == found.on_device & set(found.held)
     assert not found.on_device or workload.grad_clip is None
     assert found.on_device.isdisjoint(found.late)
     assert {i for i, _ in found.nvme_states} <= set(found.streamed)
@@ -61,4 +62,15 @@ def test_blocks_that_run_by_single_micro_batches_are_held_first(hold: int, held:
 def test_a_layers_gradient_comes_once_a_group_or_once_a_micro_batch(drawn: tuple[Places, Workload, range]) -> None:
     found, workload, _ = drawn
     assert set(found.landings.values()) <= {found.groups, workload.accumulation}
-    assert all(found.landings[i] == 1 for i in found.on_device | found.nvme_grads)
+    assert all(found.landings[i] == 1 for i in (found.on_device - found.settled) | found.gradually | found.nvme_grads)
+
+
+@pytest.mark.parametrize(
+    ("hold", "through", "settled", "streaming"),
+    [(4, 2, 2, 0), (4, 4, 4, 0), (4, 6, 4, 2), (0, 3, 0, 3), (4, 0, 0, 0)],
+)
+def test_states_of_held_blocks_pass_first(hold: int, through: int, settled: int, streaming: int) -> None:
+    model = replace(presets.load("tiny"), num_hidden_layers=9)
+    knobs = dict.fromkeys(COUNTS, 0) | {"hold": hold, "through": through}
+    found = Places(model, Workload(micro_batch_size=1, seq_len=8), groups=1, parts=1, **knobs)
+    assert (len(found.settled), len(found.through & set(found.streamed))) == (settled, streaming)

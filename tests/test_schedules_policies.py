@@ -67,7 +67,7 @@ SMALL: dict[str, dict[str, Knob]] = {
 WAYS: dict[str, tuple[str, dict[str, Knob]]] = {name: (name, SMALL.get(name, {})) for name in policies.names()} | {
     "greedysnake_ssd": ("greedysnake", {"alpha": 0.5, "ssd": True}),
     "lohan_ssd": ("lohan", {"swap": 2, "ssd": True}),
-    "streamed_on_device": ("streamed", {"keep": 1, "resident": 2, "hold": 1, "stay": 1, "through": 1, "parts": 2}),
+    "streamed_on_device": ("streamed", {"keep": 1, "resident": 2, "hold": 1, "stay": 1, "through": 2, "parts": 2}),
     "streamed_on_nvme": (
         "streamed",
         {

@@ -149,6 +149,49 @@ def test_where_that_spares_no_memory_a_block_is_updated_at_once(accumulation: in
         assert [len(names) for names in updated_between(schedule, block)] == [parts] + [0] * (accumulation - 1)
 
 
+def test_weights_leave_before_the_states_that_were_updated_with_them() -> None:
+    """Others come into their slot next; for a state's buffer nothing waits as soon."""
+    schedule = passing(through=4, parts=4)
+    down = [op.name for op in schedule.streams[Stream.D2H]]
+    for block in {op.layer for _, op in states_up(schedule)}:
+        states = [down.index(f"O.o.{block}.{part}of4") for part in range(4)]
+        assert down.index(f"O.w.{block}") < min(states) and states == sorted(states)
+
+
+@pytest.mark.parametrize("knobs", [{"accumulation": 4}, {"accumulation": 4, "order": "microbatches"}, {"singly": 9}])
+def test_held_weights_whose_states_pass_never_move(knobs: dict[str, Knob]) -> None:
+    schedule = passing(**{"accumulation": 2, **knobs}, through=5, hold=5, parts=4, defer=2)  # type: ignore[arg-type]
+    held = {op.layer for _, op in states_up(schedule)}
+    assert len(held) == 5
+    moved = [parse(op.reads[0].tensor) for op in schedule.ops if op.phase == Phase.COPY]
+    assert not [name for name in moved if name.cls == "w" and name.layer in {str(i) for i in held}]
+    homes = {b.name for b in schedule.buffers if b.tier == Tier.DEVICE}
+    assert homes >= {f"device.w.{i}" for i in held}
+    # their gradients do not leave either, and states come and go once
+    assert not [name for name in moved if name.cls.startswith("g") and name.layer in {str(i) for i in held}]
+    assert Counter(name.layer for name in moved if name.cls == "o") == dict.fromkeys(map(str, held), 8)
+
+
+def test_held_weights_need_no_slot_more_while_their_block_is_updated_gradually() -> None:
+    held = passing(accumulation=4, through=4, hold=4, parts=4)
+    assert [slots(held, kind) for kind in ("state", "weight", "grad")] == [3, 2, 2]
+    for block in {op.layer for _, op in states_up(held)}:
+        assert updated_between(held, block) == [[f"U.{block}.{part}of4"] for part in range(4)]
+    both = passing(accumulation=4, through=6, hold=4, parts=4)
+    assert [slots(both, kind) for kind in ("state", "weight", "grad")] == [3, 3, 2]
+
+
+def test_a_block_whose_state_stays_is_updated_at_once_beside_others_that_are_not() -> None:
+    schedule = passing(accumulation=4, through=4, hold=4, parts=4, stay=8)
+    comes = {op.layer for _, op in states_up(schedule)}
+    on_device = {op.layer for op in schedule.ops if op.phase == Phase.ADAM and op.stream == Stream.COMPUTE}
+    stays = on_device - comes - {None}
+    assert len(comes) == 4 and len(stays) == 2
+    for block in stays:
+        assert block is not None
+        assert [len(names) for names in updated_between(schedule, block)] == [4, 0, 0, 0]
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_block_that_runs_last_is_updated_before_the_embedding_runs_backward(every: int) -> None:
     """No micro-batch of a block follows: the weights go back first, since the next step begins with them."""
@@ -165,9 +208,9 @@ def test_weights_on_a_drive_are_updated_gradually_where_they_stand_in_the_host()
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 20))
-def test_what_is_due_comes_as_late_as_can_be(due: list[int], turns: int) -> None:
-    due = sorted(due)
+def test_what_is_due_comes_as_late_as_can_be_in_its_order(due: list[int], turns: int) -> None:
     most, begin = -(-len(due) // turns), _spaced(due, turns)
+    due = [min(due[n:]) for n in range(len(due))]  # what comes first must be there before what follows it
     assert begin == sorted(begin) and len(begin) == len(due)
     assert all(at <= needed for at, needed in zip(begin, due, strict=True))
     assert all(begin.count(at) <= most for at in begin)

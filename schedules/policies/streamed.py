@@ -16,14 +16,14 @@ and the gradients. With resident=n the first n layers, counted from the embeddin
 10, and are updated there once their gradient is whole: the next forward runs on them while the CPU still updates.
 Gradients that add up meanwhile, or wait to be clipped, stay there too, 2. With hold=n the weights of n other blocks
 stay there, 2, or 4 with a gradient that adds up, and only state and update are the host's: they come up once a step,
-however many micro-batches run one after another. With through=n that many blocks are updated on the device as well, and
-only their state, 8, passes through it, coming while the blocks before run backward: this pays where the CPU is slow and
-a step is long. With stay=n it does not even leave. With nvme=n the state of n blocks lives on a drive, with
-nvme_weights=n the weights of n of these too: they come through the host for the forward, and again for the backward,
-after which they are updated there and go back. With parts=n gradients leave the device, and states come to their
-updates, in n parts a block, each updated by itself: no buffer on the host has room for a whole one, and a block's state
-may live in several places. What passes through is then updated beside the next block's micro-batches, if memory is
-spared by that: few of the parts are there at a time, and one slot more for weights.
+however many micro-batches run one after another. With through=n that many blocks, held ones first, are updated on the
+device as well, and only their state, 8, passes through it, coming while the blocks before run backward: this pays where
+the CPU or its memory is slow and a step is long. Weights that are held then never move. With stay=n the state of others
+does not leave either. With nvme=n the state of n blocks lives on a drive, with nvme_weights=n the weights of n of these
+too: they come through the host for the forward, and again for the backward, after which they are updated there and go
+back. With parts=n gradients leave the device, and states come to their updates, in n parts a block, each updated by
+itself: no buffer on the host has room for a whole one, and a block's state may live in several places. What passes
+through is then updated beside the next block's micro-batches, where that spares memory: few parts are there at a time.
 
 Order of updates. Gradients land last layer first; the next forward needs the first layer first. Updated as
 they land, all must be done before the next forward begins. `defer` picks that many blocks, evenly spread,
@@ -90,9 +90,9 @@ def policy(
         resident: how many of the first layers, the embedding being one, live on the device.
         hold: how many of the other blocks, evenly spread, have their weights on the device, and with
             order=microbatches their gradient, until it is whole; their state is on the host, where they are updated.
-        through: how many of the other blocks are updated on the device while their weights and gradient are there,
-            their state coming from the host and going back; all with Muon. Not with clipping or order=microbatches.
-        stay: how many parts of other blocks' states live on the device, where these are updated. As `through`.
+        through: how many of the other blocks, held ones first, are updated on the device while their weights and whole
+            gradient are there, their state coming and going; all with Muon. Not with clipping.
+        stay: how many parts of streamed blocks' states live on the device, where these are updated. As `through`.
         nvme: how many parts of the other streamed blocks' states live on NVMe.
         nvme_weights: how many of these blocks have their weights there too; gradients of theirs that must wait also do.
         nvme_slots: host buffers for state on its way from and to NVMe.
