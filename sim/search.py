@@ -45,8 +45,10 @@ GRID = 4  # values of residency on the coarse grid
 # Knobs that a candidate starts from, before it is refined:
 MANY_SLABS = 16  # slabs, where blocks are updated late
 FEW_PARTS = 4  # parts of a state that passes through the device
+PASSING = (1 / 3, 1 / 2, 3 / 4, 1)  # of the blocks whose states pass in the bound's placement
 EARLY = 4  # slots for weights, where states come by the same link
-SLOTS_BESIDE = 3  # the same beside blocks whose weights stay, while others come
+BESIDE_HELD = 3  # the same where those blocks' weights are held
+LATE_OF_FEWER = 3  # of the blocks left to the CPU one in so many is updated late
 SLACK = 4  # visits that activations may take to leave or to come
 ALL = 1e-6  # if no more than this fraction of activations is not kept, all are
 SHORT_OF_ROOM = ("pointwise", "none", "mlp")  # the modes of recompute, likeliest first, where not all can be kept
@@ -335,7 +337,7 @@ class Search:
         on_device = round(placed.get("state on device", 0.0) * blocks * start.count("parts"))
         self.stay(start, on_device, late)
         if not start.value("nvme"):
-            self._stay_and_pass(start, passing, late)
+            self._stay_and_pass(start, passing)
         # most blocks are then loaded twice for every micro-batch
         if len(orders(workload)) > 1 and self._hopeful(workload, 0, "microbatches"):
             both = {"resident": resident, **late, "singly": blocks * 7 // 8, "slots": 4, "slabs": 32}
@@ -369,24 +371,22 @@ class Search:
             self.found.evaluate(*(there.with_knobs({"defer": n}) for n in (0, *(blocks // of for of in LATE))))
         self.found.effort = effort  # there are few: what follows may still take its own
 
-    def _stay_and_pass(self, start: Candidate, passing: int, late: dict[str, Knob]) -> None:
-        """Try as many states on the device as have room beside those of `passing` blocks, half, or a third, that pass.
+    def _stay_and_pass(self, start: Candidate, passing: int) -> None:
+        """Try as many states on the device as have room beside those of `passing` blocks, or fewer, that pass.
 
         States that pass come in parts: their buffers take room from what stays, and weights need the same link, unless
         those of the blocks whose states pass are held.
         """
-        blocks = self.found.model.num_hidden_layers
-        parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
         if start.workload.grad_clip is not None:
             return
-        late = {**late, "slabs": MANY_SLABS * parts}
-        for through in sorted({-(-passing // n) for n in (1, 2, 3)} - {0}):
-            both = start.with_knobs({"through": through, "parts": parts})
-            self.stay(both.with_knobs({"slots": EARLY}), blocks * parts, late)
-            held = both.with_knobs({"hold": through, "slots": SLOTS_BESIDE, "resident": self.least_resident, **late})
-            held = self._staying(held)
-            by_cpu = blocks - through - held.count("stay") // parts
-            self.found.evaluate(held.with_knobs({"defer": by_cpu // 3}))
+        blocks, parts = self.found.model.num_hidden_layers, ways_to_part(self.found.model, start.workload)[-1]
+        parts = min(FEW_PARTS, parts)
+        start = start.with_knobs({"parts": parts, "resident": self.least_resident, "slabs": MANY_SLABS * parts})
+        for through in sorted({math.ceil(passing * share) for share in PASSING} - {0}):
+            for weights in ({"slots": EARLY}, {"slots": BESIDE_HELD, "hold": through}):
+                there = self._staying(start.with_knobs({"through": through, **weights}))
+                by_cpu = blocks - through - there.count("stay") // parts
+                self.found.evaluate(there.with_knobs({"defer": by_cpu // LATE_OF_FEWER}))
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """The candidate with as many parts of blocks' states on the device as have room there."""
