@@ -978,6 +978,16 @@ def test_of_few_blocks_on_a_slow_link_what_stays_or_is_held_is_tried(optimizer: 
     assert other.fits and found.prediction.period_ns <= other.period_ns
 
 
+def test_a_mixture_of_experts_holds_weights_where_states_pass() -> None:
+    """It has few FLOPs for its bytes: the host's memory is the limit, and neither knob alone takes a byte off it."""
+    model, profile = presets.load("gpt-oss-120b"), hardware.load("h200")
+    found = plan(model, profile, seq_len=2048, micro_batch_size=8, effort=1)
+    assert 0 < found.chosen.knobs["through"] <= found.chosen.knobs["hold"]
+    others = [one for one in found.tried if not (one.knobs.get("hold") and one.knobs.get("through"))]
+    best = min(one.period_ns for one in others if one.period_ns is not None)
+    assert found.prediction.period_ns < 0.96 * best
+
+
 def test_what_a_plan_was_asked_for_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32 sequences one by one, a schedule would have too many ops; what if is asked of those that have not."""
     monkeypatch.setattr("schedules.most_ops.MOST_OPS", 250)
