@@ -50,7 +50,14 @@ class Places:
         self.ends = [i for i in (model.embed, model.head) if i not in self.resident]
         others = [i for i in model.blocks if i not in self.resident]
         oftener = [i for i in others if self.landings[i] > groups]  # loaded again for every micro-batch
-        held = spread(oftener, hold)
+        # Muon's updates are for the device, wherever the state comes from
+        passing = 0 if clip else len(others) if workload.multiplies_to_update else through
+        # of held blocks whose states pass, one is the first: the next forward begins with it while the CPU still
+        # updates others, and its state passes when links are idle; two with several micro-batches, since one that is
+        # updated gradually need not wait until its neighbour's state has left
+        most = 2 if workload.accumulation > 1 else 1
+        first = [] if oftener else others[: min(most, hold, passing)]
+        held = spread(oftener, hold) or {*first}
         held |= spread([i for i in others if i not in held], hold - len(held))
         self.held = sorted(held)
         self.streamed = [i for i in others if i not in held]
@@ -60,9 +67,7 @@ class Places:
         whole = [] if clip else [i for i in self.streamed if self.landings[i] == 1]
         partly = spread(whole, -(-stay // parts))
         self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
-        # Muon's updates are for the device, wherever the state comes from
-        passing = 0 if clip else len(others) if workload.multiplies_to_update else through
-        self.settled = spread(self.held, passing)
+        self.settled = {*first} | spread([i for i in self.held if i not in first], passing - len(first))
         self.through = self.settled | spread([i for i in whole if i not in partly], passing - len(self.settled))
         self.on_device = self.through | partly
         if workload.multiplies_to_update and len(self.on_device) < len(others):

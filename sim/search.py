@@ -383,10 +383,12 @@ class Search:
         parts = min(FEW_PARTS, parts)
         start = start.with_knobs({"parts": parts, "resident": self.least_resident, "slabs": MANY_SLABS * parts})
         for through in sorted({math.ceil(passing * share) for share in PASSING} - {0}):
-            for weights in ({"slots": EARLY}, {"slots": BESIDE_HELD, "hold": through}):
-                there = self._staying(start.with_knobs({"through": through, **weights}))
+            for held, slots in ((0, EARLY), (through, BESIDE_HELD), (through, 2)):
+                there = self._staying(start.with_knobs({"through": through, "hold": held, "slots": slots}))
                 by_cpu = blocks - through - there.count("stay") // parts
-                self.found.evaluate(there.with_knobs({"defer": by_cpu // LATE_OF_FEWER}))
+                (tried,) = self.found.evaluate(there.with_knobs({"defer": by_cpu // LATE_OF_FEWER}))
+                if held and not tried.over:
+                    break
 
     def _staying(self, candidate: Candidate) -> Candidate:
         """The candidate with as many parts of blocks' states on the device as have room there."""

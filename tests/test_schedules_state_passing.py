@@ -149,6 +149,12 @@ def test_where_that_spares_no_memory_a_block_is_updated_at_once(accumulation: in
         assert [len(names) for names in updated_between(schedule, block)] == [parts] + [0] * (accumulation - 1)
 
 
+def test_nor_beside_held_weights_which_need_no_slot() -> None:
+    schedule = passing(accumulation=2, through=4, hold=4, parts=4)
+    for block in {op.layer for _, op in states_up(schedule)} - {0}:  # beside whose update no block runs
+        assert [len(names) for names in updated_between(schedule, block)] == [4, 0]
+
+
 def test_weights_leave_before_the_states_that_were_updated_with_them() -> None:
     """Others come into their slot next; for a state's buffer nothing waits as soon."""
     schedule = passing(through=4, parts=4)
@@ -175,21 +181,43 @@ def test_held_weights_whose_states_pass_never_move(knobs: dict[str, Knob]) -> No
 def test_held_weights_need_no_slot_more_while_their_block_is_updated_gradually() -> None:
     held = passing(accumulation=4, through=4, hold=4, parts=4)
     assert [slots(held, kind) for kind in ("state", "weight", "grad")] == [3, 2, 2]
-    for block in {op.layer for _, op in states_up(held)}:
+    for block in {op.layer for _, op in states_up(held)} - {0}:
         assert updated_between(held, block) == [[f"U.{block}.{part}of4"] for part in range(4)]
     both = passing(accumulation=4, through=6, hold=4, parts=4)
     assert [slots(both, kind) for kind in ("state", "weight", "grad")] == [3, 3, 2]
 
 
-def test_a_block_whose_state_stays_is_updated_at_once_beside_others_that_are_not() -> None:
-    schedule = passing(accumulation=4, through=4, hold=4, parts=4, stay=8)
-    comes = {op.layer for _, op in states_up(schedule)}
-    on_device = {op.layer for op in schedule.ops if op.phase == Phase.ADAM and op.stream == Stream.COMPUTE}
-    stays = on_device - comes - {None}
-    assert len(comes) == 4 and len(stays) == 2
-    for block in stays:
-        assert block is not None
-        assert [len(names) for names in updated_between(schedule, block)] == [4, 0, 0, 0]
+@pytest.mark.parametrize(("hold", "gradually"), [(4, 3), (3, 4), (0, 5)])
+def test_a_block_whose_state_stays_is_updated_at_once_beside_others_that_are_not(hold: int, gradually: int) -> None:
+    """One of which a half stays is, too, where its weights would need a slot more that no other has."""
+    schedule = passing(accumulation=4, through=4, hold=hold, parts=4, stay=6)
+    updated = [op for op in schedule.ops if op.phase == Phase.ADAM and op.stream == Stream.COMPUTE]
+    blocks = {op.layer for op in updated if op.layer}
+    found = Counter(tuple(map(len, updated_between(schedule, block))) for block in blocks)
+    assert found == {(1, 1, 1, 1): gradually, (4, 0, 0, 0): len(blocks) - gradually} and len(blocks) > gradually
+
+
+def test_of_one_block_a_few_parts_pass_through_two_buffers() -> None:
+    schedule = passing(parts=4, stay=5)
+    assert len(states_up(schedule)) == 3 and slots(schedule, "state") == 2
+
+
+def test_held_blocks_that_run_micro_batches_one_by_one_are_updated_at_once() -> None:
+    """There would be too few turns for all: after the last of them block 0 alone runs."""
+    schedule = passing(accumulation=3, singly=BLOCKS - 1, hold=BLOCKS - 1, through=BLOCKS - 2, parts=8)
+    ops = [op.name for op in schedule.streams[Stream.COMPUTE]]
+    for block in {op.layer for _, op in states_up(schedule)}:
+        at = ops.index(f"B.{block}.2")
+        assert ops[at + 1 : at + 9] == [f"U.{block}.{part}of8" for part in range(8)]
+
+
+@pytest.mark.parametrize(("accumulation", "first"), [(1, [0]), (2, [0, 1])])
+def test_held_blocks_whose_states_pass_begin_with_the_first(accumulation: int, first: list[int]) -> None:
+    """The next forward begins with these, and what the CPU updates has longer."""
+    schedule = passing(accumulation=accumulation, hold=4, through=3, parts=4)
+    passed = sorted({op.layer for _, op in states_up(schedule) if op.layer is not None})
+    assert len(passed) == 3 and passed[: len(first)] == first and passed[len(first)] > len(first)
+    assert sum(buffer.name.startswith("device.w") for buffer in schedule.buffers) == 3
 
 
 @pytest.mark.parametrize("every", [1, 2])

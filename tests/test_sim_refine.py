@@ -93,6 +93,25 @@ def test_a_step_that_had_no_room_is_tried_again_after_another_knob_has_changed()
     assert at(found, "resident", "hold") == [4, 0]
 
 
+@pytest.mark.parametrize("name", ["through", "hold"])
+def test_where_states_pass_of_held_blocks_what_stays_makes_room(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And blocks are held for that: of as many as were, more states pass only of more held ones."""
+
+    def room(candidate: Candidate) -> int:
+        return 40 - 4 * candidate.count("hold")
+
+    def cost(candidate: Candidate) -> int | None:
+        hold, through, stay = (candidate.count(knob) for knob in ("hold", "through", "stay"))
+        apart = abs(hold - through) if name == "through" else 0
+        return None if stay > room(candidate) else 10**9 - 10**8 * hold - 10**6 * stay + 10**9 * apart
+
+    monkeypatch.setattr("sim.refine.knob_space", lambda *of, begun: {name: [*range(9)]})
+    found = findings(cost, knobs={"hold": 2, "through": 2, "stay": 30})
+    monkeypatch.setattr(found.room, "stays", room)
+    refine(found, begun=START, hold=True, stride=4)
+    assert at(found, "hold", "through", "stay") == [8, 8 if name == "through" else 2, 6]
+
+
 def split(count: int, recompute: str = "none") -> Workload:
     return replace(START.workload, micro_batch_size=16 // count, accumulation=count, recompute=recompute)
 
