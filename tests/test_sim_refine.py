@@ -1,4 +1,4 @@
-"""The last part of a search, on made-up costs: what one knob at a time finds, and what only several together do."""
+"""The steps of a search, on made-up costs: what one knob at a time finds, and what only several together do."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sim.candidate import OURS, Candidate, Tried, Verdict
 from sim.findings import Findings
 from sim.prediction import Prediction, memory_of
 from sim.refine import IDLE, fewer_micro_batches, refine, shake
+from sim.search import Search
 
 MODEL = replace(presets.load("qwen2.5-7b"), num_hidden_layers=24, vocab_size=8192)
 START = Candidate(policy=OURS, workload=Workload(micro_batch_size=1, seq_len=512))
@@ -25,16 +26,17 @@ FAR_AWAY = 10_000  # effort, a unit for each candidate
 Cost = Callable[[Candidate], int | None]  # ns, or None where there is no room
 
 
+def unjudged(candidate: Candidate) -> Tried:
+    return Tried(policy=OURS, workload=candidate.workload, knobs=dict(candidate.knobs), period_ns=None, reason="")
+
+
 def findings(cost: Cost, *, effort: int = FAR_AWAY, knobs: dict[str, int] | None = None) -> Findings:
     """A search that stands at START with these knobs."""
 
     def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
         for candidate in candidates:
             ns = cost(candidate)
-            tried = Tried(
-                policy=OURS, workload=candidate.workload, knobs=dict(candidate.knobs), period_ns=ns, reason="",
-                over=int(ns is None),
-            )  # fmt: skip
+            tried = replace(unjudged(candidate), period_ns=ns, over=int(ns is None))
             better = ns is not None and ns < best_ns
             yield Verdict(tried, cast("Prediction", object()) if better else None, 1, None if ns else Tier.DEVICE)
 
@@ -110,6 +112,19 @@ def test_where_states_pass_of_held_blocks_what_stays_makes_room(name: str, monke
     monkeypatch.setattr(found.room, "stays", room)
     refine(found, begun=START, hold=True, stride=4)
     assert at(found, "hold", "through", "stay") == [8, 8 if name == "through" else 2, 6]
+
+
+@pytest.mark.parametrize(("room", "tried"), [(3, [(0, 4), (3, 3)]), (2, [(0, 4), (3, 3), (3, 2)])])
+def test_where_held_weights_leave_no_room_there_are_fewer_slots(room: int, tried: list[tuple[int, int]]) -> None:
+    def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
+        for candidate in candidates:
+            full = candidate.count("slots") > room
+            yield Verdict(replace(unjudged(candidate), over=int(full)), None, 1)
+
+    profile = hardware.load("h200")
+    search = Search(replace(MODEL, num_hidden_layers=6), profile, memory_of(profile), judge)
+    search._stay_and_pass(START, 3)
+    assert [(one.count("hold"), one.count("slots")) for one in search.found.tried if one.count("through") == 3] == tried
 
 
 def split(count: int, recompute: str = "none") -> Workload:
