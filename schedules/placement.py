@@ -55,9 +55,9 @@ class Places:
         # of held blocks whose states pass, one is the first: the next forward begins with it while the CPU still
         # updates others, and its state passes when links are idle; two with several micro-batches, since one that is
         # updated gradually need not wait until its neighbour's state has left
-        most = 2 if workload.accumulation > 1 else 1
-        first = [] if oftener else others[: min(most, hold, passing)]
-        held = spread(oftener, hold) or {*first}
+        most = 0 if oftener else 2 if workload.accumulation > 1 else 1
+        leading = others[: min(most, hold, passing)]
+        held = spread(oftener, hold) | {*leading}
         held |= spread([i for i in others if i not in held], hold - len(held))
         self.held = sorted(held)
         self.streamed = [i for i in others if i not in held]
@@ -67,7 +67,7 @@ class Places:
         whole = [] if clip else [i for i in self.streamed if self.landings[i] == 1]
         partly = spread(whole, -(-stay // parts))
         self.staying = set([(i, part) for i in sorted(partly) for part in self.parts][:stay])
-        self.settled = {*first} | spread([i for i in self.held if i not in first], passing - len(first))
+        self.settled = {*leading} | spread([i for i in self.held if i not in leading], passing - len(leading))
         self.through = self.settled | spread([i for i in whole if i not in partly], passing - len(self.settled))
         self.on_device = self.through | partly
         if workload.multiplies_to_update and len(self.on_device) < len(others):
@@ -75,22 +75,7 @@ class Places:
                 f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
                 "blocks that are neither resident nor held take no clipping, singly or order=microbatches"
             )
-
-        # they are updated right after their backward. Those of whose states some pass, and that run all micro-batches
-        # at a visit, are updated gradually where that spares memory: a few parts before each of the next block's. Few
-        # buffers then do for the state, and weights in slots, which stay so much longer, have a slot more
-        largest, at_once = model.layer_name(model.largest_block), -(-parts // self.turns(model.blocks[0]))
-        spared = (parts - 2 * at_once) * tensor_bytes(named(STATE, largest), model, workload) // parts
-        costs = tensor_bytes(named("w", largest), model, workload) if self.through > self.settled else 0
-        gradual = spared > 0 and spared >= costs
-        some = self.on_device if costs else self.settled
-        passing_at_last = {i for i in some if (i, self.parts[-1]) not in self.staying}
-        self.gradually = {i for i in passing_at_last if self.landings[i] == 1 and gradual}
-        self.more_slots = 1 if gradual and costs else 0
-        self.at_once = at_once if gradual else parts
-        self.state_slots = min(2 * self.at_once, parts) + 1
-        if not self.through:  # all that passes is what does not stay of one block
-            self.at_once = self.state_slots = 2
+        self._choose_pace(model, workload)
 
         # updated after everything has landed, first layer first (its gradient lands before the embedding's)
         self.late = set(model.layers) if clip else spread([i for i in self.streamed if i not in self.on_device], defer)
@@ -110,6 +95,27 @@ class Places:
         # embedding and head in as many parts as make these no larger than a block's
         block = model.params(model.largest_block)
         self._ways = {i: -(-model.params(i) * parts // block) if parts > 1 else 1 for i in self.ends}
+
+    def _choose_pace(self, model: ModelSpec, workload: Workload) -> None:
+        """How many parts of blocks' states are applied on the device at once, and through how many buffers they pass.
+
+        Blocks are updated right after their backward. Those of whose states some pass, and that run all micro-batches
+        at a visit, are updated gradually where that spares memory: a few parts before each of the next block's. Few
+        buffers then do for the state, and weights in slots, which stay so much longer, have a slot more.
+        """
+        parts, block = len(self.parts), model.layer_name(model.largest_block)
+        at_once = -(-parts // self.turns(model.blocks[0]))
+        spared = (parts - 2 * at_once) * tensor_bytes(named(STATE, block), model, workload) // parts
+        costs = tensor_bytes(named("w", block), model, workload) if self.through > self.settled else 0
+        gradual = spared > 0 and spared >= costs
+        some = self.on_device if costs else self.settled
+        passing_at_last = {i for i in some if (i, self.parts[-1]) not in self.staying}
+        self.gradually = {i for i in passing_at_last if self.landings[i] == 1 and gradual}
+        self.more_slots = 1 if gradual and costs else 0
+        self.at_once = at_once if gradual else parts
+        self.state_slots = min(2 * self.at_once, parts) + 1
+        if not self.through:  # all that passes is what does not stay of one block
+            self.at_once = self.state_slots = 2
 
     def turns(self, i: int) -> int:
         """The micro-batches that block i runs at a visit, before the next block comes."""
