@@ -125,7 +125,7 @@ def test_the_search_leaves_alone_what_muon_has_no_use_for() -> None:
     of_adamw, of_muon = (
         knob_space(MODEL, replace(several, optimizer=name), begun=begun).keys() for name in ("adamw", "muon")
     )
-    assert of_adamw - of_muon == {"defer", "through", "order", "singly", "hold"} and of_muon <= of_adamw
+    assert of_adamw - of_muon == {"defer", "through", "order", "singly"} and of_muon <= of_adamw
     assert orders(several) == ("layers",) and ways_to_part(shallow(2), several) == (1,)
 
 
@@ -162,6 +162,7 @@ def test_no_schedule_is_faster_than_the_bound(seed: int) -> None:
     for resident, stay in itertools.product((0, 2, blocks + 2), (0, 1, 3)):
         knobs: dict[str, Knob] = {"resident": resident, "stay": stay, "offload": chance.randint(0, blocks)}
         knobs |= {
+            "hold": chance.choice([0, 1, blocks]),
             "slots": chance.choice([1, 2, 3]),
             "inputs": chance.choice([0, blocks]),
             "keep": chance.choice([0, 2]),
