@@ -137,7 +137,7 @@ def _changed(room: Room, at: Candidate, name: str, value: Knob) -> Candidate:
     stay so.
     """
     changed = at.with_knobs({name: value})
-    if name == "through" and at.value("hold") == at.value("through"):
+    if name == "through" and at.value("hold") and at.value("hold") == at.value("through"):
         changed = changed.with_knobs({"hold": value})
     passing = changed.value("through") or changed.workload.multiplies_to_update
     if name in ("hold", "through") and passing and (changed.value("hold") or at.value("hold")):

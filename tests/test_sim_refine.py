@@ -114,6 +114,13 @@ def test_where_states_pass_of_held_blocks_what_stays_makes_room(name: str, monke
     assert at(found, "hold", "through", "stay") == [8, 8 if name == "through" else 2, 6]
 
 
+def test_where_none_is_held_more_states_pass_without_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sim.refine.knob_space", lambda *of, begun: {"through": [*range(9)]})
+    found = findings(lambda candidate: 10**9 - 10**8 * candidate.count("through"))
+    refine(found, begun=START, hold=True, stride=4)
+    assert at(found, "hold", "through") == [0, 8]
+
+
 @pytest.mark.parametrize(("room", "tried"), [(3, [(0, 4), (3, 3)]), (2, [(0, 4), (3, 3), (3, 2)])])
 def test_where_held_weights_leave_no_room_there_are_fewer_slots(room: int, tried: list[tuple[int, int]]) -> None:
     def judge(candidates: list[Candidate], best_ns: float) -> Iterator[Verdict]:
