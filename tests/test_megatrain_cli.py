@@ -380,7 +380,7 @@ def test_who_interrupts_before_a_command_begins_is_told_without_a_traceback(wher
 
 
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
-    with _endless(tmp_path, "--accumulation", "80") as run:  # a step takes a while
+    with _endless(tmp_path, "--accumulation", "80", "--seq", "256") as run:  # a step takes a second or more
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.send_signal(signal.SIGINT)
         _read_until(run, "steps under way")
