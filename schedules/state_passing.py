@@ -18,8 +18,8 @@ class Passing:
     """The parts of blocks' states that come to the device for an update there and go back.
 
     `turns` are the blocks in the order in which they run, each as often as it runs micro-batches. The last of a block's
-    is in its backward, after which its state is needed, `places.at_once` parts at a time. It comes during the
-    turns before, few parts at each: the weights of other blocks come by the same link, and would be late behind it.
+    is in its backward, after which its state is needed, `places.at_once` parts at a time. It comes during the turns
+    before, few parts at each: the weights of other blocks come by the same link, and would be late behind it.
     """
 
     def __init__(self, p: Program, places: Places, staging: Staging, turns: Sequence[int]) -> None:

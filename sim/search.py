@@ -379,8 +379,8 @@ class Search:
         """
         if start.workload.grad_clip is not None:
             return
-        blocks, parts = self.found.model.num_hidden_layers, ways_to_part(self.found.model, start.workload)[-1]
-        parts = min(FEW_PARTS, parts)
+        blocks = self.found.model.num_hidden_layers
+        parts = min(FEW_PARTS, ways_to_part(self.found.model, start.workload)[-1])
         start = start.with_knobs({"parts": parts, "resident": self.least_resident, "slabs": MANY_SLABS * parts})
         for through in sorted({math.ceil(passing * share) for share in PASSING} - {0}):
             for held, slots in ((0, EARLY), (through, BESIDE_HELD), (through, 2)):

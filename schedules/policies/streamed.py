@@ -88,8 +88,8 @@ def policy(
         nested: whether these then make only their inputs again, and each runs once more just before its backward.
         defer: how many blocks are updated beside the next forward. Has no meaning with gradient clipping.
         resident: how many of the first layers, the embedding being one, live on the device.
-        hold: how many of the other blocks, evenly spread, have their weights on the device, and with
-            order=microbatches their gradient, until it is whole; their state is on the host, where they are updated.
+        hold: how many of the other blocks, evenly spread, with `through` from the first on, have their weights on the
+            device, and with order=microbatches their gradient, until it is whole; the host has and updates their state.
         through: how many of the other blocks, held ones first, are updated on the device while their weights and whole
             gradient are there, their state coming and going; all with Muon. Not with clipping.
         stay: how many parts of streamed blocks' states live on the device, where these are updated. As `through`.
