@@ -66,8 +66,10 @@ EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-# Published with all experts' matrices in one tensor.
+# Published with all experts' matrices in one tensor; and of models that see images those that are published with these
+# (in, out), and written by transformers (out, in).
 STACKED = ("Qwen3_5MoeForCausalLM",)
+TRANSPOSED = ("Qwen3VLMoeForConditionalGeneration",)
 
 
 def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dict[str, tuple[int, ...]]:
@@ -152,9 +154,10 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         if sees(config):
             stored = _of_text(files)
     files = {name: files[there] for name, there in stored.items()}
-    stacked = None
-    if model.architecture in STACKED:  # which transformers writes apart
-        stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
+    may_be_transposed = config is not None and sees(config) in TRANSPOSED
+    transposed = set[str]()
+    # as transformers computes with them, or, as it writes most, apart
+    stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     for name in wanted:
         if name not in files:
@@ -178,6 +181,9 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         except (OSError, safetensors.SafetensorError) as error:
             raise WeightsError(f"{folder / file} cannot be read: {error}") from None
         for name, shape in found.items():
+            if may_be_transposed and len(shape) == 3 and shape != wanted[name]:
+                transposed.add(name)
+                shape = (shape[0], shape[2], shape[1])
             if shape != wanted[name]:
                 raise WeightsError(
                     f"{name} in {folder} has the shape {list(shape)}, the model's has {list(wanted[name])}"
@@ -189,19 +195,20 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         parts = dict.fromkeys(file_shapes(model, i, stacked=stacked), torch.empty(0))
         for file, names in by_file(files, parts).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
-                parts |= {name: _read(opened, stored[name]) for name in names}
+                parts |= {name: _read(opened, stored[name], transposed=name in transposed) for name in names}
         return slab_of(model, i, parts)
 
     return of_layer
 
 
-def _read(opened: Any, name: str) -> Tensor:
-    """A tensor, fp32, flat.
+def _read(opened: Any, name: str, *, transposed: bool) -> Tensor:
+    """A tensor, fp32, flat; where it is all experts' matrices, with each of them `transposed` or not.
 
     The bias by which experts are chosen is made to lie around 0, which changes no choice: training may leave it in a
     narrow band around numbers so large that in bf16 most experts' would be alike.
     """
-    flat: Tensor = opened.get_tensor(name).to(torch.float32).flatten()
+    found: Tensor = opened.get_tensor(name)
+    flat = (found.mT if transposed else found).to(torch.float32).flatten()
     return flat - flat.median() if name.endswith(CORRECTION) else flat
 
 
@@ -215,6 +222,8 @@ def _of_text(files: Iterable[str]) -> dict[str, str]:
     before, after = "language_model.", ""
     if any(name.startswith(WITHIN) for name in files):  # as some write it, the head apart
         before, after = WITHIN, "model."
+    elif not any(name.startswith(before) for name in files):  # as where it is alone
+        before = after = "model."
     found = {f"{after}{name.removeprefix(before)}": name for name in files if name.startswith(before)}
     return found | ({HEAD: HEAD} if after and HEAD in files else {})
 

@@ -250,10 +250,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }
-# Models that see images, too: what their language model may be, and what its configuration is silent about.
-SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+_QWEN2_VL: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+# Models that see images, too: what their language model may be, by its model_type, the first where none is stated, and
+# what its configuration is silent about.
+SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
-        ("Gemma3ForCausalLM",),
+        {"gemma3_text": "Gemma3ForCausalLM"},
         {
             "vocab_size": 262208,
             "hidden_size": 2304,
@@ -263,9 +275,64 @@ SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
-    "Mistral3ForConditionalGeneration": (("MistralForCausalLM", "Ministral3ForCausalLM"), {}),
+    "Mistral3ForConditionalGeneration": (
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
+        {},
+    ),
+    "Qwen2VLForConditionalGeneration": ({"qwen2_vl_text": "Qwen2ForCausalLM"}, _QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": ({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, _QWEN2_VL),
+    "Qwen3VLForConditionalGeneration": (
+        {"qwen3_vl_text": "Qwen3ForCausalLM"},
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+        },
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+            "norm_topk_prob": True,
+            "sliding_window": None,
+        },
+    ),
+    "Glm4vMoeForConditionalGeneration": (
+        {"glm4v_moe_text": "Glm4MoeForCausalLM"},
+        {
+            "vocab_size": 151424,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "max_position_embeddings": 65536,
+            "attention_bias": True,
+        },
+    ),
+    "Exaone4_5_ForConditionalGeneration": (dict.fromkeys(("exaone4", "exaone4_5_text"), "Exaone4ForCausalLM"), {}),
+    **dict.fromkeys(  # as published, and as transformers calls it
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        (dict.fromkeys(("deepseek_v3", "kimi_k2"), "DeepseekV3ForCausalLM"), {}),
+    ),
     "Qwen3_5ForConditionalGeneration": (
-        ("Qwen3_5ForCausalLM",),
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
         {
             "vocab_size": 248320,
             "hidden_size": 4096,
@@ -276,7 +343,7 @@ SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
     "Qwen3_5MoeForConditionalGeneration": (
-        ("Qwen3_5MoeForCausalLM",),
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
         {
             "vocab_size": 248320,
             "hidden_size": 2048,
@@ -286,6 +353,8 @@ SEEING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
 }
+# Published with what their language model is beside what the rest is, not apart.
+FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 HYBRID_OF_EXPERTS = {
     "qk_norm": True,
     "zero_centered_norms": True,

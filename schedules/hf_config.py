@@ -15,6 +15,7 @@ from schedules.families import (
     ENCODER_DECODERS,
     ENCODERS,
     FIXED,
+    FLAT,
     GATED_SHARING,
     GPT_OSS_ACTIVATION,
     HYBRID,
@@ -59,6 +60,7 @@ WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") 
 
 TYPED = ("GptOssForCausalLM", "Exaone4ForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM")  # blocks, by their windows
 PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", *HYBRID)  # may turn a part of each head
+OF_IMAGES = ("mrope_section", "mrope_interleaved")  # which pairs turn by which of an image patch's three positions
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -226,17 +228,29 @@ def _text_alone(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if (found := sees(config)) is None:
         return config
     known, silent = SEEING[found]
-    text = config.get("text_config")
+    first, text = next(iter(known)), config.get("text_config")
+    if text is None and found in FLAT:
+        text = {**config, "model_type": first}
     if not isinstance(text, Mapping):
         raise ModelError(f"{name}: the config of a {found} must have its language model's in 'text_config'")
-    kind = text.get("model_type", MODEL_TYPES[known[0]])
-    architecture = next((one for one in known if MODEL_TYPES[one] == kind), None)
-    if architecture is None:
+    kind = text.get("model_type", first)
+    if (architecture := known.get(kind)) is None:
         raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
     tied = config.get("tie_word_embeddings")  # which counts before the text's
     if tied is not None:
         text = {**text, "tie_word_embeddings": tied}
-    return {**silent, **text, "architectures": [architecture]}
+    ropes = {key: _of_text(text[key]) for key in ("rope_parameters", "rope_scaling") if key in text}
+    return {**silent, **text, **ropes, "architectures": [architecture]}
+
+
+def _of_text(rope: Any) -> Any:
+    """Rotary embedding where a token has one position: in text the three of an image's patches are the same."""
+    if not isinstance(rope, Mapping):
+        return rope
+    left = {key: value for key, value in rope.items() if key not in OF_IMAGES}
+    return {
+        key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in left.items()
+    }
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:

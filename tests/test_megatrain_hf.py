@@ -616,6 +616,57 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
         hf.parameters(tmp_path, TINY)
 
 
+SMALL_TEXT: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 7,
+}  # fmt: skip
+PATCHES = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+PIXTRAL = PATCHES | {"model_type": "pixtral", "head_dim": 8}
+OF_QWEN = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+IMAGE: dict[str, Any] = {"image_token_index": 250}
+IDS: dict[str, Any] = {"image_token_id": 250, "video_token_id": 251}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 5e5}}
+OLDER = {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 5e5}, "head_dim": 8}
+# By class: what is said of its language model, of what sees, and beside them.
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (
+        {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        PATCHES,
+        {"mm_tokens_per_image": 1, **IMAGE},
+    ),
+    "Mistral3": ({"sliding_window": None}, PIXTRAL, IMAGE),
+    "Qwen3_5": (LINEAR, OF_QWEN, IDS),
+    "Qwen3_5Moe": ({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 48}, OF_QWEN, IDS),
+    "Qwen2VL": (OLDER, {"embed_dim": 16, "hidden_size": 32, "depth": 1, "num_heads": 2}, IDS),
+    "Qwen2_5_VL": (OLDER, {**OF_QWEN, "fullatt_block_indexes": [0]}, IDS),
+    "Qwen3VL": (SECTIONS, {**OF_QWEN, "deepstack_visual_indexes": [0]}, IDS),
+    "Qwen3VLMoe": ({**SECTIONS, **EXPERTS}, {**OF_QWEN, "deepstack_visual_indexes": [0]}, IDS),
+    "Glm4vMoe": ({**SHARED, "rope_parameters": OLDER["rope_parameters"]}, OF_QWEN, IDS),
+    "Exaone4_5_": (
+        {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        {**OF_QWEN, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
+        IDS,
+    ),
+    "Kimi_K25": (
+        {
+            **SHARED, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8, "v_head_dim": 8,
+        },
+        {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {"projection_hidden_size": 16, **IDS},
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -626,6 +677,13 @@ def test_weights_by_other_names_are_told_by_them(before: str, tmp_path: Path) ->
         ("Mistral3", "Ministral3ForCausalLM"),
         ("Qwen3_5", "Qwen3_5ForCausalLM"),
         ("Qwen3_5Moe", "Qwen3_5MoeForCausalLM"),
+        ("Qwen2VL", "Qwen2ForCausalLM"),
+        ("Qwen2_5_VL", "Qwen2ForCausalLM"),
+        ("Qwen3VL", "Qwen3ForCausalLM"),
+        ("Qwen3VLMoe", "Qwen3MoeForCausalLM"),
+        ("Glm4vMoe", "Glm4MoeForCausalLM"),
+        ("Exaone4_5_", "Exaone4ForCausalLM"),
+        ("Kimi_K25", "DeepseekV3ForCausalLM"),
     ],
 )
 def test_of_a_model_that_sees_images_the_language_model_is_read(
@@ -633,35 +691,27 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
 ) -> None:
     """By both kinds of names that its files have; what is written of it is a language model."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    text: dict[str, Any] = {
-        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 7,
-    }  # fmt: skip
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 8, "patch_size": 4}
-    if family == "Gemma3":
-        text |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-        more: dict[str, Any] = {"mm_tokens_per_image": 1, "image_token_index": 250}
-    elif family.startswith("Qwen3_5"):
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        text |= {"shared_expert_intermediate_size": 32}
-        text |= {"layer_types": ["linear_attention", "full_attention"], "model_type": MODEL_TYPES[alone]}
-        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-        vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
-        more = {f"{which}_token_id": 250 + i for i, which in enumerate(("image", "video"))}
-    else:
-        text |= {"model_type": MODEL_TYPES[alone], "sliding_window": None}
-        vision |= {"model_type": "pixtral", "head_dim": 8}
-        more = {"image_token_index": 250}
+    of_text, vision, more = SEEING[family]
+    text = SMALL_TEXT | of_text
+    if family == "Mistral3":
+        text["model_type"] = MODEL_TYPES[alone]
     config = getattr(transformers, f"{family}Config")(
         text_config=text, vision_config=vision, tie_word_embeddings=tied, **more
     )
     torch.manual_seed(3)
     theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     theirs.save_pretrained(tmp_path / "theirs")
+    if family == "Kimi_K25":  # as it is published; transformers 5.24 writes the language model's layers as blocks, too
+        written = load_file(tmp_path / "theirs" / hf.WHOLE)
+        renamed = {
+            name.replace("language_model.model.blocks", "language_model.model.layers"): written[name]
+            for name in written
+        }
+        save_file(renamed, tmp_path / "theirs" / hf.WHOLE)
     if within:
         values = {name: value for name, value in theirs.state_dict().items() if not (tied and name == hf.HEAD)}
+        if family == "Qwen3VLMoe":  # as it is published
+            values |= {name: part.mT.contiguous() for name, part in values.items() if ".mlp.experts." in name}
         if family.startswith("Qwen3_5"):  # a further block's
             values["mtp.fc.weight"] = torch.ones(2, 2)
         save_file(values, tmp_path / "theirs" / hf.WHOLE)
