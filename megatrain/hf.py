@@ -30,6 +30,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 # Their files have a further block, which predicts the token after the next.
 PREDICT_MORE = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")
+PREDICT_MORE_APART = (*HYBRID, "ExaoneMoeForCausalLM")  # by names of its own
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
@@ -66,9 +67,11 @@ EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+# What files call a parameter of a block otherwise.
+RENAMED = {"ExaoneMoeForCausalLM": {f"mlp.gate.{CORRECTION}": f"mlp.{CORRECTION}"}}
 # Published with all experts' matrices in one tensor; and of models that see images those that are published with these
 # (in, out), and written by transformers (out, in).
-STACKED = ("Qwen3_5MoeForCausalLM",)
+STACKED = ("Qwen3_5MoeForCausalLM", "Mistral4ForCausalLM")
 TRANSPOSED = ("Qwen3VLMoeForConditionalGeneration",)
 
 
@@ -78,14 +81,14 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     `stacked`: all experts' matrices are one tensor; as they are published if None.
     """
     found: dict[str, tuple[int, ...]] = {}
-    joined = JOINED if model.architecture in INTERLEAVED else {}
+    renamed = JOINED if model.architecture in INTERLEAVED else RENAMED.get(model.architecture, {})
     place, matrices = EXPERTS.get(model.architecture, ("mlp", {}))
     if model.architecture in STACKED if stacked is None else stacked:
         matrices = {}
     for name, shape in model.stored_shapes(i).items():
         stored = name.replace("mlp.", f"{place}.", 1) if name.startswith("mlp.") else name
         if not (matrices and ".experts." in name):
-            whole = global_name(model, i, joined.get(stored, stored))
+            whole = global_name(model, i, renamed.get(stored, stored))
             rows, *rest = shape
             found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
             continue
@@ -297,7 +300,7 @@ def _require_plain(config: dict[str, Any], folder: Path) -> None:
 
 def _not_needed(name: str, model: ModelSpec) -> bool:
     """Of a tensor that no layer reads, whether the model has it otherwise, or does without it as transformers does."""
-    if model.architecture in HYBRID and name.startswith("mtp."):
+    if model.architecture in PREDICT_MORE_APART and name.startswith("mtp."):
         return True
     if model.architecture in PREDICT_MORE and (found := re.match(r"model\.layers\.(\d+)\.", name)):
         return int(found[1]) >= model.num_hidden_layers

@@ -30,7 +30,7 @@ from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables, sharper_products
 from megatrain.sink import Sink
 from schedules.errors import InputError
-from schedules.families import SHARING
+from schedules.families import WIDE_ROUTERS
 from schedules.model import SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
@@ -438,7 +438,7 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         scale=model.routed_scaling_factor,
         groups=model.n_group,
         chosen_groups=model.topk_group,
-        wide=model.architecture in SHARING,
+        wide=model.architecture in WIDE_ROUTERS,
         interleaved=model.architecture == "GptOssForCausalLM",
         pointwise=pointwise,
     )

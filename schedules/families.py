@@ -27,6 +27,7 @@ MODEL_TYPES = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Mistral4ForCausalLM": "mistral4",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
@@ -35,6 +36,7 @@ MODEL_TYPES = {
     "OlmoeForCausalLM": "olmoe",
     "Gemma3ForCausalLM": "gemma3_text",
     "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoeForCausalLM": "exaone_moe",
     "CwmForCausalLM": "cwm",
     "Dots1ForCausalLM": "dots1",
     "SolarOpenForCausalLM": "solar_open",
@@ -170,6 +172,30 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
     },
+    "Mistral4ForCausalLM": {
+        "max_position_embeddings": 1048576,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+    },
     "SeedOssForCausalLM": {
         "attention_bias": True,
         "attention_dropout": 0.1,
@@ -214,6 +240,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
         "rms_norm_eps": 1e-5,
+    },
+    "ExaoneMoeForCausalLM": {
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1024,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
     },
     "CwmForCausalLM": {
         "max_position_embeddings": 131072,
@@ -383,6 +422,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "Olmo3ForCausalLM": OLMO,
     "OlmoeForCausalLM": {"qk_norm": True, "qk_norm_all_heads": True},
     "Exaone4ForCausalLM": {"pre_norm": False, "post_norm": True, "qk_norm": True},
+    "ExaoneMoeForCausalLM": {"sigmoid_router": True, "qk_norm": True},
     "Dots1ForCausalLM": {"sigmoid_router": True, "qk_norm": True},
     "SolarOpenForCausalLM": {"sigmoid_router": True},
 }
@@ -413,6 +453,7 @@ WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
     "SolarOpenForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Mistral4ForCausalLM",
 )  # fmt: skip
 # Most blocks of these have linear attention.
 HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
@@ -420,9 +461,15 @@ HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 INTERLEAVED = ("Qwen3NextForCausalLM",)
 # Of these all tokens are given to one expert, whose output has a gate.
 GATED_SHARING = ("Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
-LATENT = ("Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # attention
-# Some experts of these are given all tokens, some blocks have none, and routers multiply in fp32.
-SHARING = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", *LATENT)
+LATENT = (  # attention
+    "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Mistral4ForCausalLM",
+)  # fmt: skip
+# Some experts of these are given all tokens, and some blocks may have none.
+SHARING = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", *LATENT)
+# Routers of these multiply in fp32.
+WIDE_ROUTERS = tuple(name for name in SHARING if name != "Mistral4ForCausalLM")
+# Blocks of these without a window have no rotary embedding, where others have one.
+ROTATED_IN_WINDOWS = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
 # Blocks of these without a window have one rotary embedding, those with a window another.
 TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.

@@ -22,6 +22,7 @@ from schedules.families import (
     KV_FOR_EACH,
     LATENT,
     MODEL_TYPES,
+    ROTATED_IN_WINDOWS,
     SEEING,
     SHARING,
     SWITCHED,
@@ -58,7 +59,7 @@ NOT_DONE = {
 }
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
-TYPED = ("GptOssForCausalLM", "Exaone4ForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM")  # blocks, by their windows
+TYPED = ("GptOssForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM", *ROTATED_IN_WINDOWS)  # blocks, by their windows
 PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", *HYBRID)  # may turn a part of each head
 OF_IMAGES = ("mrope_section", "mrope_interleaved")  # which pairs turn by which of an image patch's three positions
 # Fields without a default, whose names are ours as well.
@@ -191,9 +192,10 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     elif architecture in SHARING:
         config |= {key: spec[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
         dense = spec.get("first_k_dense_replace", 0)
+        of_all, of_shared = _counts(architecture)
         config |= {
-            "n_routed_experts": spec["num_experts"],
-            "n_shared_experts": spec.get("n_shared_experts", 0),
+            of_all: spec["num_experts"],
+            of_shared: spec.get("n_shared_experts", 0),
             "first_k_dense_replace": dense,
             "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
             "n_group": spec.get("n_group", 1),
@@ -210,6 +212,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["intermediate_size"] = spec["moe_intermediate_size"]
         if architecture == "OlmoeForCausalLM":
             config["norm_topk_prob"] = spec["norm_topk_prob"]
+    if architecture == "Mistral4ForCausalLM":  # from which transformers does not make it where there is a rope_scaling
+        turned = {"partial_rotary_factor": spec["qk_rope_head_dim"] / spec["head_dim"]}
+        config["rope_scaling"] = {**config["rope_scaling"], **turned}
     if architecture in LATENT:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
@@ -317,6 +322,8 @@ def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[An
         pairs["rope_type"] = kind
     if architecture == "Ministral3ForCausalLM":
         pairs = _longer(pairs, name)
+    if architecture == "Mistral4ForCausalLM":
+        pairs = {key: pairs[key] for key in pairs if key not in ("partial_rotary_factor", "max_position_embeddings")}
     if kind == "default":
         return theta, ()
     if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
@@ -406,25 +413,36 @@ def _shared(width: Any, experts: Mapping[str, Any]) -> int:
 
 def _sharing(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
     """Experts where some are given all tokens, and the first blocks may have none."""
-    sigmoid = FIXED[architecture].get("sigmoid_router", False)
+    sigmoid = FIXED.get(architecture, {}).get("sigmoid_router", False)
     known: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid" if sigmoid else "softmax",), "moe_layer_freq": (1,)}
     if architecture == "DeepseekV2ForCausalLM":
         known |= {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)}
+    if architecture == "Mistral4ForCausalLM":  # ranks groups otherwise
+        known["n_group"] = (1,)
     for key, values in known.items():
         if settings.get(key, values[0]) not in values:
             named = " or ".join(map(repr, values))
             raise ModelError(f"{key} of a {architecture} must be {named}, not {settings[key]!r}")
-    count = "n_routed_experts" if "n_routed_experts" in settings else "num_local_experts"
+    of_all, of_shared = _counts(architecture)
+    count = of_all if of_all in settings else "num_local_experts"
     found = {"num_experts": need(count), "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0)}
-    found |= {key: need(key) for key in ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")}
+    found |= {key: need(key) for key in ("num_experts_per_tok", "moe_intermediate_size")}
+    found["n_shared_experts"] = need(of_shared)
     found["first_k_dense_replace"] = _dense(settings, need)
     if settings.get("topk_method") != "greedy":  # which chooses from all
         found |= {key: settings.get(key, 1) for key in ("n_group", "topk_group")}
-    if sigmoid:
+    if architecture != "DeepseekV2ForCausalLM":
         found["norm_topk_prob"] = need("norm_topk_prob")
     if architecture == "Glm4MoeForCausalLM":
         found["qk_norm"] = settings.get("use_qk_norm", False)
     return found
+
+
+def _counts(architecture: str) -> tuple[str, str]:
+    """What the config of a SHARING family calls num_experts and n_shared_experts."""
+    if architecture == "ExaoneMoeForCausalLM":
+        return "num_experts", "num_shared_experts"
+    return "n_routed_experts", "n_shared_experts"
 
 
 def _dense(settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
@@ -445,7 +463,9 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
         return {}
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     stated = {**settings, **(rope if isinstance(rope, Mapping) else {})}
-    known = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "partial_rotary_factor": 1}
+    known = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True}
+    if architecture != "Mistral4ForCausalLM":  # which states what follows from its heads
+        known["partial_rotary_factor"] = 1
     for key, value in known.items():
         if stated.get(key, value) != value:
             raise ModelError(f"{name}: {key} of a {architecture} must be {value}, not {stated[key]!r}")
@@ -471,7 +491,7 @@ def _linear(architecture: str, settings: Mapping[str, Any], blocks: int, name: s
 
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:
     """A 1 for each block with rotary embedding, a 0 for each without; empty where all have it."""
-    if architecture == "Exaone4ForCausalLM":  # whose blocks without a window have none, where others have one
+    if architecture in ROTATED_IN_WINDOWS:
         types = _windows(architecture, settings, (1,) * blocks, name).get("layer_types", ())
         return tuple(int(kind == SLIDING) for kind in types)
     if architecture != "SmolLM3ForCausalLM":
@@ -524,7 +544,7 @@ def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
         return [not has for has in rotated]
     if architecture == "CwmForCausalLM":
         return [i % 4 != 0 for i in range(len(rotated))]
-    if architecture in TWO_ROPES or architecture == "Exaone4ForCausalLM":
+    if architecture in (*TWO_ROPES, *ROTATED_IN_WINDOWS):
         pattern = whole_number("sliding_window_pattern", settings["sliding_window_pattern"], name)
         return [(i + 1) % pattern != 0 for i in range(len(rotated))]
     first = whole_number("max_window_layers", settings.get("max_window_layers", 28), name, least=0)

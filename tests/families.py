@@ -236,6 +236,31 @@ MODELS = {
         routed_scaling_factor=1.8,
         first_k_dense_replace=2,
     ),
+    "mistral-small-4": replace(
+        DEEPSEEK_V3,
+        architecture="Mistral4ForCausalLM",
+        num_hidden_layers=2,
+        first_k_dense_replace=0,
+        sigmoid_router=False,
+        qk_nope_head_dim=8,
+        head_dim=16,
+        v_head_dim=16,
+        rope_scaling=tuple(
+            sorted((*YARN[:-1], ("llama_4_scaling_beta", 0.1), ("mscale", 1.0), ("mscale_all_dim", 1.0)))
+        ),
+        max_position_embeddings=512,
+    ),
+    "k-exaone": replace(
+        GLM4_MOE,
+        architecture="ExaoneMoeForCausalLM",
+        qk_norm=True,
+        attention_bias=False,
+        partial_rotary_factor=1.0,
+        routed_scaling_factor=2.5,
+        sliding_window=5,
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        no_rope_layers=(1, 0, 1),
+    ),
     "seed-oss": replace(TINY, architecture="SeedOssForCausalLM", attention_bias=True, head_dim=32),
     "seed-oss with all biases": replace(
         TINY, architecture="SeedOssForCausalLM", attention_bias=True, attention_out_bias=True, mlp_bias=True

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.families import ARCHITECTURES, GATED_SHARING, LATENT
+from schedules.families import ARCHITECTURES, GATED_SHARING, LATENT, ROTATED_IN_WINDOWS
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -113,6 +113,8 @@ ROUNDED = {
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,
+    "k-exaone-236b-a23b": 236e9,
+    "mistral-small-4-119b": 119e9,
     "cwm": 32e9,
     "ministral-3-3b": 3.4e9,
     "ministral-3-8b": 8.4e9,
@@ -917,6 +919,9 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     silent["num_experts_per_tok"] = silent.get("num_experts_per_tok") or 2  # which a DeepSeek-V2 has no default for
     ours = ModelSpec.from_hf_config(silent | stated | {"architectures": [architecture]}, "silent")
     alike = ["routed_scaling_factor", "n_shared_experts", "n_group", "topk_group", "q_lora_rank", *WIDTHS]
+    if architecture == "ExaoneMoeForCausalLM":
+        alike.remove("n_shared_experts")
+        assert ours.n_shared_experts == theirs.num_shared_experts
     if architecture in GATED_SHARING:
         alike.remove("n_shared_experts")
         assert ours.shared_width == theirs.shared_expert_intermediate_size
@@ -935,16 +940,19 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
     full = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    if architecture == "Mistral4ForCausalLM":
+        full = {key: value for key, value in full.items() if key not in ("type", "max_position_embeddings")}
     if architecture == "Ministral3ForCausalLM":
         assert full["mscale"] == full["mscale_all_dim"]  # so that their quotient is 1
         apart = ("type", "mscale", "mscale_all_dim", "max_position_embeddings")
         full = {key: value for key, value in full.items() if key not in apart} | {"attention_factor": 1.0}
     assert rope == {key: value for key, value in full.items() if key != "partial_rotary_factor"}
-    assert ours.partial_rotary_factor == full.get("partial_rotary_factor", 1.0)
+    if not latent:  # or it follows from its heads
+        assert ours.partial_rotary_factor == full.get("partial_rotary_factor", 1.0)
     local = {"rope_type": "default", "rope_theta": ours.rope_local_base_freq}
     assert local == theirs.rope_parameters.get("sliding_attention", {**local, "rope_theta": None})
     rotated = getattr(theirs, "no_rope_layers", [1] * ours.num_hidden_layers)
-    if architecture == "Exaone4ForCausalLM":
+    if architecture in ROTATED_IN_WINDOWS:
         rotated = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [ours.has_rope(i) for i in ours.blocks] == [bool(has) for has in rotated]
     assert [ours.window(i) is not None for i in ours.blocks] == [
@@ -975,6 +983,8 @@ def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict
     config |= {"n_shared_experts": 1}
     config |= {"num_key_value_heads": 4, "first_k_dense_replace": 1} if architecture in LATENT else {}
     more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
+    if architecture == "Mistral4ForCausalLM":
+        more |= {"n_group": 1}
     if architecture == "Ministral3ForCausalLM":
         more["rope_scaling"] = scaling = dict(FAMILIES["ministral3"].rope_scaling)
     if scaling and architecture == "Phi3ForCausalLM":
