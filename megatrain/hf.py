@@ -260,7 +260,7 @@ NO_SHAPE_TELLS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers",
     "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
     "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate", "rope_interleave",
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

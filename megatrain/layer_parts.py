@@ -199,13 +199,14 @@ class _Rotate(torch.autograd.Function):
         return ctx.turn(grads[0], cos, -sin), None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN, *, neighbours: bool = False) -> Tensor:
     """Rotary embedding of x [batch, seq, heads, head_dim]; dimension j is paired with j + rotary_dim / 2.
 
-    cos and sin are [seq, 1, rotary_dim / 2]; what of a head comes after is left as it is. Only they are needed for
-    backward.
+    With `neighbours` even ones are paired with the next. cos and sin are [seq, 1, rotary_dim / 2]; what of a head comes
+    after is left as it is. Only they are needed for backward.
     """
-    return _Rotate.apply(x, cos, sin, pointwise.rotation)  # type: ignore[no-any-return, no-untyped-call]
+    turn = pointwise.neighbours_turned if neighbours else pointwise.rotation
+    return _Rotate.apply(x, cos, sin, turn)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:

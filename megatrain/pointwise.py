@@ -128,6 +128,14 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, *rest), dim=-1)
 
 
+def neighbours_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `rotation`, each pair side by side."""
+    some = 2 * cos.shape[-1]
+    a, b = x[..., 0:some:2], x[..., 1:some:2]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, x[..., some:]), dim=-1) if some < x.shape[-1] else turned
+
+
 def last_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [batch, seq, heads, head_dim], its last dimensions turned by [seq, 1, some / 2], each pair side by side."""
     left = x.shape[-1] - 2 * cos.shape[-1]
@@ -283,6 +291,7 @@ class Pointwise:
     summed_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = summed_backward
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
+    neighbours_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = neighbours_turned
     last_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = last_turned
     gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = gated_norm_forward
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = gated_norm_backward

@@ -111,6 +111,7 @@ class Block:
 
     rotary: the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type; None without
         rotary embedding.
+    rotates_neighbours: even dimensions are turned with the next.
     expansion: what attention reads where it is latent.
     linear: what takes attention's place.
     output_gate: queries are projected with as many numbers more, which gate what attention returns.
@@ -125,6 +126,7 @@ class Block:
     norm_offset: float = 0.0
     hidden_act: str = "silu"
     rotary: tuple[Tensor, Tensor] | None
+    rotates_neighbours: bool = False
     attention: Attention = CAUSAL
     expansion: Expansion | None = None
     linear: LinearAttention | None = None
@@ -234,7 +236,7 @@ class Block:
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
         if self.rotary is not None:
             cos, sin = self._turns(seq)
-            q, k = rotate(q, cos, sin, self.pointwise), rotate(k, cos, sin, self.pointwise)
+            q, k = (rotate(y, cos, sin, self.pointwise, neighbours=self.rotates_neighbours) for y in (q, k))
         return q, k, v, gate
 
     def _turns(self, seq: int) -> tuple[Tensor, Tensor]:
@@ -381,6 +383,7 @@ def templates(
         norm_offset=model.norm_offset,
         hidden_act=model.hidden_act,
         rotary=tables,
+        rotates_neighbours=model.rope_interleave,
         expansion=None if model.latent is None else Expansion(widths=model.latent, pointwise=pointwise),
         pointwise=pointwise,
         pointwise_again=pointwise_again,

@@ -28,6 +28,8 @@ MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Mistral4ForCausalLM": "mistral4",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
@@ -53,6 +55,13 @@ _HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+}
+_GLM: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
 }
 # Per architecture: what transformers assumes when config.json is silent, and what its code fixes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -172,6 +181,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
     },
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
     "Mistral4ForCausalLM": {
         "max_position_embeddings": 1048576,
         "rope_scaling": {
@@ -366,6 +377,24 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         },
     ),
     "Exaone4_5_ForConditionalGeneration": (dict.fromkeys(("exaone4", "exaone4_5_text"), "Exaone4ForCausalLM"), {}),
+    "Glm4vForConditionalGeneration": (
+        {"glm4v_text": "Glm4ForCausalLM"},
+        {
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    "Glm46VForConditionalGeneration": (
+        {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"},
+        {"attention_bias": True},
+    ),
     **dict.fromkeys(  # as published, and as transformers calls it
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         (dict.fromkeys(("deepseek_v3", "kimi_k2"), "DeepseekV3ForCausalLM"), {}),
@@ -400,6 +429,7 @@ HYBRID_OF_EXPERTS = {
     "attn_output_gate": True,
     "shared_expert_gate": True,
 }
+GLM = {"fused_gate_up": True, "rope_interleave": True}
 OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 # Per architecture: what its code has, and no config.json says, in the fields of ModelSpec.
 FIXED: dict[str, dict[str, Any]] = {
@@ -416,6 +446,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": {"sigmoid_router": True},
     "DeepseekV2ForCausalLM": {"norm_topk_prob": False},
     "DeepseekV3ForCausalLM": {"sigmoid_router": True},
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": {**GLM, "post_norm": True},
     "Phi3ForCausalLM": {"fused_projections": True},
     "Gemma3ForCausalLM": {"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
     "Olmo2ForCausalLM": OLMO,
@@ -438,6 +470,8 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Qwen3NextForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
     "Glm4MoeForCausalLM": ("attention_bias",),
+    "GlmForCausalLM": ("attention_bias",),
+    "Glm4ForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
     "SmolLM3ForCausalLM": ("attention_bias", "mlp_bias"),
     "Olmo2ForCausalLM": ("attention_bias",),
@@ -448,12 +482,14 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Dots1ForCausalLM": ("attention_bias",),
     "SolarOpenForCausalLM": ("attention_bias",),
 }
-WITHOUT_OUT_BIAS = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Qwen2MoeForCausalLM")
+WITHOUT_OUT_BIAS = (
+    "Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Qwen2MoeForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM",
+)  # fmt: skip
 WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
     "SolarOpenForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
-    "Mistral4ForCausalLM",
+    "Mistral4ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM",
 )  # fmt: skip
 # Most blocks of these have linear attention.
 HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")

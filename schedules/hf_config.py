@@ -60,7 +60,9 @@ NOT_DONE = {
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 TYPED = ("GptOssForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM", *ROTATED_IN_WINDOWS)  # blocks, by their windows
-PARTIAL = ("Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", *HYBRID)  # may turn a part of each head
+PARTIAL = (  # may turn a part of each head
+    "Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", *HYBRID,
+)  # fmt: skip
 OF_IMAGES = ("mrope_section", "mrope_interleaved")  # which pairs turn by which of an image patch's three positions
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -31,7 +31,8 @@ SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight", f"{SHARED_GATE}.weight")
 CORRECTION = "e_score_correction_bias"
 # Of one input, and in some families' files one matrix.
-FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+FUSED_MLP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **FUSED_MLP}
 # Fields that files written before them lack.
 _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
@@ -39,7 +40,7 @@ _LATER = (
     "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "shared_expert_gate",
+    "shared_expert_gate", "fused_gate_up", "rope_interleave",
 )  # fmt: skip
 
 
@@ -62,20 +63,22 @@ class ModelSpec:
     `qk_norm_all_heads` over all of a token's together; with `zero_centered_norms` all norms multiply by 1 + their
     weight; `attention_sinks` is one learned logit per head; with `scale_embeddings` embeddings are multiplied by the
     root of `hidden_size`; with `fused_projections` q, k and v are one matrix in files and beside LoRA's adapters, and
-    so are gate and up. With `sigmoid_router` experts are chosen by the sigmoids of their logits and a bias each, which
-    no gradient changes, and weighted by those sigmoids; without, by the probabilities that their logits make. Weights
-    are multiplied by `routed_scaling_factor`. Of `n_group` groups of experts those of the best `topk_group` alone are
-    chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths together, whose output is
-    multiplied by the sigmoid of a number of the token's with a `shared_expert_gate`; the first `first_k_dense_replace`
-    blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see `schedules.latent`: `head_dim`
-    is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding turns the latter, and
-    `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of queries has as many
-    elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each block's attention;
-    empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the gated delta rule, with
-    the heads, dimensions and convolution that the fields `linear_...` say, see `schedules.delta`. `no_rope_layers` has
-    a 0 for each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling`
-    is the config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have
-    plain rotary embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None.
+    so are gate and up, with `fused_gate_up` these alone; with `rope_interleave` rotary embedding turns neighbours, not
+    one half of a head's dimensions with the other. With `sigmoid_router` experts are chosen by the sigmoids of their
+    logits and a bias each, which no gradient changes, and weighted by those sigmoids; without, by the probabilities
+    that their logits make. Weights are multiplied by `routed_scaling_factor`. Of `n_group` groups of experts those of
+    the best `topk_group` alone are chosen from; `n_shared_experts` are given all tokens, as one MLP of their widths
+    together, whose output is multiplied by the sigmoid of a number of the token's with a `shared_expert_gate`; the
+    first `first_k_dense_replace` blocks have an MLP instead of experts. With a `kv_lora_rank` attention is latent, see
+    `schedules.latent`: `head_dim` is then `qk_nope_head_dim` and `qk_rope_head_dim` together, of which rotary embedding
+    turns the latter, and `q_lora_rank` 0 where queries have no latent vector. With `attn_output_gate` the projection of
+    queries has as many elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each
+    block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
+    gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
+    `schedules.delta`. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it; empty
+    means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with
+    `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
+    `query_pre_attn_scalar` is `head_dim` where None.
     Raises ModelError when a value has no meaning.
     """
 
@@ -135,6 +138,8 @@ class ModelSpec:
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
     shared_expert_gate: bool = False
+    fused_gate_up: bool = False
+    rope_interleave: bool = False
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -272,6 +277,10 @@ class ModelSpec:
     def norms(self) -> Norms:
         """Of every block. "post_attention" is before the MLP where nothing is normalised after attention."""
         before_mlp = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
+        if self.architecture == "Glm4ForCausalLM":
+            return Norms(
+                "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+            )
         return Norms(
             before_attention="input_layernorm" if self.pre_norm else None,
             after_attention="post_attention_layernorm" if self.post_norm else None,
@@ -313,7 +322,7 @@ class ModelSpec:
         """Name within the layer -> shape, in the order in which they lie in the layer's slab.
 
         Names and shapes are those of the modules of Hugging Face transformers 5, where a layer's experts are
-        stacked in one tensor; but for `fused_projections`, see `stored_shapes`. A tied head has no projection of its
+        stacked in one tensor; but for what is fused, see `stored_shapes`. A tied head has no projection of its
         own.
         """
         h, v = self.hidden_size, self.vocab_size
@@ -392,12 +401,11 @@ class ModelSpec:
         return f"{place}.{CORRECTION}"
 
     def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        """As `parameter_shapes`, with what `fused_projections` makes one matrix: its parts lie in a row as it is."""
-        if not self.fused_projections:
-            return self.parameter_shapes(i)
+        """As `parameter_shapes`, with what is one matrix in files: its parts lie in a row as it is."""
+        fused_ones = FUSED if self.fused_projections else FUSED_MLP if self.fused_gate_up else {}
         whole = {
             f"{fused.split('.')[0]}.{part}.weight": f"{fused}.weight"
-            for fused, parts in FUSED.items()
+            for fused, parts in fused_ones.items()
             for part in parts
         }
         found: dict[str, tuple[int, ...]] = {}

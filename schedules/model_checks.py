@@ -71,6 +71,8 @@ def require_meaning(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: pre_norm and post_norm are both false: a block needs norms")
     if model.fused_projections and (model.attention_bias or model.mlp_bias or model.num_experts):
         raise ModelError(f"{model.name}: fused_projections with biases or experts are not supported")
+    if model.fused_gate_up and (model.mlp_bias or model.num_experts or model.fused_projections):
+        raise ModelError(f"{model.name}: fused_gate_up with mlp_bias, experts or fused_projections is not supported")
     if model.hidden_act not in ACTIVATIONS or (model.num_experts and model.hidden_act != "silu"):
         known = "'silu' with experts" if model.num_experts else " and ".join(map(repr, ACTIVATIONS))
         raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")
@@ -156,7 +158,7 @@ def _check_latent(model: ModelSpec) -> None:
         )
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
-        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate",
+        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave",
     )  # fmt: skip
     for key in others:
         if getattr(model, key):
@@ -192,7 +194,7 @@ def _check_linear(model: ModelSpec) -> None:
             f"{model.name}: {model.linear_num_value_heads} value heads of linear attention cannot share "
             f"{model.linear_num_key_heads} key heads evenly"
         )
-    for key in ("kv_lora_rank", "sliding_window", "no_rope_layers", "post_norm", "fused_projections"):
+    for key in ("kv_lora_rank", "sliding_window", "no_rope_layers", "post_norm", "fused_projections", "fused_gate_up"):
         if getattr(model, key):
             raise ModelError(f"{model.name}: linear attention in a model with {key} is not supported")
     if not model.pre_norm:

@@ -16,6 +16,16 @@ LONGROPE = (("long_factor", (1.5, 4.0, 9.0)), ("original_max_position_embeddings
             ("short_factor", (1.0, 1.25, 2.0)))  # fmt: skip
 PHI3 = replace(TINY, architecture="Phi3ForCausalLM", fused_projections=True)
 SMOLLM3 = replace(TINY, architecture="SmolLM3ForCausalLM", no_rope_layers=(1, 0))
+GLM4 = replace(
+    TINY,
+    architecture="Glm4ForCausalLM",
+    post_norm=True,
+    fused_gate_up=True,
+    rope_interleave=True,
+    attention_bias=True,
+    head_dim=16,
+    partial_rotary_factor=0.5,
+)
 OLMO2 = replace(
     TINY,
     architecture="Olmo2ForCausalLM",
@@ -261,6 +271,11 @@ MODELS = {
         layer_types=("sliding_attention", "full_attention", "sliding_attention"),
         no_rope_layers=(1, 0, 1),
     ),
+    "glm-4": GLM4,
+    "glm-4 of all dimensions, without biases, tied": replace(
+        GLM4, attention_bias=False, partial_rotary_factor=1.0, tie_word_embeddings=True
+    ),
+    "glm-4-9b": replace(GLM4, architecture="GlmForCausalLM", post_norm=False),
     "seed-oss": replace(TINY, architecture="SeedOssForCausalLM", attention_bias=True, head_dim=32),
     "seed-oss with all biases": replace(
         TINY, architecture="SeedOssForCausalLM", attention_bias=True, attention_out_bias=True, mlp_bias=True

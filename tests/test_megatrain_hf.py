@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -643,6 +644,7 @@ IMAGE: dict[str, Any] = {"image_token_index": 250}
 IDS: dict[str, Any] = {"image_token_id": 250, "video_token_id": 251}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 5e5}}
 OLDER = {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 5e5}, "head_dim": 8}
+OF_GLM = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 5e5}
 # By class: what is said of its language model, of what sees, and beside them.
 SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
@@ -657,7 +659,13 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (OLDER, {**OF_QWEN, "fullatt_block_indexes": [0]}, IDS),
     "Qwen3VL": (SECTIONS, {**OF_QWEN, "deepstack_visual_indexes": [0]}, IDS),
     "Qwen3VLMoe": ({**SECTIONS, **EXPERTS}, {**OF_QWEN, "deepstack_visual_indexes": [0]}, IDS),
-    "Glm4vMoe": ({**SHARED, "rope_parameters": OLDER["rope_parameters"]}, OF_QWEN, IDS),
+    "Glm4vMoe": ({**SHARED, "rope_parameters": OF_GLM}, OF_QWEN, IDS),
+    "Glm4v": ({"head_dim": 8, "rope_parameters": OF_GLM}, OF_QWEN, IDS),
+    "Glm46V": (
+        {"head_dim": 8, "rope_parameters": {**OF_GLM, "mrope_section": [1, 1], "partial_rotary_factor": 0.5}},
+        {"model_type": "glm4v_vision", **OF_QWEN},
+        IDS,
+    ),
     "Exaone4_5_": (
         {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
         {**OF_QWEN, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
@@ -690,6 +698,9 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         ("Qwen3VL", "Qwen3ForCausalLM"),
         ("Qwen3VLMoe", "Qwen3MoeForCausalLM"),
         ("Glm4vMoe", "Glm4MoeForCausalLM"),
+        ("Glm4v", "Glm4ForCausalLM"),
+        ("Glm46V", "Glm4ForCausalLM"),
+        ("Glm46V", "Glm4MoeForCausalLM"),
         ("Exaone4_5_", "Exaone4ForCausalLM"),
         ("Kimi_K25", "DeepseekV3ForCausalLM"),
     ],
@@ -700,9 +711,13 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     """By both kinds of names that its files have; what is written of it is a language model."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     of_text, vision, more = SEEING[family]
-    text = SMALL_TEXT | of_text
+    text = copy.deepcopy(SMALL_TEXT | of_text)  # into which transformers writes
     if family == "Mistral3":
         text["model_type"] = MODEL_TYPES[alone]
+    if family == "Glm46V":
+        text["model_type"] = "glm4v_text"
+    if (family, alone) == ("Glm46V", "Glm4MoeForCausalLM"):
+        text |= SHARED | {"model_type": "glm4v_moe_text"}
     if alone == "Mistral4ForCausalLM":
         text |= SEEING["Kimi_K25"][0]
         del text["head_dim"]  # which is of both parts of a head

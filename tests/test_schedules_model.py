@@ -113,6 +113,8 @@ ROUNDED = {
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,
+    "glm-4-9b-0414": 9.4e9,
+    "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
     "mistral-small-4-119b": 119e9,
     "cwm": 32e9,
