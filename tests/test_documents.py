@@ -107,7 +107,7 @@ def test_what_is_said_of_plans(plans: pd.DataFrame) -> None:
     says("README.md", f"On {sum(plans.gap <= 0.03)} points it is within 3 %; the median is {plans.gap.median():.1%}")
     quick, slow = (plans[plans.model == name] for name in ("qwen2.5-7b", "llama-3.1-70b"))
     seconds, usual, long = quick.planning_s, slow[slow.tokens_per_step == 16384].planning_s, slow.planning_s.max()
-    assert round(long, -1) == 200
+    says("README.md", f"up to {long:.0f} s in steps of 128k tokens")
     says(
         "README.md",
         f"{seconds.min():.0f} to {seconds.max():.0f} s for a 7B model; {usual.min():.0f} to {usual.max():.0f} s",
