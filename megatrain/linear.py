@@ -62,9 +62,9 @@ def _adapters(params: Mapping[str, Tensor], name: str, x: Tensor, output: bool) 
     return outer
 
 
-def added(a: Tensor, b: Tensor, output: bool) -> Tensor:
-    """a + b; without `output` its shape and graph alone."""
-    return a + b if output else _Added.apply(a, b)  # type: ignore[no-untyped-call]
+def added(a: Tensor, b: Tensor, output: bool, *, times: float = 1.0) -> Tensor:
+    """a + times b; without `output` its shape and graph alone."""
+    return torch.add(a, b, alpha=times) if output else _Added.apply(a, b, times)  # type: ignore[no-untyped-call]
 
 
 def unread(shape: torch.Size, like: Tensor) -> Tensor:
@@ -203,9 +203,10 @@ def _kept(ctx: Any, x: Tensor, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...
 
 class _Added(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, times: float) -> Tensor:
+        ctx.times = times
         return unread(a.shape, a)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads[0], grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], grads[0] if ctx.times == 1 else grads[0] * ctx.times, None

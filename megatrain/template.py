@@ -109,6 +109,7 @@ class Block:
     """A decoder block: grouped-query or latent attention with rotary embedding, or linear attention, then a gated MLP
     or a mixture.
 
+    residual_multiplier: of what attention and the MLP add.
     rotary: the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type; None without
         rotary embedding.
     rotates_neighbours: even dimensions are turned with the next.
@@ -125,6 +126,7 @@ class Block:
     eps: float
     norm_offset: float = 0.0
     hidden_act: str = "silu"
+    residual_multiplier: float = 1.0
     rotary: tuple[Tensor, Tensor] | None
     rotates_neighbours: bool = False
     attention: Attention = CAUSAL
@@ -149,11 +151,11 @@ class Block:
         """
         norms = self.norms
         x, branch = self._before(x, params, norms.before_attention, lambda y: self._attention(params, y))
-        x = x + self._after(branch, params, norms.after_attention)
+        x = added(x, self._after(branch, params, norms.after_attention), True, times=self.residual_multiplier)
         del branch  # or it would take memory while the MLP runs
         read = output or norms.after_mlp is not None
         x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
-        return added(x, self._after(branch, params, norms.after_mlp), output)
+        return added(x, self._after(branch, params, norms.after_mlp), output, times=self.residual_multiplier)
 
     def _before(
         self, x: Tensor, params: Mapping[str, Tensor], norm: str | None, branch: Callable[[Tensor], Tensor]
@@ -268,10 +270,14 @@ class _Products:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens."""
+    """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens.
+
+    Logits are divided by `logits_scaling`: the norm's weight is, so that no tensor as wide is passed over once more.
+    """
 
     eps: float
     norm_offset: float = 0.0
+    logits_scaling: float = 1.0
     pointwise: Pointwise = PLAIN
 
     @torch.no_grad()
@@ -300,6 +306,7 @@ class Head:
         rows, d_rows = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1])
         labels, each = targets.view(-1, 1), shares.view(-1, 1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        norm = self._scaled(norm, wide)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         d_norm = torch.zeros(norm.shape, dtype=wide, device=hidden.device)
         table_sum = None if table_sink is None else _Products(table_sink, -(-len(rows) // chunk))
@@ -316,7 +323,7 @@ class Head:
             d_norm += d_weight
             del d_logits  # or it would be held while the next chunk's are made
         if norm_sink is not None:
-            norm_sink.put(d_norm)
+            norm_sink.put(d_norm if self.logits_scaling == 1 else d_norm.div_(self.logits_scaling))
         return loss
 
     @torch.no_grad()
@@ -333,6 +340,7 @@ class Head:
         """As `loss_and_grads`, the loss alone."""
         rows, labels, each = hidden.flatten(0, -2), targets.flatten(), shares.flatten()
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        norm = self._scaled(norm, wide)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
@@ -340,6 +348,9 @@ class Head:
             of_each = F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="none")
             loss += (of_each * each[part]).sum()
         return loss
+
+    def _scaled(self, norm: Tensor, wide: torch.dtype) -> Tensor:
+        return norm if self.logits_scaling == 1 else norm.to(wide) / self.logits_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,6 +393,7 @@ def templates(
         eps=model.rms_norm_eps,
         norm_offset=model.norm_offset,
         hidden_act=model.hidden_act,
+        residual_multiplier=model.residual_multiplier,
         rotary=tables,
         rotates_neighbours=model.rope_interleave,
         expansion=None if model.latent is None else Expansion(widths=model.latent, pointwise=pointwise),
@@ -404,20 +416,27 @@ def templates(
             )
             for kind, i in sorted(of_kind.items())
         },
-        head=Head(eps=model.rms_norm_eps, norm_offset=model.norm_offset, pointwise=pointwise),
+        head=Head(
+            eps=model.rms_norm_eps,
+            norm_offset=model.norm_offset,
+            logits_scaling=model.logits_scaling,
+            pointwise=pointwise,
+        ),
     )
 
 
 def _embedding_scale(model: ModelSpec, dtype: torch.dtype) -> float | None:
-    """As transformers has it (modeling_gemma3.py), rounded to the type that it multiplies."""
-    return torch.tensor(model.hidden_size**0.5).to(dtype).item() if model.scale_embeddings else None
+    """As transformers has it: Gemma's rounded to the type that it multiplies (modeling_gemma3.py)."""
+    if model.scale_embeddings:
+        return torch.tensor(model.embedding_scale).to(dtype).item()
+    return None if model.embedding_scale == 1 else model.embedding_scale
 
 
 def _attention(model: ModelSpec, i: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> Attention:
     window = model.window(i)
     if window is not None and window >= seq_len:
         window = None
-    scale = None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5
+    scale = model.attention_scale
     if (sharper := sharper_products(model)) != 1:
         scale = sharper * model.head_dim**-0.5
     if window is None and not model.attention_sinks:

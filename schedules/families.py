@@ -28,6 +28,7 @@ MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Mistral4ForCausalLM": "mistral4",
+    "GraniteForCausalLM": "granite",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
@@ -56,6 +57,9 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+# What a Granite multiplies by: embeddings, what a block's two branches add, products of queries and keys; and divides by:
+# logits.
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GLM: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "head_dim": 128,
@@ -181,6 +185,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
     },
+    "GraniteForCausalLM": {"max_position_embeddings": 2048, **dict.fromkeys(MULTIPLIERS, 1.0)},
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM,
     "Mistral4ForCausalLM": {
@@ -470,6 +475,7 @@ BIASES: dict[str, tuple[str, ...]] = {
     "Qwen3NextForCausalLM": ("attention_bias",),
     "GptOssForCausalLM": ("attention_bias",),
     "Glm4MoeForCausalLM": ("attention_bias",),
+    "GraniteForCausalLM": ("attention_bias", "mlp_bias"),
     "GlmForCausalLM": ("attention_bias",),
     "Glm4ForCausalLM": ("attention_bias",),
     "SeedOssForCausalLM": ("attention_bias", "attention_out_bias", "mlp_bias"),
@@ -489,7 +495,7 @@ WINDOWLESS = (
     "LlamaForCausalLM", "SeedOssForCausalLM", "Olmo2ForCausalLM", "MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM",
     "SolarOpenForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
-    "Mistral4ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM",
+    "Mistral4ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM",
 )  # fmt: skip
 # Most blocks of these have linear attention.
 HYBRID = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
@@ -511,6 +517,7 @@ TWO_ROPES = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
 # These have as many key-value heads as query heads where their config is silent.
 KV_FOR_EACH = (
     "LlamaForCausalLM",
+    "GraniteForCausalLM",
     "Phi3ForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",

@@ -22,6 +22,7 @@ from schedules.families import (
     KV_FOR_EACH,
     LATENT,
     MODEL_TYPES,
+    MULTIPLIERS,
     ROTATED_IN_WINDOWS,
     SEEING,
     SHARING,
@@ -125,6 +126,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **_experts(architecture, settings, need),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
         **_linear(architecture, settings, blocks, name),
+        **{key: settings[key] for key in MULTIPLIERS if key in ARCHITECTURES[architecture]},
         "no_rope_layers": rotated,
         "partial_rotary_factor": _partial(architecture, settings, name),
         "query_pre_attn_scalar": settings["query_pre_attn_scalar"] if architecture == "Gemma3ForCausalLM" else None,
@@ -172,6 +174,7 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         }
     if architecture in HYBRID:
         config |= {key: spec[key] for key in OF_LINEAR if spec.get(key)}
+    config |= {key: spec.get(key, 1.0) for key in MULTIPLIERS if key in ARCHITECTURES[architecture]}
     if architecture in (*TYPED, *TWO_ROPES, *HYBRID):
         config["layer_types"] = spec["layer_types"] or [FULL] * spec["num_hidden_layers"]
     if architecture == "SmolLM3ForCausalLM":
@@ -465,7 +468,7 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
         return {}
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     stated = {**settings, **(rope if isinstance(rope, Mapping) else {})}
-    known = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True}
+    known: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True}
     if architecture != "Mistral4ForCausalLM":  # which states what follows from its heads
         known["partial_rotary_factor"] = 1
     for key, value in known.items():

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from schedules.delta import DeltaNet
-from schedules.families import INTERLEAVED
+from schedules.families import INTERLEAVED, MULTIPLIERS
 from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
 from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
@@ -40,7 +40,7 @@ _LATER = (
     "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "shared_expert_gate", "fused_gate_up", "rope_interleave",
+    "shared_expert_gate", "fused_gate_up", "rope_interleave", *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -78,7 +78,9 @@ class ModelSpec:
     `schedules.delta`. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it; empty
     means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with
     `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
-    `query_pre_attn_scalar` is `head_dim` where None.
+    `query_pre_attn_scalar` is `head_dim` where None; an `attention_multiplier` stands for its inverse root. Embeddings
+    are multiplied by `embedding_multiplier`, what attention and the MLP add by `residual_multiplier`, and logits
+    divided by `logits_scaling`.
     Raises ModelError when a value has no meaning.
     """
 
@@ -140,6 +142,10 @@ class ModelSpec:
     shared_expert_gate: bool = False
     fused_gate_up: bool = False
     rope_interleave: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -292,6 +298,18 @@ class ModelSpec:
     def norm_offset(self) -> float:
         """What norms add to their weight before they multiply by it."""
         return 1.0 if self.zero_centered_norms else 0.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by."""
+        return math.sqrt(self.hidden_size) if self.scale_embeddings else self.embedding_multiplier
+
+    @property
+    def attention_scale(self) -> float | None:
+        """What products of queries and keys are multiplied by; None where that is 1 / sqrt(head_dim)."""
+        if self.query_pre_attn_scalar is not None:
+            return 1 / math.sqrt(self.query_pre_attn_scalar)
+        return self.attention_multiplier
 
     @property
     def largest_block(self) -> int:

@@ -76,6 +76,12 @@ def require_meaning(model: ModelSpec) -> None:
     if model.hidden_act not in ACTIVATIONS or (model.num_experts and model.hidden_act != "silu"):
         known = "'silu' with experts" if model.num_experts else " and ".join(map(repr, ACTIVATIONS))
         raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")
+    if model.scale_embeddings and model.embedding_multiplier != 1:
+        raise ModelError(f"{model.name}: scale_embeddings with an embedding_multiplier is not supported")
+    if model.zero_centered_norms and model.logits_scaling != 1:
+        raise ModelError(f"{model.name}: zero_centered_norms with logits_scaling are not supported")
+    if model.attention_multiplier is not None and model.query_pre_attn_scalar is not None:
+        raise ModelError(f"{model.name}: attention_multiplier and query_pre_attn_scalar say the same: give one")
     _check_experts(model)
     _check_attention(model)
     check_rope(model.rope_scaling, model.rope_theta, model.rotary_dim // 2, model.name, mscale=model.latent is not None)
@@ -158,7 +164,7 @@ def _check_latent(model: ModelSpec) -> None:
         )
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
-        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave",
+        "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave", "attention_multiplier",
     )  # fmt: skip
     for key in others:
         if getattr(model, key):

@@ -136,7 +136,7 @@ def pointwise_bytes(
     tokens, b = workload.tokens_per_microbatch, workload.bytes
     h, f = model.hidden_size, model.mlp_width(i)
     if i == model.embed:
-        passes = 2 if model.scale_embeddings else 0
+        passes = 2 if model.embedding_scale != 1 else 0
         if phase == Phase.EMBED:
             return tokens * h * (b.weight + (1 + passes) * b.activation)
         widened = (8 + passes) * FP32 if b.grad < FP32 else passes * b.activation
@@ -166,6 +166,8 @@ def pointwise_bytes(
             nbytes = elements * b.activation
         else:
             nbytes *= 2
+        if model.residual_multiplier != 1:  # the gradients of both branches, read and written
+            nbytes += 4 * h * b.activation
         if workload.recompute != "none":
             delta = model.delta(i)
             opened = model.gate_width if delta is None else delta.value_width
@@ -304,7 +306,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size) + some
     if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
         return min(model.hidden_size * workload.tokens_per_microbatch, EMBED_CHUNK) * 3 * FP32
-    if i == model.embed and phase == Phase.BACKWARD and model.scale_embeddings:
+    if i == model.embed and phase == Phase.BACKWARD and model.embedding_scale != 1:
         return hidden_bytes(model, workload)
     if not model.is_block(i):
         return 0
@@ -328,7 +330,8 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         largest = min(largest, EXPERTS_CHUNK) if model.has_experts(i) else largest
-        per_token = max((wide + 2 * h) * a, _attention_backward_bytes(model, i, workload))
+        of_branch = h * a if model.residual_multiplier != 1 else 0
+        per_token = of_branch + max((wide + 2 * h) * a, _attention_backward_bytes(model, i, workload))
         return largest * workload.bytes.grad + tokens * per_token
     if phase == Phase.RECOMPUTE:
         rule = 0 if delta is None else _rule_bytes(delta, workload, backward=False)
@@ -390,7 +393,8 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         largest = max(sizes.values(), default=0) * workload.bytes.grad
         mlp = tokens * (1 + model.pre_norm + model.post_norm) * h * a + chunk * (5 * f + h) * a + sums
         attention = tokens * _attention_backward_bytes(model, i, workload)
-        return largest + max(mlp, attention)
+        of_branch = tokens * h * a if model.residual_multiplier != 1 else 0
+        return largest + of_branch + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
         delta, turned = model.delta(i), _beside_attention(model, i)
         rule = 0 if delta is None else tokens * _rule_bytes(delta, workload, backward=False)

@@ -16,6 +16,15 @@ LONGROPE = (("long_factor", (1.5, 4.0, 9.0)), ("original_max_position_embeddings
             ("short_factor", (1.0, 1.25, 2.0)))  # fmt: skip
 PHI3 = replace(TINY, architecture="Phi3ForCausalLM", fused_projections=True)
 SMOLLM3 = replace(TINY, architecture="SmolLM3ForCausalLM", no_rope_layers=(1, 0))
+GRANITE = replace(
+    TINY,
+    architecture="GraniteForCausalLM",
+    tie_word_embeddings=True,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.2,
+    logits_scaling=3.0,
+)
 GLM4 = replace(
     TINY,
     architecture="Glm4ForCausalLM",
@@ -270,6 +279,10 @@ MODELS = {
         sliding_window=5,
         layer_types=("sliding_attention", "full_attention", "sliding_attention"),
         no_rope_layers=(1, 0, 1),
+    ),
+    "granite": GRANITE,
+    "granite with biases, untied": replace(
+        GRANITE, attention_bias=True, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False
     ),
     "glm-4": GLM4,
     "glm-4 of all dimensions, without biases, tied": replace(

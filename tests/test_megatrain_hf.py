@@ -783,12 +783,15 @@ def test_weights_of_another_model_are_told_by_its_numbers(tmp_path: Path) -> Non
     hf.parameters(tmp_path, replace(TINY, max_position_embeddings=4096))  # of which no tensor knows
     config = json.loads((tmp_path / "config.json").read_text())
     for change, told in (
-        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22}, "GraniteForCausalLM"),
+        ({"architectures": ["ApertusForCausalLM"]}, "ApertusForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(WeightsError, match=rf"another model than tiny, by its config\.json: .*{told}"):
             hf.parameters(tmp_path, TINY)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GraniteForCausalLM"]}))
+    with pytest.raises(WeightsError, match=r"another model than tiny: attention_multiplier is 1\.0, not None"):
+        hf.parameters(tmp_path, TINY)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(WeightsError, match=r"config\.json holds no JSON object"):
         hf.parameters(tmp_path, TINY)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.families import ARCHITECTURES, GATED_SHARING, LATENT, ROTATED_IN_WINDOWS
+from schedules.families import ARCHITECTURES, FLAT, GATED_SHARING, LATENT, ROTATED_IN_WINDOWS
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -113,6 +113,8 @@ ROUNDED = {
     "exaone-4.0-32b": 30.95e9,
     "exaone-4.0-1.2b": 1.07e9,
     "dots.llm1": 142e9,
+    "granite-3.3-2b": 2.53e9,
+    "granite-3.3-8b": 8.17e9,
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
@@ -523,15 +525,31 @@ def test_what_adapters_move_by_hand() -> None:
     assert product_bytes(spec(), 0, Phase.BACKWARD, workload) == 2 * (2 * 24 * forward + layer + 2 * adapters)
 
 
-def test_scaled_embeddings_are_read_and_written_once_more_each_way() -> None:
+@pytest.mark.parametrize("how", [{"scale_embeddings": True}, {"embedding_multiplier": 12.0}])
+def test_scaled_embeddings_are_read_and_written_once_more_each_way(how: dict[str, Any]) -> None:
     model, workload = spec(), Workload(micro_batch_size=1, seq_len=10)
-    scaled, hidden = dataclasses.replace(model, scale_embeddings=True), 10 * 32
+    scaled, hidden = dataclasses.replace(model, **how), 10 * 32
     wide = dataclasses.replace(workload, precision="fp32")
     for phase, work, nbytes in ((Phase.EMBED, workload, 4), (Phase.BACKWARD, workload, 8), (Phase.BACKWARD, wide, 8)):
         plain, more = (pointwise_bytes(m, m.embed, phase, work) for m in (model, scaled))
         assert more - plain == nbytes * hidden
     assert workspace_bytes(scaled, scaled.embed, Phase.BACKWARD, wide) == 4 * hidden
     assert workspace_bytes(model, model.embed, Phase.BACKWARD, wide) == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+def test_multiplied_branches_have_gradients_of_their_own(recompute: str, fused: bool) -> None:
+    """Forward their sum with the residual multiplies; of both, backward reads one and writes another."""
+    model, workload = spec(), Workload(micro_batch_size=1, seq_len=10, recompute=recompute)
+    multiplied, hidden = dataclasses.replace(model, residual_multiplier=0.5), 10 * 32 * 2
+    for phase, passes, held in ((Phase.FORWARD, 0, 0), (Phase.RECOMPUTE, 0, 0), (Phase.BACKWARD, 4, 1)):
+        plain, more = (pointwise_bytes(m, 0, phase, workload, fused=fused) for m in (model, multiplied))
+        assert more - plain == passes * hidden
+        assert (
+            workspace_bytes(multiplied, 0, phase, workload) - workspace_bytes(model, 0, phase, workload)
+            == held * hidden
+        )
 
 
 def test_a_layer_has_no_traffic_for_a_phase_it_lacks() -> None:
@@ -706,6 +724,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             "mscale and mscale_all_dim alike",
         ),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "LlavaForConditionalGeneration is not supported"),
+        (
+            {"architectures": ["Mistral4ForCausalLM"], "num_key_value_heads": 4, "n_group": 2},
+            "n_group of a Mistral4ForCausalLM must be 1, not 2",
+        ),
         ({"residual_dropout": 0.1}, "residual_dropout of 0.1 is not supported"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv of 8.0 is not supported"),
         ({"output_router_logits": True}, "output_router_logits is not supported"),
@@ -722,6 +744,8 @@ def test_bad_configs_say_what_is_wrong(changes: dict[str, Any], message: str) ->
     ("changes", "message"),
     [
         ({"kv_lora_rank": 0}, "q_lora_rank is 1536, and kv_lora_rank is 0"),
+        ({"rope_interleave": True}, "latent attention with rope_interleave is not supported"),
+        ({"attention_multiplier": 0.5}, "latent attention with attention_multiplier is not supported"),
         ({"qk_nope_head_dim": 0}, "latent attention needs qk_nope_head_dim"),
         ({"head_dim": 128}, "head_dim is 128; qk_nope_head_dim and qk_rope_head_dim are 192 together"),
         ({"qk_norm": True}, "latent attention with qk_norm is not supported"),
@@ -731,6 +755,24 @@ def test_bad_configs_say_what_is_wrong(changes: dict[str, Any], message: str) ->
 def test_latent_attention_is_refused_where_it_has_no_meaning(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         dataclasses.replace(spec(**DEEPSEEK_V3), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale_embeddings": True, "embedding_multiplier": 2.0}, "scale_embeddings with an embedding_multiplier"),
+        ({"zero_centered_norms": True, "logits_scaling": 2.0}, "zero_centered_norms with logits_scaling"),
+        ({"query_pre_attn_scalar": 4, "attention_multiplier": 0.5}, "say the same: give one"),
+        ({"residual_multiplier": 0.0}, "residual_multiplier must be a positive finite number, not 0.0"),
+        ({"fused_gate_up": True, "mlp_bias": True}, "fused_gate_up with mlp_bias"),
+        ({"fused_gate_up": True, "fused_projections": True}, "or fused_projections is not supported"),
+    ],
+)
+def test_multipliers_and_fused_matrices_are_refused_where_they_have_no_meaning(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        dataclasses.replace(spec(), **changes)
 
 
 def test_what_experts_need_is_refused_without_them() -> None:
@@ -826,7 +868,9 @@ def test_load_takes_names_files_and_folders(tmp_path: Path) -> None:
 def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model is called 'llama3.1-8b'; nearest are llama-3.1-8b"):
         presets.load("llama3.1-8b")
-    with pytest.raises(ModelError, match=r"no model is called '8B'; nearest are llama-3-8b, llama-3.1-8b"):
+    with pytest.raises(
+        ModelError, match=r"no model is called '8B'; nearest are granite-3.3-8b, llama-3-8b, llama-3.1-8b"
+    ):
         presets.load("8B")
     with pytest.raises(ModelError, match="there are cwm, deepseek-v2, deepseek"):
         presets.load("zzzzzz")
@@ -975,6 +1019,34 @@ def test_a_model_that_sees_images_is_its_language_model_however_little_it_says_o
         assert getattr(ours, field) == getattr(theirs, field), field
     assert list(ours.layer_types) == theirs.layer_types
     assert not ModelSpec.from_hf_config({**silent, "tie_word_embeddings": False}, "silent").tie_word_embeddings
+
+
+@pytest.mark.parametrize("architecture", FLAT)
+def test_a_model_that_sees_images_may_have_its_language_models_config_beside_the_rest(architecture: str) -> None:
+    """As Qwen2.5-VL-7B's is published."""
+    flat = {
+        "architectures": [architecture], "model_type": "qwen2_5_vl", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 128000, "num_attention_heads": 28, "num_hidden_layers": 28, "vocab_size": 152064,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 32768,
+        "use_sliding_window": False, "tie_word_embeddings": False, "vision_config": {"hidden_size": 1280},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }  # fmt: skip
+    ours, alone = ModelSpec.from_hf_config(flat, "flat"), presets.load("qwen2.5-7b")
+    assert dataclasses.replace(ours, name=alone.name, max_position_embeddings=alone.max_position_embeddings) == alone
+    longer = {**flat, "rope_scaling": {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}}
+    assert dict(ModelSpec.from_hf_config(longer, "flat").rope_scaling) == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128000,
+    }  # fmt: skip
+
+
+def test_kimi_is_known_by_the_class_that_it_is_published_with() -> None:
+    text = {**spec(**DEEPSEEK_V3).to_dict(), "n_routed_experts": 256, "model_type": "kimi_k2"}
+    del text["rope_scaling"]
+    found = [
+        ModelSpec.from_hf_config({"architectures": [name], "text_config": text}, "kimi")
+        for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+    ]
+    assert found[0] == found[1] and found[0].architecture == "DeepseekV3ForCausalLM"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
