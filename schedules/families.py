@@ -57,7 +57,7 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-# What a Granite multiplies by: embeddings, what a block's two branches add, products of queries and keys; and divides by:
+# By what a Granite multiplies embeddings, what a block's two branches add, and products of queries and keys; and divides
 # logits.
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GLM: dict[str, Any] = {
