@@ -57,8 +57,7 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-# By what a Granite multiplies embeddings, what a block's two branches add, and products of queries and keys; and divides
-# logits.
+# A Granite multiplies embeddings, what a block's two branches add, and products of queries and keys; it divides logits.
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GLM: dict[str, Any] = {
     "max_position_embeddings": 131072,
