@@ -145,7 +145,8 @@ def tensors_of(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
 def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     """Layer -> its parameters, fp32, flat, from `folder`, which has them in bf16, fp16 or fp32.
 
-    Of a model that sees images, by its config.json, its language model is read, and nothing else is looked at.
+    Of a model that sees images, by its config.json, its language model is read, and nothing else is looked at. What
+    lies there as transformers computes with it, all experts' matrices in one tensor, is read like what it writes.
     That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
     Raises WeightsError.
     """
@@ -159,7 +160,6 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     files = {name: files[there] for name, there in stored.items()}
     may_be_transposed = config is not None and sees(config) in TRANSPOSED
     transposed = set[str]()
-    # as transformers computes with them, or, as it writes most, apart
     stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     for name in wanted:
@@ -184,10 +184,9 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
         except (OSError, safetensors.SafetensorError) as error:
             raise WeightsError(f"{folder / file} cannot be read: {error}") from None
         for name, shape in found.items():
-            if may_be_transposed and len(shape) == 3 and shape != wanted[name]:
+            if may_be_transposed and shape != wanted[name] and (shape[0], *shape[:0:-1]) == wanted[name]:
                 transposed.add(name)
-                shape = (shape[0], shape[2], shape[1])
-            if shape != wanted[name]:
+            elif shape != wanted[name]:
                 raise WeightsError(
                     f"{name} in {folder} has the shape {list(shape)}, the model's has {list(wanted[name])}"
                 )

@@ -399,6 +399,16 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"},
         {"attention_bias": True},
     ),
+    "InternVLForConditionalGeneration": (
+        {
+            "qwen2": "Qwen2ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM",
+            "gpt_oss": "GptOssForCausalLM",
+            "llama": "LlamaForCausalLM",
+        },
+        {},
+    ),
     **dict.fromkeys(  # as published, and as transformers calls it
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         (dict.fromkeys(("deepseek_v3", "kimi_k2"), "DeepseekV3ForCausalLM"), {}),

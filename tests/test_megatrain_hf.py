@@ -641,7 +641,8 @@ LINEAR = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 IMAGE: dict[str, Any] = {"image_token_index": 250}
-IDS: dict[str, Any] = {"image_token_id": 250, "video_token_id": 251}
+IMAGE_ID: dict[str, Any] = {"image_token_id": 250}
+IDS = IMAGE_ID | {"video_token_id": 251}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 5e5}}
 OLDER = {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 5e5}, "head_dim": 8}
 OF_GLM = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 5e5}
@@ -666,6 +667,7 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "glm4v_vision", **OF_QWEN},
         IDS,
     ),
+    "InternVL": ({}, PATCHES, IMAGE_ID),
     "Exaone4_5_": (
         {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
         {**OF_QWEN, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
@@ -699,6 +701,8 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         ("Qwen3VLMoe", "Qwen3MoeForCausalLM"),
         ("Glm4vMoe", "Glm4MoeForCausalLM"),
         ("Glm4v", "Glm4ForCausalLM"),
+        ("InternVL", "Qwen3ForCausalLM"),
+        ("InternVL", "LlamaForCausalLM"),
         ("Glm46V", "Glm4ForCausalLM"),
         ("Glm46V", "Glm4MoeForCausalLM"),
         ("Exaone4_5_", "Exaone4ForCausalLM"),
@@ -712,7 +716,7 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     transformers = pytest.importorskip("transformers", minversion="5.0")
     of_text, vision, more = SEEING[family]
     text = copy.deepcopy(SMALL_TEXT | of_text)  # into which transformers writes
-    if family == "Mistral3":
+    if family in ("Mistral3", "InternVL"):
         text["model_type"] = MODEL_TYPES[alone]
     if family == "Glm46V":
         text["model_type"] = "glm4v_text"
