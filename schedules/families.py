@@ -362,7 +362,6 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "max_position_embeddings": 128000,
             "rope_theta": 500000.0,
             "norm_topk_prob": True,
-            "sliding_window": None,
         },
     ),
     "Glm4vMoeForConditionalGeneration": (

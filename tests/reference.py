@@ -126,7 +126,7 @@ def train(
             x = own.blocks[model.layer_kind(i)].forward(layers[i], x)
         table = embed["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
         normed = rms_norm(x, head["norm.weight"], model.rms_norm_eps, offset=model.norm_offset)
-        logits = normed @ table.t()
+        logits = normed @ table.t() / model.logits_scaling
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") @ counts.flatten()
 
     losses, gradients, norms = [], [], list[float]()

@@ -226,17 +226,25 @@ def test_experts_lie_in_files_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(tensors[f"{place}.experts.{e}.w2.weight"], stacked["mlp.experts.down_proj"][e])
 
 
+def test_the_bias_by_which_experts_are_chosen_is_called_as_it_is_published(tmp_path: Path) -> None:
+    export.write(tmp_path, MODELS["k-exaone"], WORKLOAD, parameters(MODELS["k-exaone"]))
+    names = json.loads((tmp_path / hf.INDEX).read_text())["weight_map"]
+    assert "model.layers.1.mlp.e_score_correction_bias" in names and "model.layers.1.mlp.gate.weight" in names
+
+
 def test_a_block_for_the_token_after_the_next_is_left_out(tmp_path: Path) -> None:
-    for name in ("glm-4.5-air", "minimax-m2"):
+    for name in ("glm-4.5-air", "k-exaone", "minimax-m2"):
         model, folder = MODELS[name], tmp_path / name
         export.write(folder, model, WORKLOAD, parameters(model))
         further = f"model.layers.{model.num_hidden_layers}.eh_proj.weight"
+        if name == "k-exaone":
+            further = "mtp.fc.weight"
         save_file({further: torch.zeros(2, 2)}, folder / "further.safetensors")
         index = json.loads((folder / hf.INDEX).read_text())
         index["weight_map"][further] = "further.safetensors"
         (folder / hf.INDEX).write_text(json.dumps(index))
-    glm = MODELS["glm-4.5-air"]
-    assert torch.equal(hf.parameters(tmp_path / "glm-4.5-air", glm)(0), parameters(glm)(0))
+    for name in ("glm-4.5-air", "k-exaone"):
+        assert torch.equal(hf.parameters(tmp_path / name, MODELS[name])(0), parameters(MODELS[name])(0))
     with pytest.raises(hf.WeightsError, match="eh_proj"):
         hf.parameters(folder, model)
 
@@ -793,6 +801,10 @@ def test_weights_of_another_model_are_told_by_its_numbers(tmp_path: Path) -> Non
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(WeightsError, match=rf"another model than tiny, by its config\.json: .*{told}"):
             hf.parameters(tmp_path, TINY)
+    glm = MODELS["glm-4"]
+    export.write(tmp_path / "glm", glm, WORKLOAD, parameters(glm))
+    with pytest.raises(WeightsError, match=r"rope_interleave is True, not False"):
+        hf.parameters(tmp_path / "glm", replace(glm, rope_interleave=False))
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GraniteForCausalLM"]}))
     with pytest.raises(WeightsError, match=r"another model than tiny: attention_multiplier is 1\.0, not None"):
         hf.parameters(tmp_path, TINY)

@@ -223,6 +223,8 @@ def test_training_by_schedule_is_plain_training(name: str, mode: str, monkeypatc
         "minimax-m2",
         "glm-4.5",
         "deepseek-v2",
+        "granite",
+        "glm-4",
     ],
 )
 @pytest.mark.parametrize("rank", [None, 4])

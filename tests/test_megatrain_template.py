@@ -344,27 +344,28 @@ def test_embeddings_are_scaled_by_a_root_of_the_weights_type(dtype, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("chunk", [1, 4, 14, 100])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk, accumulate, dtype):
+@pytest.mark.parametrize(("chunk", "scaling"), [(1, 1.0), (4, 1.0), (14, 1.0), (100, 1.0), (4, 3.0)])
+def test_loss_and_gradients_are_those_of_whole_logits(chunk, scaling, accumulate, dtype):
     norm, table = randn(12).to(dtype), (randn(37, 12, seed=1) * 0.5).to(dtype)
     hidden = randn(2, 7, 12, seed=2).to(dtype)
     targets = torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(3))
     learned = torch.rand(2, 7, generator=torch.Generator().manual_seed(4)) < 0.7
     shares = learned.to(torch.promote_types(dtype, torch.float32)) / 28  # as with two micro-batches
     leaves = [t.double().clone().requires_grad_() for t in (norm, table, hidden)]
-    logits = F.linear(F.rms_norm(leaves[2], (12,), leaves[0], 1e-6), leaves[1])
+    logits = F.linear(F.rms_norm(leaves[2], (12,), leaves[0], 1e-6), leaves[1]) / scaling
     expected = F.cross_entropy(logits[learned], targets[learned], reduction="sum") / 28
     references = torch.autograd.grad(expected, leaves)
 
     start = 1.0 if accumulate else math.nan
     d_norm, d_table = torch.full_like(norm, start), torch.full_like(table, start)
     d_hidden = torch.full_like(hidden, math.nan)
-    loss = Head(eps=1e-6).loss_and_grads(
+    head = Head(eps=1e-6, logits_scaling=scaling)
+    loss = head.loss_and_grads(
         norm, table, hidden, targets, shares, d_hidden=d_hidden,
         norm_sink=Sink(d_norm, accumulate), table_sink=Sink(d_table, accumulate), chunk=chunk,
     )  # fmt: skip
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
-    evaluated = Head(eps=1e-6).loss(norm, table, hidden, targets, shares, chunk=chunk)
+    evaluated = head.loss(norm, table, hidden, targets, shares, chunk=chunk)
     torch.testing.assert_close(evaluated, loss, rtol=min(close, 1e-4), atol=0)
     assert loss.shape == () and loss.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(loss.double(), expected, rtol=close, atol=close)
