@@ -90,7 +90,10 @@ def loss_and_gradients(
     x = layers.embed.forward(params[model.embed]["embed_tokens.weight"], tokens)
     for i in model.blocks:
         inputs[i] = x
-        x, kept[i] = autograd.forward(layers.blocks[model.layer_kind(i)], params[i], x)
+        block = layers.blocks[model.layer_kind(i)]
+        x, kept[i] = autograd.forward(block, params[i], x)
+        if recompute != "none":  # what is run again for its activations alone has no output
+            _, kept[i] = autograd.forward(block, params[i], inputs[i], output=False)
         assert kept[i].nbytes == saved_bytes(model, i, workload)
     owner, table = (model.embed, "embed_tokens.weight") if model.tie_word_embeddings else (model.head, "lm_head.weight")
     d = torch.empty_like(x)
