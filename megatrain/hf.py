@@ -21,8 +21,8 @@ from torch import Tensor
 from megatrain.template import views
 from schedules.errors import InputError
 from schedules.families import GATED_SHARING, HYBRID, INTERLEAVED, MULTIPLIERS, SHARING
-from schedules.hf_config import sees
 from schedules.model import CORRECTION, ModelError, ModelSpec
+from schedules.seeing import sees
 
 HEAD = "lm_head.weight"
 WITHIN = "model.language_model."  # in place of "model.", within a model that sees images

@@ -15,7 +15,6 @@ from schedules.families import (
     ENCODER_DECODERS,
     ENCODERS,
     FIXED,
-    FLAT,
     GATED_SHARING,
     GPT_OSS_ACTIVATION,
     HYBRID,
@@ -24,7 +23,6 @@ from schedules.families import (
     MODEL_TYPES,
     MULTIPLIERS,
     ROTATED_IN_WINDOWS,
-    SEEING,
     SHARING,
     SWITCHED,
     TWO_ROPES,
@@ -44,6 +42,7 @@ from schedules.model_checks import (
     require_few_blocks,
     whole_number,
 )
+from schedules.seeing import language_model
 
 # What transformers does where a config sets it, and we do not.
 NOT_DONE = {
@@ -64,7 +63,6 @@ TYPED = ("GptOssForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM", *ROTATED_IN_
 PARTIAL = (  # may turn a part of each head
     "Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", *HYBRID,
 )  # fmt: skip
-OF_IMAGES = ("mrope_section", "mrope_interleaved")  # which pairs turn by which of an image patch's three positions
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -75,7 +73,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises ModelError when the architecture is not one of ARCHITECTURES, a field is missing, or the config
     asks for something our blocks do not do.
     """
-    config = _text_alone(config, name)
+    config = language_model(config, name)
     architecture = _architecture(config, name)
     if architecture == "Qwen2MoeForCausalLM" and config.get("qkv_bias") is not None:
         config = {**config, "attention_bias": config["qkv_bias"]}
@@ -224,43 +222,6 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
     return config
-
-
-def sees(config: Mapping[str, Any]) -> str | None:
-    """The class that a config names, if that is a model that sees images and whose language model is supported."""
-    listed = config.get("architectures")
-    found = listed[0] if isinstance(listed, (list, tuple)) and len(listed) == 1 else None
-    return found if isinstance(found, str) and found in SEEING else None
-
-
-def _text_alone(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The config of a model that sees images as that of its language model; any other as it is."""
-    if (found := sees(config)) is None:
-        return config
-    known, silent = SEEING[found]
-    first, text = next(iter(known)), config.get("text_config")
-    if text is None and found in FLAT:
-        text = {**config, "model_type": first}
-    if not isinstance(text, Mapping):
-        raise ModelError(f"{name}: the config of a {found} must have its language model's in 'text_config'")
-    kind = text.get("model_type", first)
-    if (architecture := known.get(kind)) is None:
-        raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
-    tied = config.get("tie_word_embeddings")  # which counts before the text's
-    if tied is not None:
-        text = {**text, "tie_word_embeddings": tied}
-    ropes = {key: _of_text(text[key]) for key in ("rope_parameters", "rope_scaling") if key in text}
-    return {**silent, **text, **ropes, "architectures": [architecture]}
-
-
-def _of_text(rope: Any) -> Any:
-    """Rotary embedding where a token has one position: in text the three of an image's patches are the same."""
-    if not isinstance(rope, Mapping):
-        return rope
-    left = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-    return {
-        key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in left.items()
-    }
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:

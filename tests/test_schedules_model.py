@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.families import ARCHITECTURES, FLAT, GATED_SHARING, LATENT, ROTATED_IN_WINDOWS
+from schedules.families import ARCHITECTURES, GATED_SHARING, LATENT, ROTATED_IN_WINDOWS
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -28,6 +28,7 @@ from schedules.hf_config import NOT_DONE, REQUIRED, WIDTHS, write_config
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase, Tier
 from schedules.saved import hidden_bytes, saved_bytes
+from schedules.seeing import FLAT
 from schedules.traffic import (
     FEW_TERMS,
     LOSS_CHUNK_TOKENS,
