@@ -163,7 +163,7 @@ def language_model(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         raise ModelError(f"{name}: the config of a {found} must have its language model's in 'text_config'")
     kind = text.get("model_type", first)
-    if (architecture := known.get(kind)) is None:
+    if not isinstance(kind, str) or (architecture := known.get(kind)) is None:
         raise ModelError(f"{name}: a {found} whose language model is of model_type {kind!r} is not supported")
     tied = config.get("tie_word_embeddings")  # which counts before the text's
     if tied is not None:

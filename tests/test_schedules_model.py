@@ -714,6 +714,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             "a Mistral3ForConditionalGeneration whose language model is of model_type 'llama' is not supported",
         ),
         (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": ["mistral"]}},
+            r"whose language model is of model_type \['mistral'\] is not supported",
+        ),
+        (
             {"architectures": ["Ministral3ForCausalLM"], "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
             "must be of type 'yarn', with llama_4_scaling_beta, and with mscale and mscale_all_dim alike",
         ),
