@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.template import views
 from schedules.errors import InputError
-from schedules.families import GATED_SHARING, HYBRID, INTERLEAVED, MULTIPLIERS, SHARING
+from schedules.families import MULTIPLIERS
 from schedules.model import CORRECTION, ModelError, ModelSpec
 from schedules.seeing import sees
 
@@ -28,9 +28,6 @@ HEAD = "lm_head.weight"
 WITHIN = "model.language_model."  # in place of "model.", within a model that sees images
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
-# Their files have a further block, which predicts the token after the next.
-PREDICT_MORE = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")
-PREDICT_MORE_APART = (*HYBRID, "ExaoneMoeForCausalLM")  # by names of its own
 READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
@@ -56,22 +53,8 @@ def are_seeing(adapters: Iterable[str]) -> bool:
     return any(name.startswith(f"base_model.model.{WITHIN}") for name in adapters)
 
 
-# What files call experts' matrices, and what comes before them and the router, where it is not `mlp.experts.gate_proj`.
-EXPERTS: dict[str, tuple[str, dict[str, str]]] = {
-    "MixtralForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "MiniMaxM2ForCausalLM": ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-    **dict.fromkeys(
-        ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", *SHARING, *GATED_SHARING),
-        ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-    ),
-}
-
-
-# What files call a parameter of a block otherwise.
-RENAMED = {"ExaoneMoeForCausalLM": {f"mlp.gate.{CORRECTION}": f"mlp.{CORRECTION}"}}
-# Published with all experts' matrices in one tensor; and of models that see images those that are published with these
-# (in, out), and written by transformers (out, in).
-STACKED = ("Qwen3_5MoeForCausalLM", "Mistral4ForCausalLM")
+# Of models that see images those that are published with all experts' matrices in one tensor (in, out), and written by
+# transformers (out, in).
 TRANSPOSED = ("Qwen3VLMoeForConditionalGeneration",)
 
 
@@ -81,27 +64,35 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     `stacked`: all experts' matrices are one tensor; as they are published if None.
     """
     found: dict[str, tuple[int, ...]] = {}
-    renamed = JOINED if model.architecture in INTERLEAVED else RENAMED.get(model.architecture, {})
-    place, matrices = EXPERTS.get(model.architecture, ("mlp", {}))
-    if model.architecture in STACKED if stacked is None else stacked:
-        matrices = {}
+    experts = model.experts
+    gate, up, down = experts.matrices
+    one_by_one = not (experts.as_in_gpt_oss or (experts.stacked if stacked is None else stacked))
     for name, shape in model.stored_shapes(i).items():
-        stored = name.replace("mlp.", f"{place}.", 1) if name.startswith("mlp.") else name
-        if not (matrices and ".experts." in name):
-            whole = global_name(model, i, renamed.get(stored, stored))
+        if not (one_by_one and ".experts." in name):
+            whole = global_name(model, i, _in_files(model, name))
             rows, *rest = shape
             found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
             continue
         both = name.endswith("gate_up_proj")
         for e in range(shape[0]):
-            for part in ("gate", "up") if both else ("down",):
-                expert = f"{place}.experts.{e}.{matrices[part]}.weight"
+            for part in (gate, up) if both else (down,):
+                expert = f"{experts.place}.experts.{e}.{part}.weight"
                 found[global_name(model, i, expert)] = (shape[1] // 2 if both else shape[1], shape[2])
     return found
 
 
-# Linear attention's projections that INTERLEAVED families have in one: of each key head its queries, keys, values and
-# what gates them, and of its value heads b and a (transformers, modeling_qwen3_next.py).
+def _in_files(model: ModelSpec, name: str) -> str:
+    """What files call a parameter of a block, or the tensor that it is a part of."""
+    experts = model.experts
+    if model.family.interleaved and name in JOINED:
+        return JOINED[name]
+    if name == model.score_correction and experts.correction_in_files is not None:
+        return f"{experts.correction_in_files}.{CORRECTION}"
+    return name.replace("mlp.", f"{experts.place}.", 1) if name.startswith("mlp.") else name
+
+
+# Linear attention's projections that families with `interleaved` files have in one: of each key head its queries,
+# keys, values and what gates them, and of its value heads b and a (transformers, modeling_qwen3_next.py).
 QKVZ, BA = "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"
 JOINED = {
     "linear_attn.in_proj_qkv.weight": QKVZ,
@@ -113,7 +104,7 @@ JOINED = {
 
 def _interleaved(model: ModelSpec, i: int) -> dict[str, list[int]]:
     """Name in files -> how many rows of each kind a tensor has that is there in another order than in a slab."""
-    if model.architecture not in INTERLEAVED or (delta := model.delta(i)) is None:
+    if not model.family.interleaved or (delta := model.delta(i)) is None:
         return {}
     qkvz, ba = (global_name(model, i, name) for name in (QKVZ, BA))
     return {qkvz: [delta.key_width] * 2 + [delta.value_width] * 2, ba: [delta.value_heads] * 2}
@@ -300,9 +291,10 @@ def _require_plain(config: dict[str, Any], folder: Path) -> None:
 
 def _not_needed(name: str, model: ModelSpec) -> bool:
     """Of a tensor that no layer reads, whether the model has it otherwise, or does without it as transformers does."""
-    if model.architecture in PREDICT_MORE_APART and name.startswith("mtp."):
+    predicts_more = model.family.predicts_more
+    if predicts_more == "apart" and name.startswith("mtp."):
         return True
-    if model.architecture in PREDICT_MORE and (found := re.match(r"model\.layers\.(\d+)\.", name)):
+    if predicts_more == "as a block" and (found := re.match(r"model\.layers\.(\d+)\.", name)):
         return int(found[1]) >= model.num_hidden_layers
     return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == HEAD)
 

@@ -30,7 +30,6 @@ from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import rotary_tables, sharper_products
 from megatrain.sink import Sink
 from schedules.errors import InputError
-from schedules.families import WIDE_ROUTERS
 from schedules.model import SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
 from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
@@ -460,7 +459,7 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         scale=model.routed_scaling_factor,
         groups=model.n_group,
         chosen_groups=model.topk_group,
-        wide=model.architecture in WIDE_ROUTERS,
-        interleaved=model.architecture == "GptOssForCausalLM",
+        wide=model.experts.wide_router,
+        interleaved=model.experts.as_in_gpt_oss,
         pointwise=pointwise,
     )

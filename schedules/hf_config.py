@@ -8,27 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from schedules.families import (
-    ALL_WINDOWED,
-    ARCHITECTURES,
-    BIASES,
-    ENCODER_DECODERS,
-    ENCODERS,
-    FIXED,
-    GATED_SHARING,
-    GPT_OSS_ACTIVATION,
-    HYBRID,
-    KV_FOR_EACH,
-    LATENT,
-    MODEL_TYPES,
-    MULTIPLIERS,
-    ROTATED_IN_WINDOWS,
-    SHARING,
-    SWITCHED,
-    TWO_ROPES,
-    WINDOWLESS,
-    WITHOUT_OUT_BIAS,
-)
+from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GPT_OSS_ACTIVATION, MODEL_TYPES, MULTIPLIERS
+from schedules.family import Experts, Family
 from schedules.model_checks import (
     FULL,
     LATE_QUERIES,
@@ -59,10 +40,6 @@ NOT_DONE = {
 }
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
-TYPED = ("GptOssForCausalLM", "CwmForCausalLM", "Dots1ForCausalLM", *ROTATED_IN_WINDOWS)  # blocks, by their windows
-PARTIAL = (  # may turn a part of each head
-    "Phi3ForCausalLM", "MiniMaxM2ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", *HYBRID,
-)  # fmt: skip
 # Fields without a default, whose names are ours as well.
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -70,14 +47,15 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The keyword arguments of ModelSpec for `config`; of a model that sees images, of its language model.
 
-    Raises ModelError when the architecture is not one of ARCHITECTURES, a field is missing, or the config
+    Raises ModelError when the architecture is not one of FAMILIES, a field is missing, or the config
     asks for something our blocks do not do.
     """
     config = language_model(config, name)
     architecture = _architecture(config, name)
     if architecture == "Qwen2MoeForCausalLM" and config.get("qkv_bias") is not None:
         config = {**config, "attention_bias": config["qkv_bias"]}
-    settings = dict(ARCHITECTURES[architecture])
+    family = FAMILIES[architecture]
+    settings = dict(family.defaults)
     # an explicit null means "the default" for most fields, but "none" for these
     none = ("sliding_window", "q_lora_rank")
     settings |= {key: value for key, value in config.items() if value is not None or key in none}
@@ -88,9 +66,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         return settings[key]
 
     heads = need("num_attention_heads")
-    if architecture not in KV_FOR_EACH and "num_key_value_heads" not in config:
+    if not family.kv_for_each and "num_key_value_heads" not in config:
         need("num_key_value_heads")  # transformers has a default here, but a different one in each class
-    latent = _latent(architecture, settings, name)
+    latent = _latent(architecture, settings, name) if family.latent else {}
     if latent:  # whose config, where it has a head_dim, means that of the part that is turned
         settings["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
     if "head_dim" not in settings:
@@ -100,7 +78,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             of = "" if asked is True else f" of {asked!r}"
             raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
     local = None
-    if architecture in TWO_ROPES:
+    if family.two_ropes:
         settings, local = _apart(settings, name)
     theta, scaling = _rope(architecture, settings, name)
     blocks = require_few_blocks(need("num_hidden_layers"), name)
@@ -117,17 +95,16 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_local_base_freq": local,
-        "hidden_act": settings.get(_activation(architecture), "silu"),
-        **FIXED.get(architecture, {}),
-        **_biases(architecture, settings),
+        "hidden_act": settings.get(_activation(family), "silu"),
+        **family.fixed,
+        **_biases(family, settings),
         **latent,
-        **_experts(architecture, settings, need),
+        **(_experts(architecture, family.experts, settings, need) if family.experts else {}),
         **_windows(architecture, settings, rotated or (1,) * blocks, name),
-        **_linear(architecture, settings, blocks, name),
-        **{key: settings[key] for key in MULTIPLIERS if key in ARCHITECTURES[architecture]},
+        **(_linear(architecture, settings, blocks, name) if family.hybrid else {}),
+        **{key: settings[key] for key in (*MULTIPLIERS, "query_pre_attn_scalar") if key in family.defaults},
         "no_rope_layers": rotated,
         "partial_rotary_factor": _partial(architecture, settings, name),
-        "query_pre_attn_scalar": settings["query_pre_attn_scalar"] if architecture == "Gemma3ForCausalLM" else None,
     }
 
 
@@ -150,98 +127,104 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     What a field cannot say is left out: read again, the model may be another.
     """
     architecture = spec["architecture"]
+    family = FAMILIES[architecture]
     config = {
         "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
+        "model_type": family.model_type,
         **{key: spec[key] for key in SAME},
         "rope_scaling": spec["rope_scaling"] or None,
         "pad_token_id": None,  # a class's own may lie outside of the vocabulary
     }
-    if not spec["rope_scaling"] and "rope_scaling" in ARCHITECTURES[architecture]:
+    if not spec["rope_scaling"] and "rope_scaling" in family.defaults:
         config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
-    config |= {key: spec[key] for key in BIASES.get(architecture, ())}
-    config |= {key: 0.0 for key in NOT_DONE if key in ARCHITECTURES[architecture]}  # silent, it would ask for them
-    config[_activation(architecture)] = config.pop("hidden_act")
-    if architecture == "Gemma3ForCausalLM":
+    config |= {key: spec[key] for key in family.biases}
+    config |= {key: 0.0 for key in NOT_DONE if key in family.defaults}  # silent, it would ask for them
+    config[_activation(family)] = config.pop("hidden_act")
+    if "query_pre_attn_scalar" in family.defaults:
         config["query_pre_attn_scalar"] = spec.get("query_pre_attn_scalar", spec["head_dim"])
-    if architecture in TWO_ROPES:
+    if family.two_ropes:
         theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
         config["rope_parameters"] = {
             "full_attention": {**scaling, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": spec.get("rope_local_base_freq", theta)},
         }
-    if architecture in HYBRID:
+    if family.hybrid:
         config |= {key: spec[key] for key in OF_LINEAR if spec.get(key)}
-    config |= {key: spec.get(key, 1.0) for key in MULTIPLIERS if key in ARCHITECTURES[architecture]}
-    if architecture in (*TYPED, *TWO_ROPES, *HYBRID):
+    config |= {key: spec.get(key, 1.0) for key in MULTIPLIERS if key in family.defaults}
+    if family.hybrid or (family.windows == "some" and not family.windows_switched):
         config["layer_types"] = spec["layer_types"] or [FULL] * spec["num_hidden_layers"]
-    if architecture == "SmolLM3ForCausalLM":
+    if family.rotated == "listed":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
-    if architecture in PARTIAL:
+    if family.partly_rotated:
         config["partial_rotary_factor"] = spec.get("partial_rotary_factor", 1.0)
     if architecture == "Phi3ForCausalLM":
         config[ORIGINAL] = spec["rope_scaling"].get(ORIGINAL, spec["max_position_embeddings"])
-    if architecture in SWITCHED:
+    if family.windows_switched:
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
             config["layer_types"] = spec["layer_types"]
-    if architecture in ("Qwen3MoeForCausalLM", *GATED_SHARING):
-        config |= {key: spec[key] for key in ("num_experts", "moe_intermediate_size", "norm_topk_prob")}
-        config["num_experts_per_tok"] = spec["num_experts_per_tok"]
-        if architecture in GATED_SHARING:
-            config["shared_expert_intermediate_size"] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
-        if architecture == "Qwen2MoeForCausalLM":
-            config["qkv_bias"] = config.pop("attention_bias")
-    elif architecture in SHARING:
-        config |= {key: spec[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
-        dense = spec.get("first_k_dense_replace", 0)
-        of_all, of_shared = _counts(architecture)
-        config |= {
-            of_all: spec["num_experts"],
-            of_shared: spec.get("n_shared_experts", 0),
-            "first_k_dense_replace": dense,
-            "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
-            "n_group": spec.get("n_group", 1),
-            "topk_group": spec.get("topk_group", 1),
-        }
-        if architecture == "Glm4MoeForCausalLM":
-            config["use_qk_norm"] = spec["qk_norm"]
-        if architecture == "Glm4MoeLiteForCausalLM":
-            config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(spec["num_hidden_layers"])]
-        if architecture == "DeepseekV2ForCausalLM":
-            config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
-    elif spec["num_experts"]:
-        config |= {"num_local_experts": spec["num_experts"], "num_experts_per_tok": spec["num_experts_per_tok"]}
-        config["intermediate_size"] = spec["moe_intermediate_size"]
-        if architecture == "OlmoeForCausalLM":
-            config["norm_topk_prob"] = spec["norm_topk_prob"]
+    if family.experts is not None:
+        config |= _experts_config(architecture, family.experts, spec)
+    if architecture == "Qwen2MoeForCausalLM":
+        config["qkv_bias"] = config.pop("attention_bias")
     if architecture == "Mistral4ForCausalLM":  # from which transformers does not make it where there is a rope_scaling
         turned = {"partial_rotary_factor": spec["qk_rope_head_dim"] / spec["head_dim"]}
         config["rope_scaling"] = {**config["rope_scaling"], **turned}
-    if architecture in LATENT:
+    if family.latent:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
+    return config
+
+
+def _experts_config(architecture: str, names: Experts, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `config.json` says of experts."""
+    family = FAMILIES[architecture]
+    config = {
+        "num_experts_per_tok": spec["num_experts_per_tok"],
+        names.count: spec["num_experts"],
+        names.width: spec["moe_intermediate_size"],
+    }
+    if "norm_topk_prob" in family.defaults:
+        config["norm_topk_prob"] = spec["norm_topk_prob"]
+    if family.shares_gated:
+        config["shared_expert_intermediate_size"] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
+    if names.shared is None:
+        return config
+    dense = spec.get("first_k_dense_replace", 0)
+    config |= {
+        names.shared: spec.get("n_shared_experts", 0),
+        "first_k_dense_replace": dense,
+        "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
+        "n_group": spec.get("n_group", 1),
+        "topk_group": spec.get("topk_group", 1),
+    }
+    if architecture == "Glm4MoeForCausalLM":
+        config["use_qk_norm"] = spec["qk_norm"]
+    if architecture == "Glm4MoeLiteForCausalLM":
+        config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(spec["num_hidden_layers"])]
+    if architecture == "DeepseekV2ForCausalLM":
+        config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     return config
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
     listed = config.get("architectures")
     if listed is None and (kind := config.get("model_type")) is not None:
-        listed = [architecture for architecture, known in MODEL_TYPES.items() if known == kind]
+        listed = [MODEL_TYPES[kind]] if isinstance(kind, str) and kind in MODEL_TYPES else None
         if not listed:
-            known = ", ".join(MODEL_TYPES.values())
+            known = ", ".join(MODEL_TYPES)
             raise ModelError(f"{name}: the config's model_type {kind!r} is not supported; supported are {known}")
     if not isinstance(listed, (list, tuple)) or len(listed) != 1 or not isinstance(listed[0], str):
         raise ModelError(f"{name}: the config must name one class in 'architectures', it has {listed!r}")
     found: str = listed[0]
-    if found in ARCHITECTURES:
+    if found in FAMILIES:
         return found
     family = found.partition("For")[0].removesuffix("Model")
     if family in ENCODERS:
         raise ModelError(f"{name}: {found} is an encoder; MegaTrain trains decoders")
     if family in ENCODER_DECODERS:
         raise ModelError(f"{name}: {found} is an encoder-decoder; MegaTrain trains decoders")
-    raise ModelError(f"{name}: {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    raise ModelError(f"{name}: {found} is not supported; supported are {', '.join(FAMILIES)}")
 
 
 def _divide(hidden: Any, heads: Any, name: str) -> int:
@@ -310,7 +293,7 @@ def _longer(pairs: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
-    if architecture not in PARTIAL:
+    if not FAMILIES[architecture].partly_rotated:
         return 1.0
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if architecture == "MiniMaxM2ForCausalLM" and "rotary_dim" in settings:  # as its first configs have it
@@ -318,54 +301,41 @@ def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
     return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
 
 
-def _activation(architecture: str) -> str:
+def _activation(family: Family) -> str:
     """What a config calls hidden_act."""
-    return "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"
+    return "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
 
 
-def _biases(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    stated = {key: settings.get(key, False) for key in BIASES.get(architecture, ())}
+def _biases(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    stated = {key: settings.get(key, False) for key in family.biases}
     if "attention_bias" in stated:
-        of_out = architecture not in WITHOUT_OUT_BIAS and stated["attention_bias"]
-        stated.setdefault("attention_out_bias", of_out)
+        stated.setdefault("attention_out_bias", family.out_bias and stated["attention_bias"])
     return stated
 
 
-def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
-    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM", "MiniMaxM2ForCausalLM"):
-        for name, known in GPT_OSS_ACTIVATION.items() if architecture == "GptOssForCausalLM" else ():
-            if settings.get(name, known) != known:
-                raise ModelError(f"{name} must be {known}, as gpt-oss' released models have it, not {settings[name]!r}")
-        return {
-            "num_experts": need("num_local_experts"),
-            "num_experts_per_tok": need("num_experts_per_tok"),
-            "moe_intermediate_size": need("intermediate_size"),
-        }
+def _experts(
+    architecture: str, known: Experts, settings: Mapping[str, Any], need: Callable[[str], Any]
+) -> dict[str, Any]:
+    for name, value in GPT_OSS_ACTIVATION.items() if known.as_in_gpt_oss else ():
+        if settings.get(name, value) != value:
+            raise ModelError(f"{name} must be {value}, as gpt-oss' released models have it, not {settings[name]!r}")
+    of_family = FAMILIES[architecture].defaults
+    if "decoder_sparse_step" in of_family and (settings.get("mlp_only_layers") or settings["decoder_sparse_step"] != 1):
+        raise ModelError(f"a {architecture} with dense blocks between its expert blocks is not supported")
     # configs saved by transformers 5 may have the field under the name Mixtral gives it
-    count = "num_experts" if "num_experts" in settings else "num_local_experts"
-    if architecture == "OlmoeForCausalLM":
-        return {
-            "num_experts": need(count),
-            "num_experts_per_tok": need("num_experts_per_tok"),
-            "moe_intermediate_size": need("intermediate_size"),
-            "norm_topk_prob": settings.get("norm_topk_prob", False),
-        }
-    if architecture in ("Qwen3MoeForCausalLM", *GATED_SHARING):
-        if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
-            raise ModelError(f"a {architecture} with dense blocks between its expert blocks is not supported")
-        found = {
-            "num_experts": need(count),
-            "num_experts_per_tok": need("num_experts_per_tok"),
-            "moe_intermediate_size": need("moe_intermediate_size"),
-            # a Qwen3.5's does whatever is stated
-            "norm_topk_prob": architecture == "Qwen3_5MoeForCausalLM" or settings.get("norm_topk_prob", False),
-        }
-        if architecture in GATED_SHARING:
-            found["n_shared_experts"] = _shared(settings["shared_expert_intermediate_size"], found)
-        return found
-    if architecture in SHARING:
-        return _sharing(architecture, settings, need)
-    return {}
+    count = known.count if known.count in settings else "num_local_experts"
+    found = {
+        "num_experts": need(count),
+        "num_experts_per_tok": need("num_experts_per_tok"),
+        "moe_intermediate_size": need(known.width),
+    }
+    if "norm_topk_prob" in of_family:
+        found["norm_topk_prob"] = settings["norm_topk_prob"]
+    if FAMILIES[architecture].shares_gated:
+        found["n_shared_experts"] = _shared(settings["shared_expert_intermediate_size"], found)
+    if known.shared is not None:
+        found |= _sharing(architecture, known.shared, settings, need)
+    return found
 
 
 def _shared(width: Any, experts: Mapping[str, Any]) -> int:
@@ -377,9 +347,9 @@ def _shared(width: Any, experts: Mapping[str, Any]) -> int:
     return int(width // each)
 
 
-def _sharing(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
-    """Experts where some are given all tokens, and the first blocks may have none."""
-    sigmoid = FIXED.get(architecture, {}).get("sigmoid_router", False)
+def _sharing(architecture: str, shared: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
+    """Of experts where so many as the field `shared` says are given all tokens, and the first blocks may have none."""
+    sigmoid = FAMILIES[architecture].fixed.get("sigmoid_router", False)
     known: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid" if sigmoid else "softmax",), "moe_layer_freq": (1,)}
     if architecture == "DeepseekV2ForCausalLM":
         known |= {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)}
@@ -389,26 +359,16 @@ def _sharing(architecture: str, settings: Mapping[str, Any], need: Callable[[str
         if settings.get(key, values[0]) not in values:
             named = " or ".join(map(repr, values))
             raise ModelError(f"{key} of a {architecture} must be {named}, not {settings[key]!r}")
-    of_all, of_shared = _counts(architecture)
-    count = of_all if of_all in settings else "num_local_experts"
-    found = {"num_experts": need(count), "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0)}
-    found |= {key: need(key) for key in ("num_experts_per_tok", "moe_intermediate_size")}
-    found["n_shared_experts"] = need(of_shared)
-    found["first_k_dense_replace"] = _dense(settings, need)
+    found = {
+        "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0),
+        "n_shared_experts": need(shared),
+        "first_k_dense_replace": _dense(settings, need),
+    }
     if settings.get("topk_method") != "greedy":  # which chooses from all
         found |= {key: settings.get(key, 1) for key in ("n_group", "topk_group")}
-    if architecture != "DeepseekV2ForCausalLM":
-        found["norm_topk_prob"] = need("norm_topk_prob")
     if architecture == "Glm4MoeForCausalLM":
         found["qk_norm"] = settings.get("use_qk_norm", False)
     return found
-
-
-def _counts(architecture: str) -> tuple[str, str]:
-    """What the config of a SHARING family calls num_experts and n_shared_experts."""
-    if architecture == "ExaoneMoeForCausalLM":
-        return "num_experts", "num_shared_experts"
-    return "n_routed_experts", "n_shared_experts"
 
 
 def _dense(settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
@@ -424,9 +384,7 @@ def _dense(settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
 
 
 def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Of latent attention, nothing of other attention."""
-    if architecture not in LATENT:
-        return {}
+    """Its widths, where attention is latent."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     stated = {**settings, **(rope if isinstance(rope, Mapping) else {})}
     known: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True}
@@ -441,8 +399,6 @@ def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[s
 
 def _linear(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> dict[str, Any]:
     """Which blocks have linear attention, and its heads; nothing where none has."""
-    if architecture not in HYBRID:
-        return {}
     for key, known in (("attn_output_gate", (True,)), ("output_gate_type", ("swish", "silu"))):
         if settings.get(key, known[0]) not in known:
             raise ModelError(f"{name}: {key} of a {architecture} must be {known[0]!r}, not {settings[key]!r}")
@@ -457,10 +413,11 @@ def _linear(architecture: str, settings: Mapping[str, Any], blocks: int, name: s
 
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:
     """A 1 for each block with rotary embedding, a 0 for each without; empty where all have it."""
-    if architecture in ROTATED_IN_WINDOWS:
+    family = FAMILIES[architecture]
+    if family.rotated == "in windows":
         types = _windows(architecture, settings, (1,) * blocks, name).get("layer_types", ())
         return tuple(int(kind == SLIDING) for kind in types)
-    if architecture != "SmolLM3ForCausalLM":
+    if family.rotated == "all":
         return ()
     if "no_rope_layers" in settings:
         found = tuple(_listed("no_rope_layers", settings["no_rope_layers"], name)[:blocks])  # no more is read
@@ -479,22 +436,22 @@ def _listed(key: str, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
 
 
 def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int, ...], name: str) -> dict[str, Any]:
-    window = settings.get("sliding_window")
-    if window is None and architecture in TWO_ROPES:
+    family, window = FAMILIES[architecture], settings.get("sliding_window")
+    if window is None and family.two_ropes:
         raise ModelError(f"{name}: {architecture} needs a sliding_window")
-    if architecture in WINDOWLESS or window is None:
+    if family.windows == "none" or window is None:
         return {}
     types = settings.get("layer_types")
     if types is not None:
         types = _listed("layer_types", types, name)
-    if architecture in SWITCHED and not settings.get("use_sliding_window", False):
+    if family.windows_switched and not settings.get("use_sliding_window", False):
         if architecture == "SmolLM3ForCausalLM" and "sliding_attention" in (types or ()):
             raise ModelError(
                 f"{name}: layer_types with 'sliding_attention' needs use_sliding_window: without it transformers' "
                 "kernels do not agree on what it means"
             )
         return {}
-    if architecture in ALL_WINDOWED:
+    if family.windows == "all":
         return {"sliding_window": window}
     if types is None:
         sliding = _sliding(architecture, settings, rotated, name)
@@ -504,13 +461,11 @@ def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
 
 def _sliding(architecture: str, settings: Mapping[str, Any], rotated: tuple[int, ...], name: str) -> list[bool]:
     """Which blocks have a window, where a config does not list them."""
-    if architecture == "GptOssForCausalLM":
-        return [i % 2 == 0 for i in range(len(rotated))]
-    if architecture == "SmolLM3ForCausalLM":
+    if FAMILIES[architecture].rotated == "listed":
         return [not has for has in rotated]
     if architecture == "CwmForCausalLM":
         return [i % 4 != 0 for i in range(len(rotated))]
-    if architecture in (*TWO_ROPES, *ROTATED_IN_WINDOWS):
+    if "sliding_window_pattern" in settings:
         pattern = whole_number("sliding_window_pattern", settings["sliding_window_pattern"], name)
         return [(i + 1) % pattern != 0 for i in range(len(rotated))]
     first = whole_number("max_window_layers", settings.get("max_window_layers", 28), name, least=0)

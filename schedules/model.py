@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from schedules.delta import DeltaNet
-from schedules.families import INTERLEAVED, MULTIPLIERS
+from schedules.families import FAMILIES, MULTIPLIERS
+from schedules.family import Experts, Family
 from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
 from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
@@ -196,6 +197,16 @@ class ModelSpec:
         except TypeError as error:  # what dataclasses raise for a field left out
             raise ModelError(f"incomplete model: {error}") from None
 
+    @property
+    def family(self) -> Family:
+        """What is to be known of the architecture beside these fields."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def experts(self) -> Experts:
+        """What the architecture calls experts, which a model that was made up may have where its family has none."""
+        return self.family.experts or Experts()
+
     # ---- layers
 
     @property
@@ -283,10 +294,8 @@ class ModelSpec:
     def norms(self) -> Norms:
         """Of every block. "post_attention" is before the MLP where nothing is normalised after attention."""
         before_mlp = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
-        if self.architecture == "Glm4ForCausalLM":
-            return Norms(
-                "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-            )
+        if self.family.norms is not None:
+            return Norms(*self.family.norms)
         return Norms(
             before_attention="input_layernorm" if self.pre_norm else None,
             after_attention="post_attention_layernorm" if self.post_norm else None,
@@ -386,7 +395,7 @@ class ModelSpec:
     def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
         n, h, f = self.num_experts, self.hidden_size, self.moe_intermediate_size
         # gpt-oss calls its gate a router and stores expert matrices as (in, out), the others as (out, in)
-        transposed = self.architecture == "GptOssForCausalLM"
+        transposed = self.experts.as_in_gpt_oss
         router = "mlp.router" if transposed else "mlp.gate"
         shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (n, h)}
         if self.router_bias:
@@ -415,8 +424,7 @@ class ModelSpec:
         """The parameter that is added to experts' scores where they are chosen; None without a `sigmoid_router`."""
         if not self.sigmoid_router:
             return None
-        place = "mlp" if self.architecture == "MiniMaxM2ForCausalLM" else "mlp.gate"
-        return f"{place}.{CORRECTION}"
+        return f"{self.experts.correction}.{CORRECTION}"
 
     def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """As `parameter_shapes`, with what is one matrix in files: its parts lie in a row as it is."""
@@ -443,7 +451,7 @@ class ModelSpec:
         """
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
-            if self.architecture in INTERLEAVED and name.startswith("linear_attn.in_proj"):
+            if self.family.interleaved and name.startswith("linear_attn.in_proj"):
                 continue
             if "_proj" in name and name.endswith(".weight") and len(shape) == 2:
                 projection = name.removesuffix("weight")

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from schedules.errors import InputError
-from schedules.families import ACTIVATIONS, ARCHITECTURES
+from schedules.families import ACTIVATIONS, FAMILIES
 from schedules.whole_numbers import fault
 from schedules.words import plain
 
@@ -52,7 +52,7 @@ def require_meaning(model: ModelSpec) -> None:
     for field in fields(model):
         _check_type(model, field.name, str(field.type), getattr(model, field.name))
     require_few_blocks(model.num_hidden_layers, model.name)
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture not in FAMILIES:
         raise ModelError(f"{model.name}: architecture {model.architecture!r} is not supported")
     if model.num_attention_heads % model.num_key_value_heads:
         raise ModelError(

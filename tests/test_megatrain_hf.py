@@ -29,7 +29,7 @@ from megatrain.export import NotExported
 from megatrain.hf import WeightsError
 from megatrain.template import sinks, templates, views
 from schedules import presets, trained
-from schedules.families import INTERLEAVED, MODEL_TYPES
+from schedules.families import FAMILIES
 from schedules.hf_config import write_config
 from schedules.model import ModelError, ModelSpec
 from schedules.saved import saved_bytes
@@ -117,7 +117,7 @@ def loss_and_gradients(
 def named(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
     """Layer i's tensors as modules of transformers hold them: as in files, but for experts, which they have stacked."""
     held = {hf.global_name(model, i, name): part for name, part in views(slab, model.stored_shapes(i)).items()}
-    if model.architecture in INTERLEAVED:
+    if model.family.interleaved:
         held = {name: part for name, part in held.items() if "in_proj" not in name}
         held |= {name: part for name, part in hf.tensors_of(model, i, slab).items() if "in_proj" in name}
     return held
@@ -728,7 +728,7 @@ def test_of_a_model_that_sees_images_the_language_model_is_read(
     of_text, vision, more = SEEING[family]
     text = copy.deepcopy(SMALL_TEXT | of_text)  # into which transformers writes
     if family in ("Mistral3", "InternVL"):
-        text["model_type"] = MODEL_TYPES[alone]
+        text["model_type"] = FAMILIES[alone].model_type
     if family == "Glm46V":
         text["model_type"] = "glm4v_text"
     if (family, alone) == ("Glm46V", "Glm4MoeForCausalLM"):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import MODELS as FAMILIES
+from families import MODELS as SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import presets
-from schedules.families import ARCHITECTURES, GATED_SHARING, LATENT, ROTATED_IN_WINDOWS
+from schedules.families import FAMILIES
 from schedules.flops import (
     attended_pairs,
     backward_flops,
@@ -957,14 +957,14 @@ OURS_NEED = (  # that transformers has a default for, another in each class
 )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     stated = {"n_routed_experts": 4, "n_shared_experts": 1} if architecture == "Dots1ForCausalLM" else {}
     theirs = getattr(transformers, architecture).config_class(**stated)
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
     silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
-    latent = architecture in LATENT
+    latent = FAMILIES[architecture].latent
     whole = not latent and theirs.hidden_size % theirs.num_attention_heads == 0
     silent |= {} if whole or latent else {"head_dim": 128}  # which a GLM-4.5 always states
     silent["num_experts_per_tok"] = silent.get("num_experts_per_tok") or 2  # which a DeepSeek-V2 has no default for
@@ -973,7 +973,7 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     if architecture == "ExaoneMoeForCausalLM":
         alike.remove("n_shared_experts")
         assert ours.n_shared_experts == theirs.num_shared_experts
-    if architecture in GATED_SHARING:
+    if FAMILIES[architecture].shares_gated:
         alike.remove("n_shared_experts")
         assert ours.shared_width == theirs.shared_expert_intermediate_size
     for field in alike:
@@ -1003,7 +1003,7 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     local = {"rope_type": "default", "rope_theta": ours.rope_local_base_freq}
     assert local == theirs.rope_parameters.get("sliding_attention", {**local, "rope_theta": None})
     rotated = getattr(theirs, "no_rope_layers", [1] * ours.num_hidden_layers)
-    if architecture in ROTATED_IN_WINDOWS:
+    if FAMILIES[architecture].rotated == "in windows":
         rotated = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [ours.has_rope(i) for i in ours.blocks] == [bool(has) for has in rotated]
     assert [ours.window(i) is not None for i in ours.blocks] == [
@@ -1054,18 +1054,18 @@ def test_kimi_is_known_by_the_class_that_it_is_published_with() -> None:
     assert found[0] == found[1] and found[0].architecture == "DeepseekV3ForCausalLM"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}])
 def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict[str, Any]) -> None:
     config = CONFIG | dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
     config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
     config |= {"n_shared_experts": 1}
-    config |= {"num_key_value_heads": 4, "first_k_dense_replace": 1} if architecture in LATENT else {}
+    config |= {"num_key_value_heads": 4, "first_k_dense_replace": 1} if FAMILIES[architecture].latent else {}
     more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
     if architecture == "Mistral4ForCausalLM":
         more |= {"n_group": 1}
     if architecture == "Ministral3ForCausalLM":
-        more["rope_scaling"] = scaling = dict(FAMILIES["ministral3"].rope_scaling)
+        more["rope_scaling"] = scaling = dict(SMALL["ministral3"].rope_scaling)
     if scaling and architecture == "Phi3ForCausalLM":
         with pytest.raises(ModelError, match="'linear' is not supported in a Phi-3"):
             ModelSpec.from_hf_config(config | more, "small")

@@ -1,0 +1,90 @@
+"""What is to be known of a family of decoders beside its config.json; `schedules.families` has an entry for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """What a family with a mixture of experts calls them.
+
+    count, width: what its config.json calls the number of experts, and the width of each.
+    shared: what it calls the number of experts that are given all tokens, where it has such and counts them; the first
+        blocks may then have an MLP instead.
+    wide_router: routers multiply in fp32.
+    place, matrices: where files have them within a block, and what they call gate, up and down of each.
+    stacked: published with all experts' matrices in one tensor.
+    correction: where the bias lies by which experts are chosen, in files `correction_in_files` where that differs.
+    as_in_gpt_oss: the gate is called a router, matrices are (in, out), and columns of gate and up alternate.
+    """
+
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    shared: str | None = None
+    wide_router: bool = False
+    place: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: bool = False
+    correction: str = "mlp.gate"
+    correction_in_files: str | None = None
+    as_in_gpt_oss: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the config.json and the files of one architecture leave unsaid.
+
+    model_type: what config.json calls it.
+    defaults: what transformers assumes where config.json is silent. Some families alone have a field of these names:
+        a `kv_lora_rank` (whose attention is latent), `linear_...` (whose attention is linear in most blocks),
+        `rope_local_base_freq` (blocks with a window have a rotary embedding of their own).
+    fixed: what its code has, and no config.json says, in the fields of ModelSpec.
+    biases: the fields of its config.json that say which projections have a bias. Where none is for o alone, that of q,
+        k and v is for o too, if `out_bias`.
+    kv_for_each: there are as many key-value heads as query heads where config.json is silent.
+    windows: which blocks have the window that config.json states; where `windows_switched`, none if it does not switch
+        it on apart.
+    rotated: which blocks have rotary embedding; `partly_rotated`: of each head a part may be turned.
+    norms: what a block calls its norms, in the order of `schedules.model.Norms`, where the usual names are others.
+    experts: of a mixture.
+    interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
+    predicts_more: files have a further block, which predicts the token after the next: as a block, or apart as "mtp".
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    out_bias: bool = True
+    kv_for_each: bool = False
+    windows: Literal["none", "some", "all"] = "none"
+    windows_switched: bool = False
+    rotated: Literal["all", "in windows", "listed"] = "all"
+    partly_rotated: bool = False
+    norms: tuple[str, str, str, str] | None = None
+    experts: Experts | None = None
+    interleaved: bool = False
+    predicts_more: Literal["no", "as a block", "apart"] = "no"
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is latent."""
+        return "kv_lora_rank" in self.defaults
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether most blocks have linear attention."""
+        return "linear_num_key_heads" in self.defaults
+
+    @property
+    def two_ropes(self) -> bool:
+        """Whether blocks without a window have one rotary embedding, those with a window another."""
+        return "rope_local_base_freq" in self.defaults
+
+    @property
+    def shares_gated(self) -> bool:
+        """Whether all tokens are given to one expert, whose output has a gate."""
+        return bool(self.fixed.get("shared_expert_gate"))
