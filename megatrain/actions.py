@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain import adam, autograd, muon, nf4
 from megatrain.adam import Adam
 from megatrain.backend import Work
+from megatrain.documents import Documents
 from megatrain.lifetime import released
 from megatrain.sink import Sink
 from megatrain.store import Store
@@ -33,6 +34,25 @@ NORM_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of one fp32 norm; nor
 OnGradient = Callable[[int, int, slice, Tensor], None]
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What a step reads, on the device.
+
+    inputs, targets: int64 [accumulation, micro_batch_size, seq_len].
+    shares: what each target counts for in the loss, fp32, as they.
+    documents: of each micro-batch, where no token attends to another document's; empty where any may.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    shares: Tensor
+    documents: tuple[Documents, ...] = ()
+
+    def documents_in(self, m: int) -> Documents | None:
+        """Of a micro-batch."""
+        return self.documents[m] if self.documents else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Actions:
     """What ops need beside their buffers: layers, hyperparameters of each step, tokens, a place for losses."""
@@ -43,8 +63,7 @@ class Actions:
     device: torch.device
     hyper: Callable[[int], Adam]
     on_gradient: OnGradient | None = None
-    # step -> inputs, targets, and what each target counts for in the loss, on the device
-    tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)  # by step
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # step -> micro-batch -> its part of the mean
     squares: dict[int, Tensor] = field(default_factory=dict)  # step -> sum of the squares of all gradients, if taken
 
@@ -222,21 +241,21 @@ def _embed(a: Actions, op: Op) -> Work:
     m = _microbatch(op)
 
     def run(step: int) -> None:
-        inputs, _, _ = a.tokens[step]
-        out.copy_(a.templates.embed.forward(table, inputs[m]))
+        out.copy_(a.templates.embed.forward(table, a.batches[step].inputs[m]))
 
     return run
 
 
 def _forward(a: Actions, op: Op) -> Work:
-    i = _layer(op)
-    layer = a.templates.blocks[a.schedule.model.layer_kind(i)]
+    i, m = _layer(op), _microbatch(op)
+    block = a.templates.blocks[a.schedule.model.layer_kind(i)]
     params, x = a.weights(op, i), a.read(op, tensors.OUTPUT)
     outputs = [a.store.tensor(access) for access in _all(op.writes, tensors.OUTPUT)]
     kept = _all(op.writes, tensors.SAVED)
     names = a.trained_shapes(i).keys()
 
     def run(step: int) -> None:
+        layer = block.within(a.batches[step].documents_in(m))
         if kept:
             a.store.vacate(kept[0])
             y, saved = autograd.forward(layer, params, x, trained=names, output=bool(outputs))
@@ -259,8 +278,9 @@ def _loss(a: Actions, op: Op) -> Work:
     if workload.task == "evaluate":
 
         def evaluate(step: int) -> None:
-            _, targets, shares = a.tokens[step]
-            a.losses[step][m] = a.templates.head.loss(head["norm.weight"], table, hidden, targets[m], shares[m])
+            read = a.batches[step]
+            losses = a.templates.head.loss(head["norm.weight"], table, hidden, read.targets[m], read.shares[m])
+            a.losses[step][m] = losses
 
         return evaluate
     updated = trained.layers(model, workload)
@@ -269,14 +289,14 @@ def _loss(a: Actions, op: Op) -> Work:
     d_hidden = a.written(op, tensors.OUTPUT_GRAD)
 
     def run(step: int) -> None:
-        _, targets, shares = a.tokens[step]
+        read = a.batches[step]
         with torch.no_grad():
             loss = a.templates.head.loss_and_grads(
                 head["norm.weight"],
                 table,
                 hidden,
-                targets[m],
-                shares[m],
+                read.targets[m],
+                read.shares[m],
                 d_hidden=d_hidden,
                 norm_sink=norm_sink,
                 table_sink=table_sink,
@@ -292,8 +312,7 @@ def _backward(a: Actions, op: Op) -> Work:
     if i == a.schedule.model.embed:
 
         def run_embed(step: int) -> None:
-            inputs, _, _ = a.tokens[step]
-            a.templates.embed.backward(inputs[m], dy, grads["embed_tokens.weight"])
+            a.templates.embed.backward(a.batches[step].inputs[m], dy, grads["embed_tokens.weight"])
 
         return run_embed
     params, x, dx = a.weights(op, i), a.read(op, tensors.OUTPUT), a.written(op, tensors.OUTPUT_GRAD)

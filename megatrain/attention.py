@@ -6,6 +6,7 @@ head_dim]. Plain causal attention is torch's own, but for fp32 on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +14,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain.documents import Documents
+
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Attention:
-    """A token attends to itself and the tokens before it, `window` in all if not None.
+    """A token attends to itself and the tokens before it, `window` in all if not None, those of its document alone.
 
     `mask` [seq, seq] has zeros where a query (row) may attend to a key and -inf elsewhere: on the CPU, where a window
     or sinks need it. Products of queries and keys are multiplied by `scale`, 1 / sqrt(head_dim) where it is None.
+    Without `documents` each sequence is one.
     """
 
     window: int | None = None
     mask: Tensor | None = None
     scale: float | None = None
+    documents: Documents | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention's output [batch, seq, heads, width of v]; `sinks` [heads] are logits of a key that has no value."""
         narrow = v.shape[-1] < q.shape[-1] and not (q.is_cuda and q.dtype == torch.float32)
-        if self.window is not None or sinks is not None or narrow:
-            return _Flash.apply(  # type: ignore[no-any-return, no-untyped-call]
-                q, k, v, sinks, self.window, self.mask, self.scale
-            )
+        if self.window is not None or sinks is not None or narrow or self.documents is not None:
+            return _Flash.apply(q, k, v, sinks, self)  # type: ignore[no-any-return, no-untyped-call]
         # torch wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that neither
         # attention's inputs nor its output are copied
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -63,23 +66,14 @@ class _Flash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
-        y, total, *ctx.random = _attend(q, k, v, window, mask, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Attention) -> Tensor:
+        y, total, *ctx.random = _attend(q, k, v, how)
         if sinks is not None:
             with_sink = torch.logaddexp(total, sinks.to(total.dtype).view(-1, 1))
-            y.mul_(torch.exp(total - with_sink).transpose(1, 2).unsqueeze(-1))
+            y.mul_(_by_token(torch.exp(total - with_sink), y).unsqueeze(-1))
             total = with_sink
         ctx.save_for_backward(q, k, v, sinks, y, total)
-        ctx.window, ctx.mask, ctx.scale = window, mask, scale
+        ctx.how = how
         return y
 
     @staticmethod
@@ -87,56 +81,102 @@ class _Flash(torch.autograd.Function):
         q, k, v, sinks, y, total = ctx.saved_tensors
         d_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            rows = (grads[0].to(total.dtype) * y).sum(-1).transpose(1, 2)
+            rows = (grads[0].to(total.dtype) * y).sum(-1)
             share = torch.exp(sinks.to(total.dtype).view(-1, 1) - total)
-            d_sinks = -(share * rows).sum((0, 2)).to(sinks.dtype)
-        inputs = _attend_backward(grads[0], q, k, v, y, total, ctx.random, ctx.window, ctx.mask, ctx.scale)
-        return *inputs, d_sinks, None, None, None
+            d_sinks = -(_by_token(share, y) * rows).sum((0, 1)).to(sinks.dtype)
+        inputs = _attend_backward(grads[0], q, k, v, y, total, ctx.random, ctx.how)
+        return *inputs, d_sinks, None
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None, scale: float | None = None
-) -> list[Tensor]:
-    """The output, each row's logsumexp [batch, heads, seq], and on a GPU the state of random numbers not drawn."""
-    seq, width = q.shape[1], v.shape[-1]
+def _by_token(of_rows: Tensor, like: Tensor) -> Tensor:
+    """A number for each query and head, as `_attend` returns them, [batch, seq, heads] as attention's output has."""
+    return of_rows.transpose(-1, -2).reshape(like.shape[:-1])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, how: Attention) -> list[Tensor]:
+    """The output, each row's logsumexp, and on a GPU the state of random numbers not drawn.
+
+    The second is [batch, heads, seq], and with documents [heads, batch * seq].
+    """
+    width = v.shape[-1]
     v = _padded(v, q)
     if q.is_cuda:
-        found = aten._flash_attention_forward(
-            q, k, v, None, None, seq, seq, 0.0, True, False, scale=scale, **_sides(window)
+        y, *found = aten._flash_attention_forward(
+            *_joined(how, q, k, v), *_extents(how, q.shape[1]), 0.0, True, False, scale=how.scale, **_sides(how.window)
         )
-        return [_narrowed(found[0], width), *found[1:4]]
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    y, total = aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads_first, is_causal=mask is None, attn_mask=None if mask is None else mask[:seq, :seq], scale=scale
-    )
-    return [_narrowed(y.transpose(1, 2), width), total]
+        return [_narrowed(y.view_as(q), width), *found[:3]]
+    outputs, totals = [], []
+    for some in _alike(how, q, k, v):
+        y, total = aten._scaled_dot_product_flash_attention_for_cpu(
+            *(t.transpose(1, 2) for t in some),
+            is_causal=how.mask is None,
+            attn_mask=_mask(how, some[0]),
+            scale=how.scale,
+        )
+        outputs.append(y.transpose(1, 2))
+        totals.append(total)
+    if how.documents is None:
+        return [_narrowed(outputs[0], width), totals[0]]
+    y = torch.cat([y.flatten(0, 1) for y in outputs]).view_as(q)
+    return [_narrowed(y, width), torch.cat([total.transpose(0, 1).flatten(1) for total in totals], dim=1)]
 
 
 def _attend_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    total: Tensor,
-    random: list[Tensor],
-    window: int | None,
-    mask: Tensor | None,
-    scale: float | None = None,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, random: list[Tensor], how: Attention
 ) -> tuple[Tensor, ...]:
-    seq, width = q.shape[1], v.shape[-1]
+    width = v.shape[-1]
     dy, v, y = _padded(dy.contiguous(), q), _padded(v, q), _padded(y, q)
     if q.is_cuda:
         dq, dk, dv = aten._flash_attention_backward(
-            dy, q, k, v, y, total, None, None, seq, seq, 0.0, True, *random, scale=scale, **_sides(window)
-        )
-        return dq, dk, _narrowed(dv, width)
-    heads_first = (t.transpose(1, 2) for t in (dy, q, k, v, y))
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *heads_first, total, 0.0, mask is None, attn_mask=None if mask is None else mask[:seq, :seq], scale=scale
-    )
-    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-    return dq, dk, _narrowed(dv, width)
+            *_joined(how, dy, q, k, v, y), total, *_extents(how, q.shape[1]), 0.0, True, *random, scale=how.scale,
+            **_sides(how.window),
+        )  # fmt: skip
+        return dq.view_as(q), dk.view_as(k), _narrowed(dv.view_as(v), width)
+    grads = []
+    for *some, of_rows in _alike(how, dy, q, k, v, y, total=total):
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t.transpose(1, 2) for t in some), of_rows, 0.0, how.mask is None, attn_mask=_mask(how, some[0]),
+            scale=how.scale,
+        )  # fmt: skip
+        grads.append([grad.transpose(1, 2) for grad in found])
+    if how.documents is None:
+        (dq, dk, dv), *_ = grads
+    else:
+        dq, dk, dv = (torch.cat([t.flatten(0, 1) for t in some]) for some in zip(*grads, strict=True))
+    return dq.view_as(q), dk.view_as(k), _narrowed(dv.view_as(v), width)
+
+
+def _alike(how: Attention, *tensors: Tensor, total: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """Of tensors [batch, seq, ...], and of each row's logsumexp, the parts with documents of one length, a row each."""
+    if how.documents is None:
+        yield [*tensors, *([] if total is None else [total])]
+        return
+    start = 0
+    for count, length in how.documents.alike:
+        end = start + count * length
+        some = [t.flatten(0, 1)[start:end].view(count, length, *t.shape[2:]) for t in tensors]
+        if total is not None:
+            some.append(total[:, start:end].view(-1, count, length).transpose(0, 1))
+        yield some
+        start = end
+
+
+def _joined(how: Attention, *tensors: Tensor) -> list[Tensor]:
+    """As flash attention takes them: with documents the sequences of all one after another."""
+    return [t if how.documents is None else t.flatten(0, 1) for t in tensors]
+
+
+def _extents(how: Attention, seq: int) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where queries and keys of each document begin, and how many the longest has."""
+    if (documents := how.documents) is None:
+        return None, None, seq, seq
+    longest = max(documents.lengths)
+    return documents.starts, documents.starts, longest, longest
+
+
+def _mask(how: Attention, like: Tensor) -> Tensor | None:
+    seq = like.shape[1]
+    return None if how.mask is None else how.mask[:seq, :seq]
 
 
 def _padded(t: Tensor, like: Tensor) -> Tensor:

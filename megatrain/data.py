@@ -30,10 +30,15 @@ class DataError(InputError):
 
 
 class TokenSource(Protocol):
-    """Batches by number, and how many different tokens may occur in them."""
+    """Batches by number, how many different tokens may occur in them, and which of these, if one does, ends a document
+    that no token of another attends to or is predicted from.
+    """
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def document_end(self) -> int | None: ...
 
     @property
     def sequences(self) -> int | None:
@@ -55,6 +60,8 @@ class TokenSource(Protocol):
 
 
 class _AllLearned:
+    document_end = None
+
     def learned(self, step: int) -> Tensor | None:
         """See TokenSource."""
         return None

@@ -113,6 +113,8 @@ def train(
     with ExitStack() as opened:
         machine = opened.enter_context(closing(backend_of(backend)))
         way.require(on_gpu=machine.device.type == "cuda")
+        if way.graphs and files.document_end is not None:
+            raise InputError("CUDA graphs would go on with the documents of the step that was captured; leave them out")
         require_memory(
             verified,
             machine.device,

@@ -22,6 +22,7 @@ from megatrain import fp8
 from megatrain.attention import Attention, band
 from megatrain.autograd import again
 from megatrain.delta import LinearAttention
+from megatrain.documents import Documents
 from megatrain.experts import Mixture
 from megatrain.latent import Expansion
 from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, weighed
@@ -137,6 +138,10 @@ class Block:
     pointwise_again: bool = False
     mlp_chunk: int | None = None
     in_fp8: Pointwise | None = None
+
+    def within(self, documents: Documents | None) -> Block:
+        """The same where tokens attend to those of their document alone."""
+        return self if documents is None else replace(self, attention=replace(self.attention, documents=documents))
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
@@ -371,16 +376,24 @@ def templates(
     pointwise_again: bool = False,
     mlp_chunk: int | None = None,
     matmul: str | None = None,
+    documents: bool = False,
 ) -> Templates:
     """Templates for sequences of up to `seq_len` tokens; `pointwise_again` and `mlp_chunk` as in Block, `matmul` as in
-    Workload.
+    Workload; `documents`: sequences may hold several.
 
     Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, which all blocks share, and as many
     again if blocks with a window have a base of their own.
 
-    Raises ModelError for an unknown rope_scaling, TemplateError for windows or sinks in fp32 on a GPU, and InputError
-    where there are no products in `matmul`.
+    Raises ModelError for an unknown rope_scaling, TemplateError for windows, sinks or documents in fp32 on a GPU, and
+    for documents beside linear attention, and InputError where there are no products in `matmul`.
     """
+    if documents and (linear := [i for i in model.blocks if model.delta(i) is not None]):
+        raise TemplateError(
+            f"{model.name}: the linear attention of {len(linear)} of its blocks goes on from one document to the next: "
+            "leave out the token at which documents end"
+        )
+    if documents and device.type == "cuda" and dtype == torch.float32:
+        raise TemplateError(f"{model.name}: attention within documents has no fp32 kernel on a GPU")
     if matmul is not None:
         fp8.require(device)
     tables = rotary_tables(model, seq_len, device, dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.data import ByteText, DataError, Numbers, TokenSource, examples, known_by, places, sequences_in
+from megatrain.documents import goes_on
 from schedules.workload import Workload
 
 CHECKED = 1 << 24  # tokens of a file looked at at a time
@@ -26,7 +27,8 @@ class TokenFile:
 
     One dimension is running text, of which sequences are cut; of two, each row is a sequence, padded where it is
     shorter. `loss_mask` is a `.npy` file of that shape, bool or of zeros and ones, which has one where a token is to be
-    learned: not in prompts, and not in padding.
+    learned: not in prompts, and not in padding. With a `document_end` the first token of each document is not learned
+    either, but for a sequence's first.
 
     The files are mapped: they may be larger than memory. All of them is looked at once, so that no token is met hours
     later that a vocabulary of `vocab_size` does not have. Raises DataError for one, for a file that is missing, too
@@ -39,8 +41,13 @@ class TokenFile:
     workload: Workload
     seed: int = 0
     loss_mask: Path | None = None
+    document_end: int | None = None
 
     def __post_init__(self) -> None:
+        if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
+            raise DataError(
+                f"no document ends with token {self.document_end}: the model's vocabulary is 0 to {self.vocab_size - 1}"
+            )
         self._require_shape()
         _ = self.known_by  # reads all of both
 
@@ -69,7 +76,9 @@ class TokenFile:
     def known_by(self) -> str:
         """See TokenSource."""
         known = known_by(self._tokens.size, self._checked_tokens())
-        return known if self.loss_mask is None else f"{known}, learned {self._checked_mask(self.loss_mask):08x}"
+        if self.loss_mask is not None:
+            known += f", learned {self._checked_mask(self.loss_mask):08x}"
+        return known if self.document_end is None else f"{known}, documents end with {self.document_end}"
 
     def _checked_tokens(self) -> int:
         """The CRC-32 of the tokens, all of which the vocabulary has."""
@@ -152,7 +161,11 @@ class TokenFile:
 
     def learned(self, step: int) -> Tensor | None:
         """See TokenSource."""
-        return None if self.loss_mask is None else torch.from_numpy(self._of_step(self._mask, step).astype(bool))
+        found = None if self.loss_mask is None else torch.from_numpy(self._of_step(self._mask, step).astype(bool))
+        if self.document_end is None:
+            return found
+        within = goes_on(self.batch(step), self.document_end)
+        return within if found is None else found & within
 
     def _of_step(self, numbers: Numbers, step: int) -> Numbers:
         """What a file has for a step's sequences, [accumulation, micro_batch_size, seq_len + 1]."""
@@ -166,14 +179,30 @@ class TokenFile:
 
 
 def from_file(
-    path: Path, vocab_size: int, workload: Workload, seed: int = 0, *, loss_mask: Path | None = None
+    path: Path,
+    vocab_size: int,
+    workload: Workload,
+    seed: int = 0,
+    *,
+    loss_mask: Path | None = None,
+    document_end: int | None = None,
 ) -> TokenSource:
     """A .npy file of token numbers; or a .txt file, a token per byte, for a model whose vocabulary is that.
 
-    Raises DataError for a file that is missing, or is not of this vocabulary, or has a mask and is not of tokens.
+    Raises DataError for a file that is missing, or is not of this vocabulary, or has a mask or documents and is not of
+    tokens.
     """
     if path.suffix != ".txt":
-        return TokenFile(path=path, vocab_size=vocab_size, workload=workload, seed=seed, loss_mask=loss_mask)
+        return TokenFile(
+            path=path,
+            vocab_size=vocab_size,
+            workload=workload,
+            seed=seed,
+            loss_mask=loss_mask,
+            document_end=document_end,
+        )
+    if document_end is not None:
+        raise DataError(f"{path} is text, of one document: a token that ends one belongs to a .npy file of tokens")
     if loss_mask is not None:
         raise DataError(f"{path} is text, of which all is learned: a loss mask belongs to a .npy file of tokens")
     if vocab_size != ByteText.vocab_size:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from megatrain import checkpoint
-from megatrain.actions import Actions, OnGradient
+from megatrain.actions import Actions, Batch, OnGradient
 from megatrain.adam import Adam
 from megatrain.backend import Backend, E, Work
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import TokenSource, inputs_and_targets, shares, whole_steps
+from megatrain.documents import documents_of
 from megatrain.executor import Executor
 from megatrain.float_types import float_type
 from megatrain.initial import random_adapters, with_checksums
@@ -125,6 +126,7 @@ class Trainer(Generic[E]):
             pointwise_again=workload.recompute != "none",
             mlp_chunk=MLP_CHUNK_TOKENS if workload.recompute == "mlp" else None,
             matmul=workload.matmul,
+            documents=data.document_end is not None,
         )
         with ExitStack() as opened:  # no file may be left behind
             on_stage("allocating memory")
@@ -248,7 +250,7 @@ class Trainer(Generic[E]):
         if self._evaluation is None:
             assert verified is not None, "the first time"
             store = self._store.within(verified.schedule)
-            actions = replace(self._actions, schedule=verified.schedule, store=store, tokens={}, losses={}, squares={})
+            actions = replace(self._actions, schedule=verified.schedule, store=store, batches={}, losses={}, squares={})
             self._evaluation = Executor(verified, self._backend, actions.works()), actions
         executor, actions = self._evaluation
         steps = whole_steps(data, actions.schedule.workload)
@@ -306,8 +308,11 @@ class Trainer(Generic[E]):
 def _issued(executor: Executor[E], actions: Actions, data: TokenSource, step: int) -> int:
     """Issue a step of some text; how many of its tokens are learned."""
     inputs, targets = inputs_and_targets(data.batch(step))
-    of_loss = shares(data, step, actions.schedule.workload).float()
-    actions.tokens[step] = inputs.to(actions.device), targets.to(actions.device), of_loss.to(actions.device)
+    of_loss, end = shares(data, step, actions.schedule.workload).float(), data.document_end
+    documents = () if end is None else tuple(documents_of(tokens, end, actions.device) for tokens in inputs)
+    actions.batches[step] = Batch(
+        inputs.to(actions.device), targets.to(actions.device), of_loss.to(actions.device), documents
+    )
     if actions.device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # `to` has waited; torch's stream sanitizer learns it here
     actions.losses[step] = {}
@@ -318,6 +323,6 @@ def _issued(executor: Executor[E], actions: Actions, data: TokenSource, step: in
 def _finished(executor: Executor[E], actions: Actions, step: int) -> float:
     """Wait for a step; its loss."""
     executor.wait(step)
-    del actions.tokens[step]
+    del actions.batches[step]
     parts = actions.losses.pop(step)
     return sum(float(parts[m]) for m in sorted(parts))

@@ -37,6 +37,7 @@ class Files:
         adapters are trained: these would belong to weights that nobody has.
     tokens: see `megatrain.token_file.from_file`; the standard library's source text, a token per byte, if left out.
     loss_mask: a file beside that of tokens, see `megatrain.token_file.TokenFile`; all are learned if left out.
+    document_end: the token that ends a document, in that file and in what is held out.
     held_out: a file as that of tokens, whose loss is told before the first step, after the last and, if given, after
         every `held_out_every`; held_out_mask: its mask.
     resume: a folder of checkpoints, from the newest of which to go on.
@@ -48,6 +49,7 @@ class Files:
     adapters: Path | None = None
     tokens: Path | None = None
     loss_mask: Path | None = None
+    document_end: int | None = None
     held_out: Path | None = None
     held_out_mask: Path | None = None
     held_out_every: int | None = None
@@ -104,8 +106,17 @@ class Files:
         found: TokenSource
         if self.loss_mask is not None and self.tokens is None:
             raise DataError("a loss mask says which tokens of a file are learned: give the file, with --data")
+        if self.document_end is not None and self.tokens is None:
+            raise DataError("--document-end is a token of a file: give the file, with --data")
         if self.tokens is not None:
-            found = from_file(self.tokens, model.vocab_size, workload, seed, loss_mask=self.loss_mask)
+            found = from_file(
+                self.tokens,
+                model.vocab_size,
+                workload,
+                seed,
+                loss_mask=self.loss_mask,
+                document_end=self.document_end,
+            )
         elif model.vocab_size < ByteText.vocab_size:
             raise DataError(
                 f"{model.name} knows {model.vocab_size} tokens, fewer than there are bytes: give a .npy file of its "
@@ -143,7 +154,9 @@ class Files:
         if workload.task == "evaluate":
             raise InputError("--held-out is evaluated while something is trained: give the text as --data")
         of = evaluation(verified).schedule.workload
-        found = from_file(self.held_out, model.vocab_size, of, loss_mask=self.held_out_mask)
+        found = from_file(
+            self.held_out, model.vocab_size, of, loss_mask=self.held_out_mask, document_end=self.document_end
+        )
         try:
             steps = whole_steps(found, of)
         except DataError as error:

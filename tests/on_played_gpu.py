@@ -21,7 +21,7 @@ import pytest
 import rehearsal
 import torch
 from fake_cuda import POLICIES, WORKLOAD, Some, built, trainer
-from families import QWEN3_5
+from families import MODELS, QWEN3_5
 from gpu_case import Case
 from hand_written import WRITERS, small
 from torch._inductor import metrics
@@ -31,6 +31,8 @@ from megatrain.adam import Adam
 from megatrain.backend import OpFailed
 from megatrain.cpu import CpuEvent
 from megatrain.cuda import CudaBackend
+from megatrain.data import RandomTokens
+from megatrain.documents import documents_of
 from megatrain.graphs import PHASES, replayed
 from megatrain.native import adam_gpu
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
@@ -123,6 +125,25 @@ def test_so_it_does_with_linear_attention(name: str, recompute: str, precision: 
         played_gpu.count("graphs")
         run.run(2)
     assert played_gpu.count("graphs") > 0
+
+
+LATENT = dataclasses.replace(
+    MODELS["deepseek-v3"], num_experts=0, n_shared_experts=0, first_k_dense_replace=0, n_group=1, topk_group=1,
+    sigmoid_router=False, head_dim=24, qk_nope_head_dim=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["streamed", "moved_out"])
+@pytest.mark.parametrize(
+    "model", [MODEL, MODELS["olmo3"], dataclasses.replace(MODEL, attention_sinks=True), LATENT], ids=lambda m: m.name
+)
+def test_so_it_does_with_documents(
+    model: ModelSpec, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RandomTokens, "document_end", 7)
+    workload = dataclasses.replace(LONG, precision="bf16", seq_len=96)
+    schedule = WRITERS[name](model, workload) if name in WRITERS else built(name, model, workload)
+    assert waits_in_steps(schedule, tmp_path) == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_16bit", "bf16_split", "fp32"])
@@ -318,16 +339,24 @@ def first_block(
         ("qwen3.5-9b gated", "none", 4),
         ("qwen3.5-9b gated", "pointwise", 4),
         ("qwen3.5-9b gated", "mlp", 16),
+        ("llama-3.1-8b documents", "none", 4),
+        ("gpt-oss-20b documents", "none", 4),
+        ("deepseek-v2-lite documents", "none", 4),
+        ("gemma-3-27b documents", "mlp", 4),
     ],
 )
 def test_ops_of_a_large_block_take_no_more_than_is_counted(
     name: str, recompute: str, batch: int, pointwise: Pointwise
 ) -> None:
-    preset, *gated = name.split()
+    preset, *kind = name.split()
+    gated, documents = ("gated" in kind), ("documents" in kind)
     model, workload = presets.load(preset), Workload(micro_batch_size=batch, seq_len=4096, recompute=recompute)
     if gated:  # every fourth block is, and none of the largest
         model = model.of_blocks([3])
     block, params, x, dy, sinks = first_block(model, workload, pointwise)
+    if documents:
+        tokens = torch.arange(4096).remainder(1000).expand(batch, -1)
+        block = block.within(documents_of(tokens, 999, x.device))
 
     def alone() -> None:
         with torch.no_grad():

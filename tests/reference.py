@@ -119,11 +119,19 @@ def train(
         )
         optimizers.append(muon)
 
-    def loss_of(inputs: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-        embed, head = layers[model.embed], layers[model.head]
-        x = own.embed.forward(embed["embed_tokens.weight"], inputs)
+    def hidden(tokens: Tensor) -> Tensor:
+        x = own.embed.forward(layers[model.embed]["embed_tokens.weight"], tokens)
         for i in model.blocks:
             x = own.blocks[model.layer_kind(i)].forward(layers[i], x)
+        return x
+
+    def loss_of(inputs: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+        embed, head = layers[model.embed], layers[model.head]
+        if data.document_end is None:
+            x = hidden(inputs)
+        else:  # each document by itself
+            alone = [hidden(document[None]) for row in inputs for document in _documents(row, data.document_end)]
+            x = torch.cat(alone, dim=1).view(*inputs.shape, -1)
         table = embed["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
         normed = rms_norm(x, head["norm.weight"], model.rms_norm_eps, offset=model.norm_offset)
         logits = normed @ table.t() / model.logits_scaling
@@ -156,6 +164,16 @@ def train(
             optimizer.zero_grad()
     final = {i: _flat({n: p.detach() for n, p in params.items()}) for i, params in updated.items()}
     return Reference(losses=losses, gradients=gradients, norms=norms, parameters=final)
+
+
+def _documents(row: Tensor, end: int) -> list[Tensor]:
+    """A sequence [seq] cut after each token that ends a document."""
+    found: list[list[int]] = [[]]
+    for token in row.tolist():
+        found[-1].append(token)
+        if token == end:
+            found.append([])
+    return [torch.tensor(document) for document in found if document]
 
 
 def _parameters(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -352,9 +352,10 @@ def test_a_gpus_attention_takes_windows() -> None:
     with torch.no_grad(), FakeTensorMode(), ToldWindows() as told:
         q, k, v = (torch.empty(2, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
         for window in (None, 128):
-            y, total, *random = _attend(q, k, v, window, None)
+            how = Attention(window=window)
+            y, total, *random = _attend(q, k, v, how)
             assert y.shape == q.shape and total.shape == (2, 8, 256) and total.dtype == torch.float32
-            grads = _attend_backward(y, q, k, v, y, total, random, window, None)
+            grads = _attend_backward(y, q, k, v, y, total, random, how)
             assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
     assert told.sides == [(-1, 0), (-1, 0), (127, 0), (127, 0)]  # a window of 128 has the query's own
 

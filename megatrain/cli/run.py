@@ -126,6 +126,13 @@ def run(
         Path | None,
         typer.Option(help="A .npy file as --data's, of ones where a token is to be learned and zeros where it is not."),
     ] = None,
+    document_end: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="The token id that ends a document: no token attends to another document's, or is predicted from it.",
+        ),
+    ] = None,
     held_out: Annotated[
         Path | None,
         typer.Option(help="A file as --data's that is not trained on: its loss is told before, between and after."),
@@ -200,6 +207,7 @@ def run(
         adapters=adapters,
         tokens=data,
         loss_mask=loss_mask,
+        document_end=document_end,
         held_out=held_out,
         held_out_mask=held_out_mask,
         held_out_every=held_out_every,
@@ -221,8 +229,9 @@ def run(
         print(f"note: {hardware} has times of {timed} ops, and this run computes {way} ones", file=sys.stderr)
     if not steps and files.held_out is not None:
         print("note: nothing is trained, and what is held out is not evaluated", file=sys.stderr)
+    on_gpu = backend != "cpu" and has_gpu()
     for note in (
-        *(_notes(schedule.workload, way, on_gpu=backend != "cpu" and has_gpu()) if steps else ()),
+        *(_notes(schedule.workload, way, on_gpu=on_gpu, documents=document_end is not None) if steps else ()),
         *(_unread(target, schedule, files) if steps else ()),
     ):
         print(f"note: {note}", file=sys.stderr)
@@ -291,9 +300,10 @@ def run(
             raise interrupted()
 
 
-def _notes(workload: Workload, way: Way, *, on_gpu: bool) -> Iterator[str]:
+def _notes(workload: Workload, way: Way, *, on_gpu: bool, documents: bool) -> Iterator[str]:
     """What a user may not expect of these options."""
-    if on_gpu and workload.tokens_per_microbatch <= SHORT and not (way.fused and way.graphs):
+    short = workload.tokens_per_microbatch <= SHORT and not documents  # which graphs do not go with
+    if on_gpu and short and not (way.fused and way.graphs):
         yield (
             f"micro-batches of {workload.tokens_per_microbatch:,} tokens may wait for launches: --fused --graphs make "
             "fewer of them"
