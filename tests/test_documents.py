@@ -472,7 +472,7 @@ def test_the_page_on_python_is_a_program_that_runs(tmp_path: Path, monkeypatch: 
 class ByteTokenizer:
     """Stands for transformers': it begins what is asked to with a token of its own."""
 
-    eos_token_id = 257
+    eos_token_id, pad_token_id = 257, 258
 
     @classmethod
     def from_pretrained(cls, name: str) -> ByteTokenizer:
@@ -491,11 +491,14 @@ def test_the_page_on_training_makes_files_to_train_on(tmp_path: Path, monkeypatc
     step = Workload(micro_batch_size=1, seq_len=1024)
     text = TokenFile(path=tmp_path / "tokens.npy", vocab_size=258, workload=step)
     assert text.sequences == 2 and np.load("tokens.npy")[-1] == ByteTokenizer.eos_token_id
-    rows = TokenFile(path=tmp_path / "examples.npy", vocab_size=258, workload=step, loss_mask=tmp_path / "mask.npy")
+    rows = TokenFile(
+        path=tmp_path / "examples.npy", vocab_size=259, workload=step, loss_mask=tmp_path / "mask.npy",
+        document_end=ByteTokenizer.pad_token_id,
+    )  # fmt: skip
     learned = rows.learned(0)
     assert learned is not None
-    assert bytes(rows.batch(0)[learned].tolist()[:-1]) == b"A reusable buffer on the GPU."
-    assert rows.batch(0)[learned][-1] == ByteTokenizer.eos_token_id
+    ended = [b"A reusable buffer on the GPU.", b"What orders two ops."]
+    assert rows.batch(0)[learned].tolist() == [token for answer in ended for token in [*answer, 257]]
 
 
 def test_what_is_said_of_muon() -> None:
