@@ -248,7 +248,7 @@ def _apart(settings: Mapping[str, Any], name: str) -> tuple[dict[str, Any], Any]
     if not isinstance(parameters, Mapping) or not all(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError(f"{name}: rope_parameters must say it for full_attention and sliding_attention apart")
     sliding = parameters.get("sliding_attention", {})
-    if (kind := sliding.get("rope_type", "default")) != "default":
+    if (kind := sliding.get("rope_type", sliding.get("type", "default"))) != "default":
         raise ModelError(f"{name}: rope_parameters of type {kind!r} for sliding_attention are not supported")
     full = parameters.get("full_attention") or settings.get("rope_scaling")
     rest = {key: value for key, value in settings.items() if key not in ("rope_parameters", ORIGINAL)}
@@ -260,9 +260,10 @@ def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[An
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ModelError(f"{name}: rope_scaling must be a dictionary, not {scaling!r}")
-    pairs = {"rope_type" if key == "type" else key: value for key, value in scaling.items() if value is not None}
+    pairs = {key: value for key, value in scaling.items() if value is not None}
+    kind = pairs.pop("type", "default")  # as the type was called before
+    kind = pairs.setdefault("rope_type", kind)
     theta = pairs.pop("rope_theta", settings.get("rope_theta", 10000.0))
-    kind = pairs.get("rope_type", "default")
     if architecture == "Phi3ForCausalLM":
         pairs.pop("partial_rotary_factor", None)
         kind = "longrope" if kind in ("su", "yarn") else kind  # which its first configs call it
@@ -297,7 +298,8 @@ def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
         return 1.0
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if architecture == "MiniMaxM2ForCausalLM" and "rotary_dim" in settings:  # as its first configs have it
-        return whole_number("rotary_dim", settings["rotary_dim"], name) / settings["head_dim"]
+        of_head = whole_number("head_dim", settings["head_dim"], name)
+        return whole_number("rotary_dim", settings["rotary_dim"], name) / of_head
     return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
 
 

@@ -73,8 +73,9 @@ def require_meaning(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: fused_projections with biases or experts are not supported")
     if model.fused_gate_up and (model.mlp_bias or model.num_experts or model.fused_projections):
         raise ModelError(f"{model.name}: fused_gate_up with mlp_bias, experts or fused_projections is not supported")
-    if model.hidden_act not in ACTIVATIONS or (model.num_experts and model.hidden_act != "silu"):
-        known = "'silu' with experts" if model.num_experts else " and ".join(map(repr, ACTIVATIONS))
+    silu_alone = "experts" if model.num_experts else "linear attention" if LINEAR in model.layer_types else ""
+    if model.hidden_act not in ACTIVATIONS or (silu_alone and model.hidden_act != "silu"):
+        known = f"'silu' with {silu_alone}" if silu_alone else " and ".join(map(repr, ACTIVATIONS))
         raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")
     if model.scale_embeddings and model.embedding_multiplier != 1:
         raise ModelError(f"{model.name}: scale_embeddings with an embedding_multiplier is not supported")

@@ -31,6 +31,8 @@ def load(name_or_path: str | Path) -> ModelSpec:
     file is not JSON, or when it describes no model that MegaTrain can train.
     """
     wanted = str(name_or_path)
+    if not wanted.strip():
+        raise ModelError("no model is named: give a preset's name, or the path of a config.json")
     preset = wanted.lower()
     if preset in names():
         return _read(_FOLDER / f"{preset}.json", preset)

@@ -573,7 +573,8 @@ SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "num_experts_per_tok": 2}
 DEEPSEEK_V3 = {**DEEPSEEK_V2, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1}
 FLASH = {**DEEPSEEK_V3, "architectures": ["Glm4MoeLiteForCausalLM"]}
-GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], **FEW_EXPERTS}
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
@@ -669,6 +670,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         (
             {**OLMO3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope_parameters of type 'linear' for sliding_attention are not supported",
+        ),
+        (
+            {**OLMO3, "rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.0}}},
+            "rope_parameters of type 'linear' for sliding_attention are not supported",
+        ),
+        ({"architectures": ["Qwen3_5ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}, "'silu' with linear attention"),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 8, "head_dim": 0, **FEW_EXPERTS},
+            "head_dim must be a whole number of at least 1, not 0",
         ),
         ({**OLMO3, "rope_parameters": {"sliding_attention": {"rope_theta": -1}}}, "rope_local_base_freq must be a pos"),
         ({**OLMO3, "sliding_window": None}, "Olmo3ForCausalLM needs a sliding_window"),
@@ -833,6 +843,8 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     new = spec(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
     assert old == new
     assert old.rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
+    for both in ({"rope_type": "linear", "type": "default"}, {"type": "default", "rope_type": "linear"}):
+        assert spec(rope_scaling=both | {"factor": 2.0}).rope_scaling == old.rope_scaling  # as in transformers
     for scaling in (LLAMA3, {"rope_type": "yarn", "factor": 4.0, "attention_factor": None}):
         read = dict(spec(rope_scaling=scaling, max_position_embeddings=512).rope_scaling)
         assert read["original_max_position_embeddings"] == 512 and None not in read.values()
@@ -879,6 +891,8 @@ def test_load_explains_what_it_cannot_find_or_read(tmp_path: Path) -> None:
         presets.load("8B")
     with pytest.raises(ModelError, match="there are cwm, deepseek-v2, deepseek"):
         presets.load("zzzzzz")
+    with pytest.raises(ModelError, match="no model is named"):
+        presets.load("")
     with pytest.raises(ModelError, match="there is no file"):
         presets.load(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
