@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,7 @@ def save(
         where = None if began is None else str(began.resolve())
         about = {**_of(schedule), "step": step, "frozen": dict(frozen or {}), "began": where}
         about |= {"settings": dict(settings or {}), "checksums": checksums}
+        about["own_checksum"] = _checksum_of(about)
         partial = target / f"{LAST}.partial"
         partial.write_text(json.dumps(about, indent=1) + "\n")
         sync(partial)
@@ -262,6 +264,9 @@ def read(folder: Path, schedule: Schedule) -> Checkpoint:
     names = [schedule.model.layer_name(i) for i in layers]
     if not (isinstance(checksums, dict) and all(_are_checksums(checksums.get(name)) for name in names)):
         raise damaged("it lacks checksums")
+    own = found.pop("own_checksum", None)
+    if own is not None and own != _checksum_of(found):  # older files have none
+        raise damaged("it is not as it was saved")
     for i in layers:
         path = _file(complete[-1], schedule.model, i)
         with _readable(path, older), safetensors.safe_open(path, framework="pt"):
@@ -291,6 +296,11 @@ def _readable(path: Path, older: Path | None) -> Iterator[None]:
 
 def _hint(older: Path | None) -> str:
     return "" if older is None else f"; {older} is older, and may be whole: resume from it"
+
+
+def _checksum_of(about: Mapping[str, object]) -> int:
+    """The CRC-32 of what LAST says, as JSON with sorted keys."""
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _are_checksums(found: object) -> bool:

@@ -464,10 +464,21 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (json.dumps({**body, "step": 3}), "is damaged: its step is 3, and its folder's another"),
         (json.dumps({**body, "frozen": 3}), "is damaged: its step is 1, what is frozen 3"),
         (json.dumps({**body, "checksums": {**body["checksums"], "1": {}}}), "is damaged: it lacks checksums"),
+        (json.dumps({**body, "settings": {"seed": 3}}), "is damaged: it is not as it was saved"),
     ):
         last.write_text(text)
         with pytest.raises(CheckpointError, match=rf"training\.json {told}"):
             checkpoint.read(folder, of)
+
+
+def test_what_was_saved_before_it_had_a_checksum_is_read(tmp_path: Path) -> None:
+    of, folder = schedule(), tmp_path / "checkpoints"
+    _, right = train(of, 1, tmp_path, save=True)
+    last = folder / "step-00000001" / checkpoint.LAST
+    body = json.loads(last.read_text())
+    del body["own_checksum"]
+    last.write_text(json.dumps(body))
+    assert same({i: checkpoint.read(folder, of).layer(i) for i in of.model.layers}, right)
 
 
 def test_a_checkpoint_that_is_cut_off_is_told_with_the_one_before(tmp_path: Path) -> None:
