@@ -138,3 +138,15 @@ def test_room_is_asked_for_together_where_folders_share_a_drive(
         NotSaved, match=r"to save in .* takes 2\.0 MB and to export in .* 1\.5 MB, and 3\.0 MB are free"
     ):
         preflight.require_room([wanted[0], ("to export", tmp_path, 1_500_000)])
+
+
+def test_what_has_no_room_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9_000_000, 9_000_000, 0))
+    workload = Workload(micro_batch_size=2, seq_len=16, precision="fp32")
+    schedule = policies.build("streamed", presets.load("tiny"), workload, BUDGET)
+    (tmp_path / "there").mkdir()
+    for save, export in (("saved", "exported"), ("saved", "there"), ("there", None)):
+        files = Files(save=tmp_path / save, export=None if export is None else tmp_path / export)
+        with pytest.raises(NotSaved, match="0 B are free there"):
+            files.require_room(schedule, None, 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["there"]
