@@ -83,7 +83,7 @@ def test_lists_and_help_print_and_end_well(command: list[str]) -> None:
         (["run", "tiny", "--lr", "inf"], 2, "--lr inf: give a number from 0 up that is not infinite"),
         (["run", "tiny", "--lr", "nan"], 2, "--lr nan: give a number"),
         (["run", "tiny", "--weight-decay", "inf"], 2, "--weight-decay inf: give a number"),
-        (["run", "tiny", "--eps", "-1"], 2, "--eps -1.0: give a number from 0 up"),
+        (["run", "tiny", "--eps", "0"], 2, "--eps 0.0: give a number above 0"),
         (["run", "tiny", "--beta2", "1"], 2, "--beta2 1.0: give a number from 0 up and below 1"),
         (["compare", "tiny", "-p", "streamd"], 2, "streamed"),
         (["compare", "tiny", "-H", "rtx3090", "--matmul", "fp8"], 1, "megatrain: rtx3090 states no rate of fp8"),

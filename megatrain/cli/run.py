@@ -391,9 +391,11 @@ def _hyper(
     from megatrain.adam import Adam
     from megatrain.learning_rate import by_step
 
-    for name, value in (("--lr", lr), ("--min-lr", least), ("--weight-decay", weight_decay), ("--eps", eps)):
+    for name, value in (("--lr", lr), ("--min-lr", least), ("--weight-decay", weight_decay)):
         if not 0 <= value < math.inf:
             raise InputError(f"{name} {value}: give a number from 0 up that is not infinite")
+    if not 0 < eps < math.inf:  # what has no gradient has no moments: 0 / 0
+        raise InputError(f"--eps {eps}: give a number above 0 that is not infinite")
     for name, value in zip(("--beta1", "--beta2"), betas, strict=True):
         if not 0 <= value < 1:
             raise InputError(f"{name} {value}: give a number from 0 up and below 1")
