@@ -307,6 +307,20 @@ def test_an_evaluation_tells_the_mean_over_all_tokens_that_are_learned(tmp_path:
     assert trained.rstrip().endswith("tokens/s, 16.7% of them learned")
 
 
+def test_documents_in_a_row_are_learned_by_themselves(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.array([[*range(1, 9), 0, *range(1, 9)]] * 2))
+    files = ["--data", str(tmp_path / "rows.npy"), "--document-end", "0"]
+    step = ["run", "tiny", "--batch", "2", "--seq", "16", "--policy", "flexgen_block", "--steps", "1", "--json"]
+    packed = json.loads(megatrain(*step, *files).stdout)
+    assert packed["tokens"] == 2 * 15  # the first of the second document is not
+    np.save(tmp_path / "rows.npy", np.array([[*range(1, 9), 0], [*range(1, 9), 9]]))
+    np.save(tmp_path / "mask.npy", np.array([[1] * 9, [1] * 8 + [0]]))
+    files = ["--data", str(tmp_path / "rows.npy"), "--loss-mask", str(tmp_path / "mask.npy")]
+    step[step.index("16")] = "8"
+    alone = json.loads(megatrain(*step, *files).stdout)
+    assert packed["mean_loss"] == pytest.approx(alone["mean_loss"], rel=1e-5)
+
+
 def test_what_stands_to_be_read_and_is_not_is_told(tmp_path: Path) -> None:
     hf, book = tmp_path / "hf", tmp_path / "book.txt"
     step = ["--batch", "1", "--seq", "16", "--steps", "1"]
