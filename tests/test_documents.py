@@ -492,7 +492,7 @@ def test_the_page_on_training_makes_files_to_train_on(tmp_path: Path, monkeypatc
     text = TokenFile(path=tmp_path / "tokens.npy", vocab_size=258, workload=step)
     assert text.sequences == 2 and np.load("tokens.npy")[-1] == ByteTokenizer.eos_token_id
     rows = TokenFile(
-        path=tmp_path / "examples.npy", vocab_size=259, workload=step, loss_mask=tmp_path / "mask.npy",
+        path=tmp_path / "rows.npy", vocab_size=259, workload=step, loss_mask=tmp_path / "mask.npy",
         document_end=ByteTokenizer.pad_token_id,
     )  # fmt: skip
     learned = rows.learned(0)
