@@ -42,10 +42,12 @@ from torch import Tensor
 
 from megatrain import adam, adam_state, cuda, device_clock, profile, readings
 from megatrain import pinned as pinning
+from megatrain.attention import Attention, band
 from megatrain.backend import OpFailed, Task
 from megatrain.busy_work import SPIN_CYCLES, Products, Spin, spinning
 from megatrain.cpu import CpuBackend
 from megatrain.cuda import DEVICE_STREAMS, IN_FLIGHT, SWITCH_S, CudaBackend
+from megatrain.documents import documents_of
 from megatrain.executor import Executor, in_turn, serial
 from megatrain.graphs import PHASES, NotCaptured, Pool, replayed
 from megatrain.lifetime import released
@@ -1129,6 +1131,27 @@ def test_gpu_updates_as_the_cpu_does(precision: str) -> None:
         found.append(adam_state.master_weights(weights, state, precision).cpu())
     tolerance = 1e-5 if precision in (*adam_state.MASTERS, "fp32") else 2**-7
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=real)])
+@pytest.mark.parametrize("width", [64, 48])  # of values
+@pytest.mark.parametrize("window", [None, 50])
+def test_gpu_attends_within_documents(window: int | None, width: int, device: str) -> None:
+    """In bf16, as the CPU does in fp32."""
+    tokens = torch.randint(60, (2, 256), generator=torch.Generator().manual_seed(0))
+    found = []
+    for where, dtype in (("cpu", torch.float32), (device, torch.bfloat16)):
+        on, generator = torch.device(where), torch.Generator().manual_seed(1)
+        shapes = [(2, 256, heads, n) for heads, n in ((8, 64), (2, 64), (2, width), (8, width))]
+        *leaves, dy = (torch.randn(shape, generator=generator).to(on, dtype) for shape in shapes)
+        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        mask = None if window is None or where == "cuda" else band(256, window, on, dtype)
+        how = Attention(window=window, mask=mask, documents=documents_of(tokens, 0, on))
+        y = how.forward(q, k, v, None)
+        found.append([t.detach().float().cpu() for t in (y, *torch.autograd.grad(y, (q, k, v), dy))])
+    assert len(documents_of(tokens, 0, torch.device("cpu")).lengths) > 8
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded - exact).norm() < 2e-2 * exact.norm()
 
 
 @real
