@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import autograd, initial
 from megatrain.adam import Adam
@@ -98,10 +100,24 @@ def test_attention_in_a_document_is_attention_of_it_alone(kind: str, data: st.Da
         torch.testing.assert_close(grad, torch.stack([of[3] for _, of in alone]).sum(0))
 
 
+class ToldExtents(TorchDispatchMode):
+    """Where the documents of queries and keys begin, and the longest of each, as flash attention is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extents: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_flash_attention" in func.name():
+            first = 6 if "backward" in func.name() else 3
+            self.extents.append(args[first : first + 4])
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_gpus_attention_takes_documents(window: int | None) -> None:
     documents = documents_of(tokens_with_ends((2, 256)), END, CPU)
-    with torch.no_grad(), FakeTensorMode():
+    with torch.no_grad(), FakeTensorMode(), ToldExtents() as told:
         q, k, v = (torch.empty(2, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
         starts = torch.empty(len(documents.lengths) + 1, device="cuda", dtype=torch.int32)
         how = Attention(window=window, documents=replace(documents, starts=starts))
@@ -109,6 +125,10 @@ def test_a_gpus_attention_takes_documents(window: int | None) -> None:
         assert y.shape == q.shape and total.shape == (8, 512) and total.dtype == torch.float32
         grads = _attend_backward(y, q, k, v, y, total, random, how)
         assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    longest = max(documents.lengths)
+    for of_queries, of_keys, *most in told.extents:
+        assert of_queries is starts and of_keys is starts and most == [longest, longest]
+    assert len(told.extents) == 2
 
 
 def tokens_with_ends(shape: tuple[int, ...]) -> Tensor:
