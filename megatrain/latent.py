@@ -16,6 +16,7 @@ from megatrain.experts import Derived
 from megatrain.layer_parts import rms_norm, rotate_last
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
+from megatrain.rotary import Turns
 from schedules.latent import Latent
 
 # Of the latent vectors' norms, whatever the model's is (transformers, modeling_deepseek_v3.py; DeepSeek's own code).
@@ -30,21 +31,21 @@ class Expansion:
     pointwise: Pointwise = PLAIN
 
     def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, derived: Derived
+        self, params: Mapping[str, Tensor], x: Tensor, turns: Turns, derived: Derived
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, seq, hidden] -> queries and keys [batch, seq, heads, nope + rope], and values [..., heads, value].
 
-        cos and sin are [seq, 1, rope / 2]. What can be made again of a latent vector is told to `derived`.
+        Tables of `turns` are [seq, 1, rope / 2]. What can be made again of a latent vector is told to `derived`.
         """
         first = "self_attn.q_a_proj" if self.widths.q_rank else "self_attn.q_proj"
         q, compressed = linears(params, (first, "self_attn.kv_a_proj_with_mqa"), x, in_fp8=None)
         if self.widths.q_rank:
             q = self._expand(params, "q", q, derived)
         heads = (*x.shape[:-1], self.widths.heads, -1)
-        q = rotate_last(q.view(heads), cos, sin, self.pointwise)
+        q = rotate_last(q.view(heads), *turns.of_queries, self.pointwise, others_times=turns.late)
         vector, key = torch.split(compressed, [self.widths.kv_rank, self.widths.rope], dim=-1)
         both = self._expand(params, "kv", vector, derived).view(heads)
-        k, v = _KeysValues.apply(both, key.unsqueeze(-2), cos, sin, self.widths, self.pointwise)  # type: ignore[no-untyped-call]
+        k, v = _KeysValues.apply(both, key.unsqueeze(-2), *turns.of_keys, self.widths, self.pointwise)  # type: ignore[no-untyped-call]
         return q, k, v
 
     def _expand(self, params: Mapping[str, Tensor], of: str, vector: Tensor, derived: Derived) -> Tensor:

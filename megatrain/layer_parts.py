@@ -209,6 +209,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN, *,
     return _Rotate.apply(x, cos, sin, turn)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
-    """As `rotate` the last rotary_dim dimensions of each head, of which neighbours are pairs."""
-    return _Rotate.apply(x, cos, sin, pointwise.last_turned)  # type: ignore[no-any-return, no-untyped-call]
+def rotate_last(
+    x: Tensor, cos: Tensor, sin: Tensor, pointwise: Pointwise = PLAIN, *, others_times: Tensor | None = None
+) -> Tensor:
+    """As `rotate` the last rotary_dim dimensions of each head, of which neighbours are pairs.
+
+    The others are multiplied by `others_times` [seq, 1, 1], a constant, if it is given.
+    """
+    turn = pointwise.last_turned
+
+    def turned_and_multiplied(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turn(x, cos, sin, others_times)
+
+    of = turn if others_times is None else turned_and_multiplied
+    return _Rotate.apply(x, cos, sin, of)  # type: ignore[no-any-return, no-untyped-call]

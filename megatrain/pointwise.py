@@ -136,12 +136,13 @@ def neighbours_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, x[..., some:]), dim=-1) if some < x.shape[-1] else turned
 
 
-def last_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def last_turned(x: Tensor, cos: Tensor, sin: Tensor, others_times: Tensor | None = None) -> Tensor:
     """x [batch, seq, heads, head_dim], its last dimensions turned by [seq, 1, some / 2], each pair side by side."""
     left = x.shape[-1] - 2 * cos.shape[-1]
     a, b = x[..., left::2], x[..., left + 1 :: 2]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :left], turned), dim=-1)
+    others = x[..., :left] if others_times is None else x[..., :left] * others_times
+    return torch.cat((others, turned), dim=-1)
 
 
 def keys_values(both: Tensor, key: Tensor, cos: Tensor, sin: Tensor, nope: int) -> tuple[Tensor, Tensor]:
@@ -292,7 +293,7 @@ class Pointwise:
     weights_backward: Callable[[Tensor, Tensor, Tensor], Tensor] = weights_backward
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     neighbours_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = neighbours_turned
-    last_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = last_turned
+    last_turned: Callable[..., Tensor] = last_turned
     gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = gated_norm_forward
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = gated_norm_backward
     opened_forward: Callable[[Tensor, Tensor], Tensor] = opened_forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +14,80 @@ from schedules.model import ModelError, ModelSpec
 from schedules.model_checks import LATE_QUERIES, ORIGINAL
 
 
-def rotary_tables(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turns:
+    """Tables of cos and sin, [seq, 1, rotary_dim / 2], for keys and for queries, in the type that is computed with.
+
+    late: what queries are multiplied by, [seq, 1, 1], if not by 1; theirs have it already.
+    """
+
+    of_keys: tuple[Tensor, Tensor]
+    of_queries: tuple[Tensor, Tensor]
+    late: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return *self.of_keys, *self.of_queries, *(() if self.late is None else (self.late,))
+
+    def first(self, seq: int) -> Turns:
+        """Those of the first so many positions."""
+        cos, sin, of_cos, of_sin, *late = (t[:seq] for t in self.tensors)
+        return Turns(of_keys=(cos, sin), of_queries=(of_cos, of_sin), late=late[0] if late else None)
+
+
+def turns(
     model: ModelSpec, seq_len: int, device: torch.device, dtype: torch.dtype, *, theta: float | None = None
+) -> Turns:
+    """Of sequences of that length; see `rotary_tables`."""
+    late, tables = late_queries(model, seq_len), rotary_tables(model, seq_len, device, dtype, theta=theta)
+    if late is None:
+        return Turns(of_keys=tables, of_queries=tables)
+    of_queries = rotary_tables(model, seq_len, device, dtype, theta=theta, times=late)
+    return Turns(of_keys=tables, of_queries=of_queries, late=late.to(device, dtype))
+
+
+def rotary_tables(
+    model: ModelSpec,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    theta: float | None = None,
+    times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, [seq_len, 1, rotary_dim / 2] each, computed in fp32.
 
-    With `theta` plain, of that base. Raises ModelError for a rope_scaling that is not known, or sequences so long that
-    a model multiplies their last queries.
+    With `theta` plain, of that base. What is turned by them is multiplied by `times`, fp32 [seq_len, 1, 1], too.
+    Raises ModelError for a rope_scaling that is not known.
     """
-    scaling = dict(model.rope_scaling)
-    if scaling.get(LATE_QUERIES) and seq_len > scaling[ORIGINAL]:
-        raise ModelError(
-            f"{model.name} multiplies the queries of tokens beyond the {scaling[ORIGINAL]:,}th, which is not done "
-            "here: train it with shorter sequences"
-        )
     frequencies = rotary_frequencies(model, seq_len) if theta is None else _plain(model, theta)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)[:, None, :]
-    scale = _scale(model) if theta is None else 1.0
+    scale: Tensor | float = _scale(model) if theta is None else 1.0
+    if times is not None:
+        scale = scale * times
     return (angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype)
+
+
+def late_queries(model: ModelSpec, seq_len: int) -> Tensor | None:
+    """What queries are multiplied by, fp32 [seq_len, 1, 1]; None where that is 1 in sequences of that length.
+
+    They grow with the logarithm of how many times the original length has passed (transformers,
+    modeling_ministral3.py).
+    """
+    scaling = dict(model.rope_scaling)
+    beta = float(scaling.get(LATE_QUERIES) or 0.0) if model.family.late_queries else 0.0
+    if not beta or seq_len <= scaling[ORIGINAL]:
+        return None
+    passed = torch.arange(seq_len).div(scaling[ORIGINAL], rounding_mode="floor")
+    return 1 + beta * torch.log1p(passed.float())[:, None, None]
+
+
+def depends_on_length(model: ModelSpec, seq_len: int) -> bool:
+    """Whether in sequences of that length tokens are embedded otherwise than in short ones."""
+    scaling = dict(model.rope_scaling)
+    longer = scaling.get("rope_type") == "longrope" and seq_len > scaling[ORIGINAL]
+    return longer or late_queries(model, seq_len) is not None
 
 
 def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:

@@ -28,7 +28,7 @@ from megatrain.latent import Expansion
 from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, weighed
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
-from megatrain.rotary import rotary_tables, sharper_products
+from megatrain.rotary import Turns, depends_on_length, sharper_products, turns
 from megatrain.sink import Sink
 from schedules.errors import InputError
 from schedules.model import SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
@@ -110,8 +110,7 @@ class Block:
     or a mixture.
 
     residual_multiplier: of what attention and the MLP add.
-    rotary: the tables of cos and sin, [max seq, 1, rotary_dim / 2] on the device, in the compute type; None without
-        rotary embedding.
+    rotary: the tables of rotary embedding on the device; None without it.
     rotates_neighbours: even dimensions are turned with the next.
     expansion: what attention reads where it is latent.
     linear: what takes attention's place.
@@ -127,7 +126,7 @@ class Block:
     norm_offset: float = 0.0
     hidden_act: str = "silu"
     residual_multiplier: float = 1.0
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: Turns | None
     rotates_neighbours: bool = False
     attention: Attention = CAUSAL
     expansion: Expansion | None = None
@@ -146,7 +145,7 @@ class Block:
     @property
     def constants(self) -> tuple[Tensor, ...]:
         mask = () if self.attention.mask is None else (self.attention.mask,)
-        return (*(self.rotary or ()), *mask)
+        return (*(self.rotary.tensors if self.rotary else ()), *mask)
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
@@ -216,7 +215,7 @@ class Block:
         if self.expansion is None:
             q, k, v, gate = self._projected(params, x)
         else:
-            q, k, v = self.expansion.forward(params, x, *self._turns(x.shape[1]), self._derived)
+            q, k, v = self.expansion.forward(params, x, self._turns(x.shape[1]), self._derived)
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
         del q, k, v  # a forward that saves nothing can free them here
         if gate is None:
@@ -241,17 +240,17 @@ class Block:
             k = self._norm(k.view(batch, seq, -1, len(weights[1])), weights[1])
         q, k, v = (y.view(batch, seq, -1, self.head_dim) for y in (q, k, v))
         if self.rotary is not None:
-            cos, sin = self._turns(seq)
-            q, k = (rotate(y, cos, sin, self.pointwise, neighbours=self.rotates_neighbours) for y in (q, k))
+            turns, neighbours = self._turns(seq), self.rotates_neighbours
+            q = rotate(q, *turns.of_queries, self.pointwise, neighbours=neighbours)
+            k = rotate(k, *turns.of_keys, self.pointwise, neighbours=neighbours)
         return q, k, v, gate
 
-    def _turns(self, seq: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for a sequence of that length."""
+    def _turns(self, seq: int) -> Turns:
+        """Those of a sequence of that length."""
         assert self.rotary is not None
-        if seq > (prepared := len(self.rotary[0])):
+        if seq > (prepared := len(self.rotary.of_keys[0])):
             raise TemplateError(f"a sequence of {seq} tokens is longer than the {prepared} prepared for")
-        cos, sin = self.rotary
-        return cos[:seq], sin[:seq]
+        return self.rotary.first(seq)
 
 
 class _Products:
@@ -382,7 +381,7 @@ def templates(
     Workload; `documents`: sequences may hold several.
 
     Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, which all blocks share, and as many
-    again if blocks with a window have a base of their own.
+    again if blocks with a window have a base of their own, or late queries are multiplied.
 
     Raises ModelError for an unknown rope_scaling, TemplateError for windows, sinks or documents in fp32 on a GPU, and
     for documents beside linear attention, and InputError where there are no products in `matmul`.
@@ -392,13 +391,18 @@ def templates(
             f"{model.name}: the linear attention of {len(linear)} of its blocks goes on from one document to the next: "
             "leave out the token at which documents end"
         )
+    if documents and depends_on_length(model, seq_len):
+        raise TemplateError(
+            f"{model.name}: its rotary embedding depends on how long a sequence is, and documents would count as long "
+            f"as theirs, {seq_len:,} tokens: take shorter ones, or leave out the token at which documents end"
+        )
     if documents and device.type == "cuda" and dtype == torch.float32:
         raise TemplateError(f"{model.name}: attention within documents has no fp32 kernel on a GPU")
     if matmul is not None:
         fp8.require(device)
-    tables = rotary_tables(model, seq_len, device, dtype)
+    of_all = turns(model, seq_len, device, dtype)
     own = model.rope_local_base_freq
-    local = tables if own is None else rotary_tables(model, seq_len, device, dtype, theta=own)
+    local = of_all if own is None else turns(model, seq_len, device, dtype, theta=own)
     block = Block(
         head_dim=model.head_dim,
         norms=model.norms,
@@ -406,7 +410,7 @@ def templates(
         norm_offset=model.norm_offset,
         hidden_act=model.hidden_act,
         residual_multiplier=model.residual_multiplier,
-        rotary=tables,
+        rotary=of_all,
         rotates_neighbours=model.rope_interleave,
         expansion=None if model.latent is None else Expansion(widths=model.latent, pointwise=pointwise),
         pointwise=pointwise,
@@ -424,7 +428,7 @@ def templates(
                 attention=_attention(model, i, seq_len, device, dtype),
                 linear=_linear(model, i, pointwise),
                 mixture=_mixture(model, pointwise) if model.has_experts(i) else None,
-                rotary=None if not model.has_rope(i) else tables if model.window(i) is None else local,
+                rotary=None if not model.has_rope(i) else of_all if model.window(i) is None else local,
             )
             for kind, i in sorted(of_kind.items())
         },

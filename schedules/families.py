@@ -70,6 +70,7 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
         },
         windows="all",
+        late_queries=True,
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
@@ -340,6 +341,7 @@ FAMILIES: dict[str, Family] = {
         },
         kv_for_each=True,
         experts=Experts(count="n_routed_experts", shared="n_shared_experts", stacked=True),
+        late_queries=True,
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",

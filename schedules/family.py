@@ -48,6 +48,7 @@ class Family:
     windows: which blocks have the window that config.json states; where `windows_switched`, none if it does not switch
         it on apart.
     rotated: which blocks have rotary embedding; `partly_rotated`: of each head a part may be turned.
+    late_queries: queries are multiplied that come later than the original length of their rotary embedding.
     norms: what a block calls its norms, in the order of `schedules.model.Norms`, where the usual names are others.
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
@@ -64,6 +65,7 @@ class Family:
     windows_switched: bool = False
     rotated: Literal["all", "in windows", "listed"] = "all"
     partly_rotated: bool = False
+    late_queries: bool = False
     norms: tuple[str, str, str, str] | None = None
     experts: Experts | None = None
     interleaved: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schedules import presets
+from schedules.model import ModelSpec
 
 TINY = replace(presets.load("tiny"), num_hidden_layers=2)
 LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
@@ -148,18 +149,40 @@ QWEN3_5_MOE = replace(
     shared_expert_gate=True,
 )
 QWEN3_NEXT = replace(QWEN3_5_MOE, architecture="Qwen3NextForCausalLM")
+MINISTRAL3 = replace(
+    TINY,
+    architecture="Ministral3ForCausalLM",
+    rope_scaling=tuple(sorted((*YARN[:-1], ("attention_factor", 1.0), ("llama_4_scaling_beta", 0.1)))),
+    max_position_embeddings=512,
+)
+MISTRAL4 = replace(
+    DEEPSEEK_V3,
+    architecture="Mistral4ForCausalLM",
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
+    sigmoid_router=False,
+    qk_nope_head_dim=8,
+    head_dim=16,
+    v_head_dim=16,
+    rope_scaling=tuple(sorted((*YARN[:-1], ("llama_4_scaling_beta", 0.1), ("mscale", 1.0), ("mscale_all_dim", 1.0)))),
+    max_position_embeddings=512,
+)
+
+
+def of_length(model: ModelSpec, original: int) -> ModelSpec:
+    """The model with a rotary embedding of another original length."""
+    scaling = dict(model.rope_scaling) | {"original_max_position_embeddings": original}
+    return replace(model, rope_scaling=tuple(sorted(scaling.items())))
+
+
 MODELS = {
     "llama": TINY,
     "llama, tied": replace(TINY, tie_word_embeddings=True),
     "llama 3.1": replace(TINY, rope_scaling=LLAMA3, max_position_embeddings=512),
     "llama with biases": replace(TINY, attention_bias=True, attention_out_bias=True, mlp_bias=True),
     "mistral": replace(TINY, architecture="MistralForCausalLM"),
-    "ministral3": replace(
-        TINY,
-        architecture="Ministral3ForCausalLM",
-        rope_scaling=tuple(sorted((*YARN[:-1], ("attention_factor", 1.0), ("llama_4_scaling_beta", 0.1)))),
-        max_position_embeddings=512,
-    ),
+    "ministral3": MINISTRAL3,
+    "ministral3, of late queries": of_length(MINISTRAL3, 5),
     "qwen2": replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True, rope_theta=1e6),
     "qwen3": replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True),
     "qwen3-moe": replace(MOE, norm_topk_prob=False),
@@ -255,20 +278,8 @@ MODELS = {
         routed_scaling_factor=1.8,
         first_k_dense_replace=2,
     ),
-    "mistral-small-4": replace(
-        DEEPSEEK_V3,
-        architecture="Mistral4ForCausalLM",
-        num_hidden_layers=2,
-        first_k_dense_replace=0,
-        sigmoid_router=False,
-        qk_nope_head_dim=8,
-        head_dim=16,
-        v_head_dim=16,
-        rope_scaling=tuple(
-            sorted((*YARN[:-1], ("llama_4_scaling_beta", 0.1), ("mscale", 1.0), ("mscale_all_dim", 1.0)))
-        ),
-        max_position_embeddings=512,
-    ),
+    "mistral-small-4": MISTRAL4,
+    "mistral-small-4, of late queries": of_length(MISTRAL4, 5),
     "k-exaone": replace(
         GLM4_MOE,
         architecture="ExaoneMoeForCausalLM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,15 @@ def test_what_goes_on_from_one_document_to_the_next_is_refused(tmp_path: Path) -
     schedule = policies.build("streamed", model, WORKLOAD, ROOM)
     with pytest.raises(TemplateError, match="the linear attention of 2 of its blocks goes on from one document"):
         trained_by(schedule, packed(tmp_path, WORKLOAD, model.vocab_size))
+
+
+@pytest.mark.parametrize("kind", ["ministral3, of late queries", "phi4-mini, in long sequences"])
+def test_documents_would_count_as_long_as_their_sequence(kind: str) -> None:
+    for seq_len, refused in ((5, False), (16, True)):
+        with (
+            pytest.raises(TemplateError, match="would count as long as theirs, 16 tokens") if refused else nullcontext()
+        ):
+            templates(MODELS[kind], seq_len=seq_len, device=CPU, dtype=torch.float32, documents=True)
 
 
 def test_a_gpu_has_no_documents_in_fp32() -> None:

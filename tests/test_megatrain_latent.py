@@ -69,6 +69,10 @@ def test_gradients_are_those_of_what_was_computed(pointwise: Pointwise) -> None:
     cos, sin = turns(5)
     inputs = [t.requires_grad_() for t in (q, both, key)]
     assert torch.autograd.gradcheck(lambda q: rotate_last(q, cos, sin, pointwise), inputs[0])
+    times = torch.linspace(1, 2, 5, dtype=torch.float64)[:, None, None]
+    multiplied = rotate_last(q, cos * times, sin * times, pointwise, others_times=times)
+    torch.testing.assert_close(multiplied, times * rotate_last(q, cos, sin))
+    assert torch.autograd.gradcheck(lambda q: rotate_last(q, cos, sin, pointwise, others_times=times), inputs[0])
     assert torch.autograd.gradcheck(
         lambda both, key: _KeysValues.apply(both, key, cos, sin, WIDTHS, pointwise), inputs[1:]
     )

@@ -13,7 +13,7 @@ from families import MODELS as FAMILIES
 from megatrain import template
 from megatrain.attention import _sides, attention_again, band
 from megatrain.layer_parts import gated, rms_norm, rotate
-from megatrain.rotary import rotary_frequencies, rotary_tables
+from megatrain.rotary import late_queries, rotary_frequencies, rotary_tables, turns
 from megatrain.sink import Sink
 from megatrain.template import Embed, Head, TemplateError, sinks, templates, views
 from schedules.families import ACTIVATIONS
@@ -462,11 +462,17 @@ def test_a_frequent_token_has_all_its_terms_in_bf16(monkeypatch):
         assert (grad[1:] == (1.0 if accumulate else 0.0)).all()
 
 
-def test_sequences_whose_last_queries_would_be_multiplied_are_refused() -> None:
-    model = FAMILIES["ministral3"]
+def test_late_queries_are_multiplied_by_the_logarithm_of_how_late_they_are() -> None:
+    model = FAMILIES["ministral3"]  # of an original length of 64
     cos, _ = rotary_tables(model, 64, CPU, torch.float32)
     assert cos[0].max() == 1.0  # queries and keys get no longer, as they do by "yarn" elsewhere
-    with pytest.raises(
-        ModelError, match=r"multiplies the queries of tokens beyond the 64th, .* with shorter sequences"
-    ):
-        rotary_tables(model, 65, CPU, torch.float32)
+    assert late_queries(model, 64) is None
+    found = late_queries(model, 200)
+    assert found is not None and found.shape == (200, 1, 1)
+    assert found[[0, 63, 64, 127, 128, 199], 0, 0].tolist() == pytest.approx(
+        [1, 1, *[1 + 0.1 * math.log(2)] * 2, *[1 + 0.1 * math.log(n) for n in (3, 4)]]
+    )
+    both = turns(model, 200, CPU, torch.float32)
+    for of_queries, of_keys in zip(both.of_queries, both.of_keys, strict=True):
+        torch.testing.assert_close(of_queries, of_keys * found)
+    assert late_queries(dataclasses.replace(model, architecture="MistralForCausalLM"), 200) is None  # not read there
