@@ -223,7 +223,8 @@ def test_a_mask_and_documents_both_tell_what_is_learned(tmp_path: Path) -> None:
     both = replace(data, loss_mask=tmp_path / "mask.npy")
     mask = replace(both, document_end=None).learned(0)
     assert mask is not None and torch.equal(both.learned(0), mask & learned) and not torch.equal(mask, mask & learned)
-    assert len({data.known_by, both.known_by, replace(data, document_end=None).known_by}) == 3
+    others = replace(data, document_end=None), replace(data, document_end=END + 1)
+    assert len({data.known_by, both.known_by, *(other.known_by for other in others)}) == 4
 
 
 def test_what_ends_no_document_is_refused(tmp_path: Path) -> None:
