@@ -325,7 +325,8 @@ def _experts(
     if "decoder_sparse_step" in of_family and (settings.get("mlp_only_layers") or settings["decoder_sparse_step"] != 1):
         raise ModelError(f"a {architecture} with dense blocks between its expert blocks is not supported")
     # configs saved by transformers 5 may have the field under the name Mixtral gives it
-    count = known.count if known.count in settings else "num_local_experts"
+    named_otherwise = known.count not in settings and "num_local_experts" in settings
+    count = "num_local_experts" if named_otherwise else known.count
     found = {
         "num_experts": need(count),
         "num_experts_per_tok": need("num_experts_per_tok"),

@@ -591,6 +591,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({**GPT_OSS, "swiglu_limit": 1.0}, "swiglu_limit must be 7.0, as gpt-oss' released models have it, not 1.0"),
         ({**GPT_OSS, "swiglu_alpha": 2}, "swiglu_alpha must be 1.702"),
         ({"architectures": ["MixtralForCausalLM"]}, "lacks 'num_local_experts'"),
+        ({"architectures": ["Glm4MoeForCausalLM"]}, "lacks 'n_routed_experts'"),
         ({"hidden_size": -32}, "hidden_size must be a whole number of at least 1, not -32"),
         ({"intermediate_size": NAN}, "intermediate_size must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
