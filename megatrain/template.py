@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain import fp8
@@ -23,7 +22,9 @@ from megatrain.attention import Attention, band
 from megatrain.autograd import again
 from megatrain.delta import LinearAttention
 from megatrain.documents import Documents
+from megatrain.embed import Embed
 from megatrain.experts import Mixture
+from megatrain.head import Head
 from megatrain.latent import Expansion
 from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, weighed
 from megatrain.linear import added, linear, linears
@@ -32,7 +33,6 @@ from megatrain.rotary import Turns, depends_on_length, sharper_products, turns
 from megatrain.sink import Sink
 from schedules.errors import InputError
 from schedules.model import SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
-from schedules.traffic import EMBED_CHUNK, LOSS_CHUNK_TOKENS, terms_together
 
 CAUSAL = Attention()
 
@@ -56,52 +56,6 @@ def views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tens
 def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bool) -> dict[str, Sink]:
     """The gradients of a layer as places in its gradient slab; see `views`."""
     return {name: Sink(view, accumulate) for name, view in views(flat, shapes).items()}
-
-
-# ---- layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Embed:
-    """Token embedding: a row of the table per token, times `scale` where it is not None."""
-
-    scale: float | None = None
-
-    def forward(self, table: Tensor, tokens: Tensor) -> Tensor:
-        """tokens int64 [batch, seq], table [vocab, hidden] -> [batch, seq, hidden]."""
-        rows = F.embedding(tokens, table)
-        return rows if self.scale is None else rows.mul_(self.scale)
-
-    def backward(self, tokens: Tensor, dy: Tensor, sink: Sink) -> None:
-        """Write or add the table's dense gradient [vocab, hidden]; in a fixed order, on a GPU and by one thread.
-
-        A token's terms are summed in at least fp32: of thousands of terms in bf16 the later ones would be lost. Each
-        token that occurs has a row for its sum. There are as many rows as tokens in the batch, so some are left over:
-        they are zeros, and are added to one token each, since a GPU adds the rows of one token one after another.
-        All this for EMBED_CHUNK elements at a time.
-        """
-        table, flat, rows = sink.view, tokens.flatten(), dy.flatten(0, -2)
-        sink.put_zero()
-        wide = torch.promote_types(table.dtype, torch.float32)
-        if wide == table.dtype:
-            terms = rows.to(wide) if self.scale is None else rows.to(wide) * self.scale
-            table.index_put_((flat,), terms, accumulate=True)
-            return
-        ordered, order = flat.sort(stable=True)
-        place = torch.zeros_like(flat)
-        place[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-        owner = torch.arange(len(flat), device=flat.device).remainder_(len(table)).scatter_(0, place, ordered)
-        columns = max(1, EMBED_CHUNK // len(flat))
-        for start in range(0, table.shape[1], columns):
-            part = slice(start, start + columns)
-            terms = rows[:, part].to(wide)[order]
-            if self.scale is not None:
-                terms.mul_(self.scale)
-            sums = torch.zeros_like(terms).index_put_((place,), terms, accumulate=True)
-            # of several rows for one token all but one are zeros: their order changes nothing; and index_put_ would
-            # copy the columns there and back
-            table[:, part].index_add_(0, owner, sums.to(table.dtype))
-            del terms, sums  # or they would be held while the next columns' are made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,109 +205,6 @@ class Block:
         if seq > (prepared := len(self.rotary.of_keys[0])):
             raise TemplateError(f"a sequence of {seq} tokens is longer than the {prepared} prepared for")
         return self.rotary.first(seq)
-
-
-class _Products:
-    """A sum of `terms` matrix products, put into a sink; many terms in 16 bits are added up as a sum of sums."""
-
-    def __init__(self, sink: Sink, terms: int) -> None:
-        self._sink, self._left = sink, terms
-        self._together = terms_together(terms, sink.view.element_size())
-        self._some = sink if self._together == terms else Sink(torch.empty_like(sink.view), False)
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add a @ b, one of the terms."""
-        self._some.put_product(a, b)
-        self._left -= 1
-        self._some = self._some.adding()
-        if self._some.view is not self._sink.view and self._left % self._together == 0:
-            self._sink.put(self._some.view)
-            self._sink, self._some = self._sink.adding(), Sink(self._some.view, False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens.
-
-    Logits are divided by `logits_scaling`: the norm's weight is, so that no tensor as wide is passed over once more.
-    """
-
-    eps: float
-    norm_offset: float = 0.0
-    logits_scaling: float = 1.0
-    pointwise: Pointwise = PLAIN
-
-    @torch.no_grad()
-    def loss_and_grads(
-        self,
-        norm: Tensor,
-        table: Tensor,
-        hidden: Tensor,
-        targets: Tensor,
-        shares: Tensor,
-        *,
-        d_hidden: Tensor,
-        norm_sink: Sink | None,
-        table_sink: Sink | None,
-        chunk: int = LOSS_CHUNK_TOKENS,
-    ) -> Tensor:
-        """The losses of these tokens, each times its share, added up: fp32 [] on the device (nothing waits for it).
-
-        norm [hidden], table [vocab, hidden] (the head's own matrix or the tied embedding), hidden [batch, seq, hidden],
-        targets int64 and shares fp32 [batch, seq]. Overwrites `d_hidden`, contiguous and of hidden's shape. A gradient
-        without a sink, of frozen weights, is not computed.
-
-        Logits exist for `chunk` tokens at a time, so a bf16 gradient of the table is rounded once per chunk. That of
-        many chunks is a sum of sums, or the last chunks would be lost.
-        """
-        rows, d_rows = hidden.flatten(0, -2), d_hidden.view(-1, hidden.shape[-1])
-        labels, each = targets.view(-1, 1), shares.view(-1, 1)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        norm = self._scaled(norm, wide)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        d_norm = torch.zeros(norm.shape, dtype=wide, device=hidden.device)
-        table_sum = None if table_sink is None else _Products(table_sink, -(-len(rows) // chunk))
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps, self.norm_offset)
-            part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part], each[part])
-            loss += part_loss
-            if table_sum is not None:
-                table_sum.add(d_logits.t(), normed)
-            d_rows[part], d_weight = self.pointwise.rms_backward(
-                d_logits @ table, rows[part], rstd, norm, None, self.norm_offset
-            )
-            d_norm += d_weight
-            del d_logits  # or it would be held while the next chunk's are made
-        if norm_sink is not None:
-            norm_sink.put(d_norm if self.logits_scaling == 1 else d_norm.div_(self.logits_scaling))
-        return loss
-
-    @torch.no_grad()
-    def loss(
-        self,
-        norm: Tensor,
-        table: Tensor,
-        hidden: Tensor,
-        targets: Tensor,
-        shares: Tensor,
-        *,
-        chunk: int = LOSS_CHUNK_TOKENS,
-    ) -> Tensor:
-        """As `loss_and_grads`, the loss alone."""
-        rows, labels, each = hidden.flatten(0, -2), targets.flatten(), shares.flatten()
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        norm = self._scaled(norm, wide)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            normed, _ = self.pointwise.rms_forward(rows[part], norm, self.eps, self.norm_offset)
-            of_each = F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="none")
-            loss += (of_each * each[part]).sum()
-        return loss
-
-    def _scaled(self, norm: Tensor, wide: torch.dtype) -> Tensor:
-        return norm if self.logits_scaling == 1 else norm.to(wide) / self.logits_scaling
 
 
 @dataclass(frozen=True, kw_only=True)

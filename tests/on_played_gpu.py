@@ -33,11 +33,13 @@ from megatrain.cpu import CpuEvent
 from megatrain.cuda import CudaBackend
 from megatrain.data import RandomTokens
 from megatrain.documents import documents_of
+from megatrain.embed import Embed
 from megatrain.graphs import PHASES, replayed
+from megatrain.head import Head
 from megatrain.native import adam_gpu
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled
 from megatrain.sink import Sink
-from megatrain.template import Block, Embed, Head, templates
+from megatrain.template import Block, templates
 from schedules import policies, presets
 from schedules.model import ModelSpec
 from schedules.op import Phase, Tier

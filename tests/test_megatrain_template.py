@@ -12,10 +12,12 @@ from families import MODELS as FAMILIES
 
 from megatrain import template
 from megatrain.attention import _sides, attention_again, band
+from megatrain.embed import Embed
+from megatrain.head import Head
 from megatrain.layer_parts import gated, rms_norm, rotate
 from megatrain.rotary import late_queries, rotary_frequencies, rotary_tables, turns
 from megatrain.sink import Sink
-from megatrain.template import Embed, Head, TemplateError, sinks, templates, views
+from megatrain.template import TemplateError, sinks, templates, views
 from schedules.families import ACTIVATIONS
 from schedules.model import ModelError, ModelSpec
 
