@@ -1,4 +1,5 @@
-"""Causal attention within a window, beside sinks, and to values narrower than keys, that keeps what attention keeps.
+"""Causal attention within a window, beside sinks, of wide heads, and to values narrower than keys, that keeps what
+attention keeps.
 
 Shapes as the projections have them: queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads,
 head_dim]. Plain causal attention is torch's own, but for fp32 on a GPU.
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.documents import Documents
+from schedules.heads import FLASH_DIM
 
 aten = torch.ops.aten
 
@@ -35,8 +37,9 @@ class Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention's output [batch, seq, heads, width of v]; `sinks` [heads] are logits of a key that has no value."""
-        narrow = v.shape[-1] < q.shape[-1] and not (q.is_cuda and q.dtype == torch.float32)
-        if self.window is not None or sinks is not None or narrow or self.documents is not None:
+        without_flash = q.is_cuda and q.dtype == torch.float32
+        own = v.shape[-1] < q.shape[-1] or _wide(q)
+        if self.window is not None or sinks is not None or self.documents is not None or (own and not without_flash):
             return _Flash.apply(q, k, v, sinks, self)  # type: ignore[no-any-return, no-untyped-call]
         # torch wants [batch, heads, seq, head_dim]; the memory stays in the projections' order, so that neither
         # attention's inputs nor its output are copied
@@ -98,6 +101,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Attention) -> list[Tensor]:
 
     The second is [batch, heads, seq], and with documents [heads, batch * seq].
     """
+    if _wide(q):
+        return _attend_widely(q, k, v, how)
     width = v.shape[-1]
     v = _padded(v, q)
     if q.is_cuda:
@@ -124,6 +129,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Attention) -> list[Tensor]:
 def _attend_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, random: list[Tensor], how: Attention
 ) -> tuple[Tensor, ...]:
+    if _wide(q):
+        return _attend_widely_backward(dy, q, k, v, y, total, random, how)
     width = v.shape[-1]
     dy, v, y = _padded(dy.contiguous(), q), _padded(v, q), _padded(y, q)
     if q.is_cuda:
@@ -144,6 +151,39 @@ def _attend_backward(
     else:
         dq, dk, dv = (torch.cat([t.flatten(0, 1) for t in some]) for some in zip(*grads, strict=True))
     return dq.view_as(q), dk.view_as(k), _narrowed(dv.view_as(v), width)
+
+
+def _wide(q: Tensor) -> bool:
+    """Whether heads are too wide for flash attention on a GPU."""
+    return q.is_cuda and q.shape[-1] > FLASH_DIM
+
+
+ROWS_TOGETHER = 32  # to a multiple of which the kernel for wide heads fills up the rows' logsumexps (kAlignLSE)
+
+
+def _attend_widely(q: Tensor, k: Tensor, v: Tensor, how: Attention) -> list[Tensor]:
+    """As `_attend`, by the kernel for heads of any width, which shares no keys among heads."""
+    times = q.shape[2] // k.shape[2]
+    given = (t.transpose(1, 2) for t in (q, _repeated(k, times), _repeated(v, times)))
+    y, total, *random = aten._scaled_dot_product_efficient_attention(*given, None, True, 0.0, True, scale=how.scale)
+    return [y.transpose(1, 2), total[..., : q.shape[1]].contiguous(), *random]
+
+
+def _attend_widely_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, random: list[Tensor], how: Attention
+) -> tuple[Tensor, ...]:
+    times = q.shape[2] // k.shape[2]
+    given = [t.transpose(1, 2) for t in (dy.contiguous(), q, _repeated(k, times), _repeated(v, times))]
+    total = F.pad(total, (0, -total.shape[-1] % ROWS_TOGETHER), value=torch.inf)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        *given, None, y.transpose(1, 2), total, *random, 0.0, [True, True, True, False], True, scale=how.scale
+    )
+    return dq.transpose(1, 2), *(t.transpose(1, 2).unflatten(2, (-1, times)).sum(3) for t in (dk, dv))
+
+
+def _repeated(t: Tensor, times: int) -> Tensor:
+    """[batch, seq, heads, width] with each head so many times in a row."""
+    return t if times == 1 else t.repeat_interleave(times, dim=2)
 
 
 def _alike(how: Attention, *tensors: Tensor, total: Tensor | None = None) -> Iterator[list[Tensor]]:

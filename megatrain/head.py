@@ -36,11 +36,13 @@ class Head:
     """Final norm, output projection and cross-entropy, forward and backward in one pass over the tokens.
 
     Logits are divided by `logits_scaling`: the norm's weight is, so that no tensor as wide is passed over once more.
+    Then they are bent towards `softcap`, if there is one.
     """
 
     eps: float
     norm_offset: float = 0.0
     logits_scaling: float = 1.0
+    softcap: float | None = None
     pointwise: Pointwise = PLAIN
 
     @torch.no_grad()
@@ -76,7 +78,9 @@ class Head:
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             normed, rstd = self.pointwise.rms_forward(rows[part], norm, self.eps, self.norm_offset)
-            part_loss, d_logits = self.pointwise.cross_entropy(normed @ table.t(), labels[part], each[part])
+            part_loss, d_logits = self.pointwise.cross_entropy(
+                normed @ table.t(), labels[part], each[part], self.softcap
+            )
             loss += part_loss
             if table_sum is not None:
                 table_sum.add(d_logits.t(), normed)
@@ -108,7 +112,10 @@ class Head:
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             normed, _ = self.pointwise.rms_forward(rows[part], norm, self.eps, self.norm_offset)
-            of_each = F.cross_entropy((normed @ table.t()).to(wide), labels[part], reduction="none")
+            logits = (normed @ table.t()).to(wide)
+            if self.softcap is not None:
+                logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            of_each = F.cross_entropy(logits, labels[part], reduction="none")
             loss += (of_each * each[part]).sum()
         return loss
 

@@ -113,6 +113,28 @@ def weighed(y: Tensor, share: Tensor, pointwise: Pointwise = PLAIN, *, output: b
     return _Weighed.apply(y, share, pointwise, output)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Times(torch.autograd.Function):
+    """x times one number, in place; the number's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: Tensor, output: bool) -> Tensor:
+        ctx.save_for_backward(number)
+        if not output:
+            return unread(x.shape, x)
+        ctx.mark_dirty(x)
+        return x.mul_(number)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (number,) = ctx.saved_tensors
+        return grads[0] * number, torch.zeros_like(number) if ctx.needs_input_grad[1] else None, None
+
+
+def times(x: Tensor, number: Tensor, *, output: bool = True) -> Tensor:
+    """x, overwritten by x times number [1], a constant; without `output` its shape and graph alone."""
+    return _Times.apply(x, number, output)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @dataclass(frozen=True)
 class _Mlp:
     """As a layer of its own."""

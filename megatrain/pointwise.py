@@ -194,27 +194,42 @@ def opened_backward(dy: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor
     return dy * open_, torch.ops.aten.sigmoid_backward(dy * y, open_)
 
 
-def cross_entropy(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, label: Tensor, share: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
     """The loss of logits [tokens, vocab] in at least fp32, each token's times its share, added up; and their gradient.
 
-    label [tokens, 1]; share [tokens, 1] in the type that this is computed in.
+    label [tokens, 1]; share [tokens, 1] in the type that this is computed in. With a cap logits are cap tanh(logits /
+    cap) first.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if cap is not None:
+        bent = torch.tanh(wide / cap)
+        wide = bent * cap
     log_sum = wide.logsumexp(-1, keepdim=True)
     # compared, not scattered: a compiler would write all of it in fp32 first
     is_label = torch.arange(logits.shape[-1], device=logits.device) == label
     gradient = ((wide - log_sum).exp() - is_label.to(wide.dtype)) * share
+    if cap is not None:
+        gradient = gradient * (1 - bent.square())
     return ((log_sum - wide.gather(-1, label)) * share).sum(), gradient.to(logits.dtype)
 
 
-def cross_entropy_in_place(logits: Tensor, label: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with one copy of the logits in at least fp32, or none where they are: these are overwritten."""
+def cross_entropy_in_place(
+    logits: Tensor, label: Tensor, share: Tensor, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same with one copy of the logits in at least fp32, or none where they are: these are overwritten. With a cap
+    one more.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if cap is not None:
+        bent = wide.div_(cap).tanh_()
+        wide = bent * cap
     shifted = wide.sub_(wide.amax(-1, keepdim=True))
     of_label = shifted.gather(-1, label)
     softmax = shifted.exp_()
     summed = softmax.sum(-1, keepdim=True)
     gradient = softmax.mul_(share / summed).scatter_add_(-1, label, -share)
+    if cap is not None:
+        gradient.mul_(bent.square_().neg_().add_(1))
     return ((summed.log() - of_label) * share).sum(), gradient.to(logits.dtype)
 
 
@@ -312,7 +327,7 @@ class Pointwise:
     delta_right_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.right_backward
     keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values
     keys_values_backward: Callable[..., tuple[Tensor, Tensor]] = keys_values_backward
-    cross_entropy: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy
+    cross_entropy: Callable[..., tuple[Tensor, Tensor]] = cross_entropy
     fp8_unit: Callable[[Tensor, torch.dtype], Tensor] = fp8_unit
     fp8_rows: Callable[[Tensor, Tensor, torch.dtype], Tensor] = fp8_rows
     fp8_columns: Callable[[Tensor, Tensor, torch.dtype], Tensor] = fp8_columns

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from schedules.model import ModelError, ModelSpec
-from schedules.model_checks import LATE_QUERIES, ORIGINAL
+from schedules.model_checks import LATE_QUERIES, ORIGINAL, PARTIAL
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ def rotary_tables(
     With `theta` plain, of that base. What is turned by them is multiplied by `times`, fp32 [seq_len, 1, 1], too.
     Raises ModelError for a rope_scaling that is not known.
     """
-    frequencies = rotary_frequencies(model, seq_len) if theta is None else _plain(model, theta)
+    frequencies = rotary_frequencies(model, seq_len) if theta is None else _plain(model.local_rotary_dim, theta)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)[:, None, :]
     scale: Tensor | float = _scale(model) if theta is None else 1.0
     if times is not None:
@@ -99,10 +99,11 @@ def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
     rope_scaling in config.json); or "yarn" (Peng et al., arXiv:2309.00071), as gpt-oss has it: pairs that turn
     less than beta_slow times in the original length are slowed, those that turn more than beta_fast times kept,
     and between the two, by the pair's number, the change is gradual; or "longrope" (Ding et al., arXiv:2402.13753):
-    each pair is slowed by a factor of its own, one for sequences up to the original length and one for longer ones.
+    each pair is slowed by a factor of its own, one for sequences up to the original length and one for longer ones;
+    or "proportional": a `partial_rotary_factor` of the pairs turn, the first, and others stand still.
     Raises ModelError for another kind.
     """
-    plain = _plain(model, model.rope_theta)
+    plain = _plain(model.rotary_dim, model.rope_theta)
     scaling = dict(model.rope_scaling)
     kind = scaling.get("rope_type", "default")
     if kind == "default":
@@ -111,6 +112,9 @@ def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
         return plain / float(scaling["factor"])
     if kind == "yarn":
         return _yarn(plain, scaling, model)
+    if kind == "proportional":
+        some = int(scaling[PARTIAL] * len(plain))
+        return torch.cat((plain[:some], torch.zeros(len(plain) - some))) / float(scaling.get("factor") or 1)
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
@@ -122,8 +126,8 @@ def rotary_frequencies(model: ModelSpec, seq_len: int) -> Tensor:
     raise ModelError(f"{model.name}: rope_scaling of type {kind!r} has no template")
 
 
-def _plain(model: ModelSpec, theta: float) -> Tensor:
-    return 1.0 / theta ** (torch.arange(0, model.rotary_dim, 2, dtype=torch.float32) / model.rotary_dim)
+def _plain(dim: int, theta: float) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def _yarn(plain: Tensor, scaling: Mapping[str, Any], model: ModelSpec) -> Tensor:

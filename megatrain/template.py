@@ -26,13 +26,14 @@ from megatrain.embed import Embed
 from megatrain.experts import Mixture
 from megatrain.head import Head
 from megatrain.latent import Expansion
-from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, weighed
+from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, times, weighed
 from megatrain.linear import added, linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import Turns, depends_on_length, sharper_products, turns
 from megatrain.sink import Sink
 from schedules.errors import InputError
-from schedules.model import SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
+from schedules.heads import FLASH_DIM
+from schedules.model import LAYER_SCALAR, SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
 
 CAUSAL = Attention()
 
@@ -68,6 +69,7 @@ class Block:
     rotates_neighbours: even dimensions are turned with the next.
     expansion: what attention reads where it is latent.
     linear: what takes attention's place.
+    of_values: what the norm of values multiplies by: ones, [head_dim]; None without such a norm.
     output_gate: queries are projected with as many numbers more, which gate what attention returns.
     pointwise_again: the outputs of norms and gate are not kept, and backward computes them again.
     mlp_chunk: the MLP keeps its input only, and backward computes it again, that many tokens at a time.
@@ -85,6 +87,7 @@ class Block:
     attention: Attention = CAUSAL
     expansion: Expansion | None = None
     linear: LinearAttention | None = None
+    of_values: Tensor | None = None
     output_gate: bool = False
     mixture: Mixture | None = None
     pointwise: Pointwise = PLAIN
@@ -99,7 +102,8 @@ class Block:
     @property
     def constants(self) -> tuple[Tensor, ...]:
         mask = () if self.attention.mask is None else (self.attention.mask,)
-        return (*(self.rotary.tensors if self.rotary else ()), *mask)
+        of_values = () if self.of_values is None else (self.of_values,)
+        return (*(self.rotary.tensors if self.rotary else ()), *mask, *of_values)
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, *, output: bool = True) -> Tensor:
         """x [batch, seq, hidden] -> the same shape; params as in `ModelSpec.parameter_shapes`.
@@ -112,7 +116,8 @@ class Block:
         del branch  # or it would take memory while the MLP runs
         read = output or norms.after_mlp is not None
         x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
-        return added(x, self._after(branch, params, norms.after_mlp), output, times=self.residual_multiplier)
+        y = added(x, self._after(branch, params, norms.after_mlp), output, times=self.residual_multiplier)
+        return y if LAYER_SCALAR not in params else times(y, params[LAYER_SCALAR], output=output)
 
     def _before(
         self, x: Tensor, params: Mapping[str, Tensor], norm: str | None, branch: Callable[[Tensor], Tensor]
@@ -182,8 +187,16 @@ class Block:
     def _projected(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys, values [batch, seq, heads, head_dim], and what gates attention's output, if anything does."""
         batch, seq, _ = x.shape
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        q, k, v = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
+        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        values_are_keys = "self_attn.v_proj.weight" not in params
+        if values_are_keys:
+            names.pop()
+        q, k, *others = linears(params, names, x, fused="self_attn.qkv_proj", in_fp8=self.in_fp8)
+        v = k if values_are_keys else others[0]
+        if self.of_values is not None:
+            v = v.view(batch, seq, -1, self.head_dim)
+            beside, v = norm_beside(v, self.of_values, self.eps, self.pointwise, offset=0.0)
+            k = beside if values_are_keys else k
         gate = None
         if self.output_gate:  # behind each head's query
             q, gate = torch.unflatten(q, -1, (-1, 2, self.head_dim)).unbind(-2)
@@ -234,8 +247,8 @@ def templates(
     Allocates the rotary tables: 2 x seq_len x rotary_dim / 2 elements on `device`, which all blocks share, and as many
     again if blocks with a window have a base of their own, or late queries are multiplied.
 
-    Raises ModelError for an unknown rope_scaling, TemplateError for windows, sinks or documents in fp32 on a GPU, and
-    for documents beside linear attention, and InputError where there are no products in `matmul`.
+    Raises ModelError for an unknown rope_scaling, TemplateError for windows, sinks or documents in fp32 or wide heads
+    on a GPU, and for documents beside linear attention, and InputError where there are no products in `matmul`.
     """
     if documents and (linear := [i for i in model.blocks if model.delta(i) is not None]):
         raise TemplateError(
@@ -249,6 +262,8 @@ def templates(
         )
     if documents and device.type == "cuda" and dtype == torch.float32:
         raise TemplateError(f"{model.name}: attention within documents has no fp32 kernel on a GPU")
+    for i in model.blocks if documents else ():
+        _require_flash(model, i, device, "documents")
     if matmul is not None:
         fp8.require(device)
     of_all = turns(model, seq_len, device, dtype)
@@ -276,6 +291,8 @@ def templates(
         blocks={
             kind: replace(
                 block,
+                head_dim=model.heads(i).dim,
+                of_values=_of_values(model, i, device, dtype),
                 attention=_attention(model, i, seq_len, device, dtype),
                 linear=_linear(model, i, pointwise),
                 mixture=_mixture(model, pointwise) if model.has_experts(i) else None,
@@ -287,6 +304,7 @@ def templates(
             eps=model.rms_norm_eps,
             norm_offset=model.norm_offset,
             logits_scaling=model.logits_scaling,
+            softcap=model.final_logit_softcapping,
             pointwise=pointwise,
         ),
     )
@@ -305,13 +323,26 @@ def _attention(model: ModelSpec, i: int, seq_len: int, device: torch.device, dty
         window = None
     scale = model.attention_scale
     if (sharper := sharper_products(model)) != 1:
-        scale = sharper * model.head_dim**-0.5
+        scale = sharper * model.heads(i).dim ** -0.5
     if window is None and not model.attention_sinks:
         return replace(CAUSAL, scale=scale)
     if device.type == "cuda" and dtype == torch.float32:
         raise TemplateError(f"{model.name}: attention with a window or sinks has no fp32 kernel on a GPU")
+    _require_flash(model, i, device, "a window or sinks")
     mask = None if device.type == "cuda" else band(seq_len, window, device, dtype)
     return Attention(window=window, mask=mask, scale=scale)
+
+
+def _require_flash(model: ModelSpec, i: int, device: torch.device, what: str) -> None:
+    """Raises TemplateError where attention with `what` has no kernel for block i's heads."""
+    if device.type == "cuda" and (dim := model.heads(i).dim) > FLASH_DIM:
+        raise TemplateError(
+            f"{model.name}: attention with {what} has no kernel on a GPU for heads of {dim}, only up to {FLASH_DIM}"
+        )
+
+
+def _of_values(model: ModelSpec, i: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    return torch.ones(model.heads(i).dim, device=device, dtype=dtype) if model.value_norm else None
 
 
 def _linear(model: ModelSpec, i: int, pointwise: Pointwise) -> LinearAttention | None:

@@ -39,6 +39,24 @@ _HYBRID_OF_EXPERTS = {
     "shared_expert_gate": True,
 }
 _FIXED_OF_GLM = {"fused_gate_up": True, "rope_interleave": True}
+_GEMMA4: dict[str, Any] = {
+    "sliding_window_pattern": 6,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "rope_theta": 1e6,
+    "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "rope_local_base_freq": 10000.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+_FIXED_OF_GEMMA4 = {
+    "post_norm": True,
+    "qk_norm": True,
+    "value_norm": True,
+    "scale_embeddings": True,
+    "attention_multiplier": 1.0,
+    "layer_scalar": True,
+}
 _OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -391,6 +409,27 @@ FAMILIES: dict[str, Family] = {
         fixed={"post_norm": True, "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
         biases=("attention_bias",),
         windows="some",
+    ),
+    "Gemma4ForCausalLM": Family(
+        model_type="gemma4_text",
+        defaults={
+            **_GEMMA4,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+            "hidden_size_per_layer_input": 256,
+        },
+        fixed=_FIXED_OF_GEMMA4,
+        biases=("attention_bias",),
+        windows="some",
+        bends_logits=True,
+    ),
+    "Gemma4UnifiedForCausalLM": Family(
+        model_type="gemma4_unified_text",
+        defaults={**_GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
+        fixed=_FIXED_OF_GEMMA4,
+        biases=("attention_bias",),
+        windows="some",
+        bends_logits=True,
     ),
     "Olmo2ForCausalLM": Family(
         model_type="olmo2",

@@ -40,7 +40,8 @@ class Family:
     model_type: what config.json calls it.
     defaults: what transformers assumes where config.json is silent. Some families alone have a field of these names:
         a `kv_lora_rank` (whose attention is latent), `linear_...` (whose attention is linear in most blocks),
-        `rope_local_base_freq` (blocks with a window have a rotary embedding of their own).
+        `rope_local_base_freq` (blocks with a window have a rotary embedding of their own), a `global_head_dim` (blocks
+        without a window have heads of their own).
     fixed: what its code has, and no config.json says, in the fields of ModelSpec.
     biases: the fields of its config.json that say which projections have a bias. Where none is for o alone, that of q,
         k and v is for o too, if `out_bias`.
@@ -52,6 +53,7 @@ class Family:
     norms: what a block calls its norms, in the order of `schedules.model.Norms`, where the usual names are others.
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
+    bends_logits: its config.json may say towards which number logits are bent.
     predicts_more: files have a further block, which predicts the token after the next: as a block, or apart as "mtp".
     """
 
@@ -69,6 +71,7 @@ class Family:
     norms: tuple[str, str, str, str] | None = None
     experts: Experts | None = None
     interleaved: bool = False
+    bends_logits: bool = False
     predicts_more: Literal["no", "as a block", "apart"] = "no"
 
     @property
@@ -85,6 +88,11 @@ class Family:
     def two_ropes(self) -> bool:
         """Whether blocks without a window have one rotary embedding, those with a window another."""
         return "rope_local_base_freq" in self.defaults
+
+    @property
+    def two_heads(self) -> bool:
+        """Whether blocks without a window have heads of one kind, those with a window of another."""
+        return "global_head_dim" in self.defaults
 
     @property
     def shares_gated(self) -> bool:

@@ -46,12 +46,14 @@ def attention_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     if (delta := model.delta(i)) is not None:
         return workload.micro_batch_size * delta.flops(workload.seq_len)
     pairs = workload.micro_batch_size * attended_pairs(model, i, workload.seq_len)
-    return 2 * pairs * (model.q_width + model.attended_width)
+    heads = model.heads(i)
+    return 2 * pairs * (heads.q_width + heads.attended_width)
 
 
-def attention_padding(model: ModelSpec) -> float:
-    """Times the FLOPs of attention that are multiplied: values as wide as keys, whatever of that is zeros."""
-    return 2 * model.q_width / (model.q_width + model.attended_width)
+def attention_padding(model: ModelSpec, i: int) -> float:
+    """Times the FLOPs of block i's attention that are multiplied: values as wide as keys, whatever of that is zeros."""
+    heads = model.heads(i)
+    return 2 * heads.q_width / (heads.q_width + heads.attended_width)
 
 
 def backward_flops(model: ModelSpec, i: int, workload: Workload) -> int:

@@ -30,11 +30,14 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
         return f"{model.name}: latent attention's products are not made in {workload.matmul}"
     if model.attn_output_gate or any(model.delta(i) is not None for i in model.blocks):
         return f"{model.name}: products of gated or linear attention are not made in {workload.matmul}"
+    if model.global_head_dim:
+        return f"{model.name}: products of blocks with heads of two kinds are not made in {workload.matmul}"
+    heads = model.heads(0)
     widths = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
-        "the width of its queries": model.q_width,
-        "the width of its keys": model.k_width,
+        "the width of its queries": heads.q_width,
+        "the width of its keys": heads.k_width,
         "a micro-batch's tokens": workload.tokens_per_microbatch,
     }
     for what, width in widths.items():
@@ -115,7 +118,7 @@ def workspace_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, chunk
     Outputs' norms keep one more.
     """
     tokens, h, f = workload.tokens_per_microbatch, model.hidden_size, model.intermediate_size
-    q, kv = model.q_width, model.k_width
+    q, kv = model.heads(0).q_width, model.heads(0).k_width
     again = workload.recompute == "mlp"
     rows = min(tokens, chunk) if again else tokens
     normalised = 2 * h * tokens if model.post_norm else 0
@@ -132,7 +135,7 @@ def workspace_bytes(model: ModelSpec, phase: Phase, workload: Workload, *, chunk
 
 
 def _groups(model: ModelSpec, workload: Workload, parts: int) -> list[_Group]:
-    h, q, kv, f = model.hidden_size, model.q_width, model.k_width, model.intermediate_size
+    h, q, kv, f = model.hidden_size, model.heads(0).q_width, model.heads(0).k_width, model.intermediate_size
     times = parts if workload.recompute == "mlp" else 1
     return [
         _Group(width=h, heights=(q, kv, kv)),

@@ -5,7 +5,7 @@ What it leaves unsaid is in `schedules.families`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GPT_OSS_ACTIVATION, MODEL_TYPES, MULTIPLIERS
@@ -37,7 +37,11 @@ NOT_DONE = {
     "output_router_logits": "the loss here has no term that balances experts",
     "clip_qkv": "queries, keys and values are not bounded here",
     "router_jitter_noise": "routers here are given what the block before returned",
+    "hidden_size_per_layer_input": "blocks here are not given embeddings of their own",
+    "num_kv_shared_layers": "each block here has keys and values of its own",
+    "enable_moe_block": "experts here stand in the place of an MLP, not beside it",
 }
+OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 # Fields without a default, whose names are ours as well.
@@ -74,7 +78,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "head_dim" not in settings:
         settings["head_dim"] = _divide(need("hidden_size"), heads, name)
     for key, lacks in NOT_DONE.items():
-        if asked := settings.get(key):
+        if key == "final_logit_softcapping" and family.bends_logits:
+            continue
+        if (asked := settings.get(key)) and asked != OF_IMAGES:
             of = "" if asked is True else f" of {asked!r}"
             raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
     local = None
@@ -83,6 +89,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     theta, scaling = _rope(architecture, settings, name)
     blocks = require_few_blocks(need("num_hidden_layers"), name)
     rotated = _rotated(architecture, settings, blocks, name)
+    windows = _windows(architecture, settings, rotated or (1,) * blocks, name)
     return {
         "name": name,
         "architecture": architecture,
@@ -100,7 +107,9 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **_biases(family, settings),
         **latent,
         **(_experts(architecture, family.experts, settings, need) if family.experts else {}),
-        **_windows(architecture, settings, rotated or (1,) * blocks, name),
+        **windows,
+        **(_global_heads(settings, windows["layer_types"], name) if family.two_heads else {}),
+        **({"final_logit_softcapping": settings.get("final_logit_softcapping") or None} if family.bends_logits else {}),
         **(_linear(architecture, settings, blocks, name) if family.hybrid else {}),
         **{key: settings[key] for key in (*MULTIPLIERS, "query_pre_attn_scalar") if key in family.defaults},
         "no_rope_layers": rotated,
@@ -138,7 +147,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if not spec["rope_scaling"] and "rope_scaling" in family.defaults:
         config["rope_scaling"] = {"rope_type": "default"}  # null would mean the architecture's own
     config |= {key: spec[key] for key in family.biases}
-    config |= {key: 0.0 for key in NOT_DONE if key in family.defaults}  # silent, it would ask for them
+    # silent, it would ask for them
+    config |= {key: type(family.defaults[key])() for key in NOT_DONE if key in family.defaults}
     config[_activation(family)] = config.pop("hidden_act")
     if "query_pre_attn_scalar" in family.defaults:
         config["query_pre_attn_scalar"] = spec.get("query_pre_attn_scalar", spec["head_dim"])
@@ -148,6 +158,14 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
             "full_attention": {**scaling, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": spec.get("rope_local_base_freq", theta)},
         }
+    if family.two_heads:
+        config |= {
+            "global_head_dim": spec.get("global_head_dim", spec["head_dim"]),
+            "num_global_key_value_heads": spec.get("num_global_key_value_heads"),
+            "attention_k_eq_v": spec.get("attention_k_eq_v", False),
+        }
+    if family.bends_logits:
+        config["final_logit_softcapping"] = spec.get("final_logit_softcapping")
     if family.hybrid:
         config |= {key: spec[key] for key in OF_LINEAR if spec.get(key)}
     config |= {key: spec.get(key, 1.0) for key in MULTIPLIERS if key in family.defaults}
@@ -276,7 +294,7 @@ def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[An
         pairs = {key: pairs[key] for key in pairs if key not in ("partial_rotary_factor", "max_position_embeddings")}
     if kind == "default":
         return theta, ()
-    if kind != "linear":  # as transformers has it: what stands beside rope_scaling counts first
+    if kind not in ("linear", "proportional"):  # as transformers has it: what stands beside rope_scaling counts first
         pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
     return theta, as_pairs(pairs)
 
@@ -414,6 +432,33 @@ def _linear(architecture: str, settings: Mapping[str, Any], blocks: int, name: s
     return {"layer_types": types, **{key: settings[key] for key in OF_LINEAR}}
 
 
+def _global_heads(settings: Mapping[str, Any], types: Sequence[str], name: str) -> dict[str, Any]:
+    """The heads of blocks without a window."""
+    both, of_keys = settings.get("attention_k_eq_v", False), settings["num_key_value_heads"]
+    if "per_layer_config" in settings:
+        stated = {"num_key_value_heads": of_keys, **_of_full_blocks(settings["per_layer_config"], types, name)}
+    else:
+        of_keys = (both and settings.get("num_global_key_value_heads")) or of_keys
+        stated = {"head_dim": settings["global_head_dim"], "num_key_value_heads": of_keys}
+    return {
+        "global_head_dim": stated["head_dim"],
+        "num_global_key_value_heads": stated["num_key_value_heads"],
+        "attention_k_eq_v": both,
+    }
+
+
+def _of_full_blocks(listed: Any, types: Sequence[str], name: str) -> Mapping[str, Any]:
+    """What `per_layer_config`, which transformers 5 writes, says of each block without a window."""
+    full = {str(i) for i, kind in enumerate(types) if kind == FULL}
+    first = next(iter(listed.values()), None) if isinstance(listed, Mapping) else None
+    if not isinstance(first, Mapping) or set(map(str, listed)) != full or any(of != first for of in listed.values()):
+        raise ModelError(f"{name}: per_layer_config must say the same of each block without a window, and of no other")
+    if set(first) - {"num_key_value_heads"} != {"head_dim"}:
+        told = ", ".join(sorted(map(str, first)))
+        raise ModelError(f"{name}: per_layer_config must say head_dim, and may num_key_value_heads, not {told}")
+    return first
+
+
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:
     """A 1 for each block with rotary embedding, a 0 for each without; empty where all have it."""
     family = FAMILIES[architecture]
@@ -459,6 +504,8 @@ def _windows(architecture: str, settings: Mapping[str, Any], rotated: tuple[int,
     if types is None:
         sliding = _sliding(architecture, settings, rotated, name)
         types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
+    if family.two_heads:  # as transformers has it
+        types = [*types[:-1], FULL]
     return {"sliding_window": window, "layer_types": tuple(types)}
 
 

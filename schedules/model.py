@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from schedules.delta import DeltaNet
 from schedules.families import FAMILIES, MULTIPLIERS
 from schedules.family import Experts, Family
+from schedules.heads import Heads
 from schedules.hf_config import as_pairs, read_config
 from schedules.latent import Latent
 from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
@@ -31,6 +32,7 @@ SHARED = "mlp.shared_experts"
 SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight", f"{SHARED_GATE}.weight")
 CORRECTION = "e_score_correction_bias"
+LAYER_SCALAR = "layer_scalar"
 # Of one input, and in some families' files one matrix.
 FUSED_MLP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **FUSED_MLP}
@@ -41,7 +43,8 @@ _LATER = (
     "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "q_lora_rank",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "shared_expert_gate", "fused_gate_up", "rope_interleave", *MULTIPLIERS,
+    "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
+    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -81,7 +84,10 @@ class ModelSpec:
     `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
     `query_pre_attn_scalar` is `head_dim` where None; an `attention_multiplier` stands for its inverse root. Embeddings
     are multiplied by `embedding_multiplier`, what attention and the MLP add by `residual_multiplier`, and logits
-    divided by `logits_scaling`.
+    divided by `logits_scaling`. With a `global_head_dim` blocks without a window have heads of that dimension,
+    `num_global_key_value_heads` for keys and values, and with `attention_k_eq_v` one projection for both. `value_norm`
+    is an RMSNorm without a weight over each value head; with `layer_scalar` what a block returns is multiplied by a
+    number that no gradient changes. Logits beyond `final_logit_softcapping` are bent towards it.
     Raises ModelError when a value has no meaning.
     """
 
@@ -143,6 +149,12 @@ class ModelSpec:
     shared_expert_gate: bool = False
     fused_gate_up: bool = False
     rope_interleave: bool = False
+    global_head_dim: int = 0
+    num_global_key_value_heads: int = 0
+    attention_k_eq_v: bool = False
+    value_norm: bool = False
+    layer_scalar: bool = False
+    final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
@@ -360,16 +372,19 @@ class ModelSpec:
         self.layer_name(i)  # raises for a layer that is not there
         norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms]
         mlp = self._expert_shapes() if self.has_experts(i) else self._mlp_shapes("mlp", self.intermediate_size)
-        return norms[0] | self._attention_shapes(i) | norms[1] | norms[2] | mlp | norms[3]
+        scalar: dict[str, tuple[int, ...]] = {LAYER_SCALAR: (1,)} if self.layer_scalar else {}
+        return norms[0] | self._attention_shapes(i) | norms[1] | norms[2] | mlp | norms[3] | scalar
 
     def _attention_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         if (delta := self.delta(i)) is not None:
             return delta.parameter_shapes(self.hidden_size)
         if self.latent is not None:
             return self.latent.parameter_shapes(self.hidden_size)
-        q, k = self.q_width, self.k_width
+        heads = self.heads(i)
+        q, k = heads.q_width, heads.k_width
+        widths = {"q": q + heads.gate_width, "k": k} | ({} if heads.values_are_keys else {"v": heads.v_width})
         shapes: dict[str, tuple[int, ...]] = {}
-        for letter, width in (("q", q + self.gate_width), ("k", k), ("v", self.v_width)):
+        for letter, width in widths.items():
             shapes[f"self_attn.{letter}_proj.weight"] = (width, self.hidden_size)
             if self.attention_bias:
                 shapes[f"self_attn.{letter}_proj.bias"] = (width,)
@@ -377,8 +392,8 @@ class ModelSpec:
         if self.attention_out_bias:
             shapes["self_attn.o_proj.bias"] = (self.hidden_size,)
         if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (q if self.qk_norm_all_heads else self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (k if self.qk_norm_all_heads else self.head_dim,)
+            shapes["self_attn.q_norm.weight"] = (q if self.qk_norm_all_heads else heads.dim,)
+            shapes["self_attn.k_norm.weight"] = (k if self.qk_norm_all_heads else heads.dim,)
         if self.attention_sinks:
             shapes["self_attn.sinks"] = (self.num_attention_heads,)
         return shapes
@@ -474,25 +489,31 @@ class ModelSpec:
     def total_params(self) -> int:
         return sum(self.params(i) for i in self.layers)
 
-    @property
-    def q_width(self) -> int:
-        """Elements of one token's queries, all heads together."""
-        return self.num_attention_heads * self.head_dim
+    def heads(self, i: int) -> Heads:
+        """Those of block i's attention. Raises ModelError when there is no block i."""
+        of_windows, of_others = self._heads
+        return of_others if self.window(i) is None else of_windows
 
-    @property
-    def k_width(self) -> int:
-        """Elements of one token's keys."""
-        return self.num_key_value_heads * self.head_dim
-
-    @property
-    def v_width(self) -> int:
-        """Elements of one token's values."""
-        return self.num_key_value_heads * (self.v_head_dim or self.head_dim)
-
-    @property
-    def attended_width(self) -> int:
-        """Elements of what attention returns of one token."""
-        return self.num_attention_heads * (self.v_head_dim or self.head_dim)
+    @cached_property
+    def _heads(self) -> tuple[Heads, Heads]:
+        """Those of blocks with a window, and of others."""
+        heads = Heads(
+            count=self.num_attention_heads,
+            of_keys=self.num_key_value_heads,
+            dim=self.head_dim,
+            value_dim=self.v_head_dim or self.head_dim,
+            gated=self.attn_output_gate,
+        )
+        if not self.global_head_dim:
+            return heads, heads
+        others = replace(
+            heads,
+            of_keys=self.num_global_key_value_heads,
+            dim=self.global_head_dim,
+            value_dim=self.global_head_dim,
+            values_are_keys=self.attention_k_eq_v,
+        )
+        return heads, others
 
     @cached_property
     def latent(self) -> Latent | None:
@@ -507,11 +528,6 @@ class ModelSpec:
             rope=self.qk_rope_head_dim,
             value=self.v_head_dim,
         )
-
-    @property
-    def gate_width(self) -> int:
-        """Elements by which what attention returns of one token is multiplied; 0 without such a gate."""
-        return self.attended_width if self.attn_output_gate else 0
 
     def delta(self, i: int) -> DeltaNet | None:
         """What linear attention of block i goes through; None where layer i has none."""
@@ -545,7 +561,12 @@ class ModelSpec:
     @property
     def rotary_dim(self) -> int:
         """Of a head's dimensions those that rotary embedding turns: the first, of latent attention the last."""
-        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+        return self.qk_rope_head_dim or int((self.global_head_dim or self.head_dim) * self.partial_rotary_factor)
+
+    @property
+    def local_rotary_dim(self) -> int:
+        """The same where blocks with a window have a rotary embedding of their own."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def mlp_width(self, i: int) -> int:
         """Intermediate elements of one token in block i: of all its experts together, where there are experts."""

@@ -24,19 +24,21 @@ _MAY_BE_NONE = (  # counts that may be 0
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "global_head_dim", "num_global_key_value_heads",
 )  # fmt: skip
 OF_LINEAR = (  # what linear attention needs
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
 _OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # what latent attention needs
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 # What each kind of rope_scaling must have, and what else of it is a number.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
     "longrope": ("short_factor", "long_factor", ORIGINAL),
+    "proportional": (PARTIAL,),
 }
 ROPE_LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
 ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow")
@@ -62,10 +64,11 @@ def require_meaning(model: ModelSpec) -> None:
     if model.head_dim % 2:
         raise ModelError(f"{model.name}: head_dim {model.head_dim} is odd; rotary embedding needs pairs")
     _check_latent(model)
-    if model.rotary_dim % 2 or not 2 <= model.rotary_dim <= model.head_dim:
+    dim = model.global_head_dim or model.head_dim
+    if model.rotary_dim % 2 or not 2 <= model.rotary_dim <= dim:
         raise ModelError(
             f"{model.name}: partial_rotary_factor {model.partial_rotary_factor} turns {model.rotary_dim} of "
-            f"{model.head_dim} dimensions; rotary embedding needs pairs of them"
+            f"{dim} dimensions; rotary embedding needs pairs of them"
         )
     if not (model.pre_norm or model.post_norm):
         raise ModelError(f"{model.name}: pre_norm and post_norm are both false: a block needs norms")
@@ -166,6 +169,7 @@ def _check_latent(model: ModelSpec) -> None:
     others = (
         "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks", "fused_projections", "sliding_window",
         "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave", "attention_multiplier",
+        "value_norm",
     )  # fmt: skip
     for key in others:
         if getattr(model, key):
@@ -188,6 +192,33 @@ def _check_attention(model: ModelSpec) -> None:
     if SLIDING in model.layer_types and model.sliding_window is None:
         raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
     _check_linear(model)
+    _check_global(model)
+
+
+def _check_global(model: ModelSpec) -> None:
+    """Heads of blocks without a window."""
+    if not model.global_head_dim:
+        for key in ("num_global_key_value_heads", "attention_k_eq_v"):
+            if getattr(model, key):
+                raise ModelError(f"{model.name}: {key} is {getattr(model, key)}, and global_head_dim is 0")
+        return
+    if not model.num_global_key_value_heads:
+        raise ModelError(f"{model.name}: a global_head_dim needs num_global_key_value_heads")
+    if model.num_attention_heads % model.num_global_key_value_heads:
+        raise ModelError(
+            f"{model.name}: {model.num_attention_heads} attention heads cannot share "
+            f"{model.num_global_key_value_heads} global key-value heads evenly"
+        )
+    if model.rope_local_base_freq is None:
+        raise ModelError(f"{model.name}: a global_head_dim needs a rope_local_base_freq: tables are as wide as heads")
+    if model.attention_k_eq_v and not (model.qk_norm and model.value_norm):
+        raise ModelError(f"{model.name}: attention_k_eq_v without qk_norm and value_norm is not supported")
+    for key in ("kv_lora_rank", "attention_sinks", "attn_output_gate", "qk_norm_all_heads", "fused_projections"):
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: a global_head_dim in a model with {key} is not supported")
+    if LINEAR in model.layer_types or model.partial_rotary_factor != 1:
+        what = "linear attention" if LINEAR in model.layer_types else PARTIAL
+        raise ModelError(f"{model.name}: a global_head_dim in a model with {what} is not supported")
 
 
 def _check_linear(model: ModelSpec) -> None:
@@ -233,9 +264,14 @@ def check_rope(
     for key in ROPE_NEEDS[kind]:
         if key not in pairs:
             raise ModelError(f"{name}: rope_scaling of type {kind!r} lacks {key!r}")
-    for key in ROPE_NUMBERS:
+    for key in (*ROPE_NUMBERS, *((PARTIAL,) if kind == "proportional" else ())):
         if key in pairs and not positive(pairs[key]):
             raise ModelError(f"{name}: rope_scaling's {key} must be a positive finite number, not {pairs[key]!r}")
+    if kind == "proportional" and not 1 <= int(pairs[PARTIAL] * count) <= count:
+        raise ModelError(
+            f"{name}: rope_scaling's {PARTIAL} {pairs[PARTIAL]} turns {int(pairs[PARTIAL] * count)} of {count} pairs "
+            "of dimensions"
+        )
     if kind == "yarn" and theta <= 1:
         raise ModelError(f"{name}: rope_theta must be above 1 where rope_scaling is of type 'yarn', not {theta!r}")
     if kind == "longrope" and not (isinstance(pairs[ORIGINAL], int) and pairs[ORIGINAL] > 1):

@@ -18,7 +18,7 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       h        normalised input, read by the q, k, v projections; unless computed again; with pre_norm only
       q + k + v  queries and keys after rotary and values, read by attention
       a        attention output, read by attention's backward and by the o projection
-      q + k    queries and keys before their norm, with qk_norm only
+      q + k    queries and keys before their norm, with qk_norm only; values, too, with value_norm, if apart
       2a       the gate of attention's output, and what it lets through, unless computed again
       of linear attention in place of these what its convolution mixes, betas and decays' inputs, what the rule
                returns, its gate, and the product of the two, unless computed again
@@ -67,11 +67,15 @@ def _kept_by_attention(model: ModelSpec, i: int, workload: Workload) -> tuple[in
     if (delta := model.delta(i)) is not None:
         product = delta.value_width if all_kept else 0
         return delta.mixed + 2 * delta.value_heads + 2 * delta.value_width + product, delta.value_heads
-    heads, q, k = model.num_attention_heads, model.q_width, model.k_width
-    elements, words = q + k + model.v_width + model.attended_width + model.gate_width * (1 + all_kept), heads
+    heads = model.heads(i)
+    q, k, v = heads.q_width, heads.k_width, heads.v_width
+    elements, words = q + k + v + heads.attended_width + heads.gate_width * (1 + all_kept), heads.count
     if model.qk_norm:
         elements += q + k
-        words += 2 if model.qk_norm_all_heads else heads + model.num_key_value_heads
+        words += 2 if model.qk_norm_all_heads else heads.count + heads.of_keys
+    if model.value_norm:
+        elements += 0 if heads.values_are_keys else v  # else it is the keys' that is kept
+        words += heads.of_keys
     if (latent := model.latent) is not None:
         elements += latent.compressed + (latent.normed if all_kept else 0)
         words += latent.norms

@@ -21,6 +21,14 @@ _QWEN2_VL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 # Models that see images, too: what their language model may be, by its model_type, the first where none is stated, and
 # what its configuration is silent about.
 SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -35,6 +43,8 @@ SEEING: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
+    "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, _GEMMA4),
+    "Gemma4UnifiedForConditionalGeneration": ({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}, _GEMMA4),
     "Mistral3ForConditionalGeneration": (
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
         {},

@@ -72,7 +72,8 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     h, f = model.hidden_size, model.mlp_width(i)
     attended = 0  # what the rule of linear attention moves is among what pointwise kernels do
     if model.delta(i) is None:
-        attended = model.q_width + model.k_width + model.v_width + model.attended_width
+        heads = model.heads(i)
+        attended = heads.q_width + heads.k_width + heads.v_width + heads.attended_width
     elements, weights = sum(map(sum, model.attention_matrices(i))) + attended, model.params(i) * b.weight
     elements += 3 * h + 3 * f
     if model.has_experts(i):
@@ -119,6 +120,7 @@ def pointwise_bytes(
                                read, both gradients written
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
+    2h          2h             with a layer_scalar what is returned; and its gradient
     3h          3h             with shared experts the sum with their output; of their input's gradient and the others'
     2h          6h             their gate: output read, product written; gradient and output read, its gradient written,
                                and what the input's gradient is summed with
@@ -151,10 +153,13 @@ def pointwise_bytes(
     gated = h if model.shared_expert_gate and model.has_experts(i) else 0
     normed = _normed_in_attention(model, i)
     turned, turned_back = _turned_elements(model, i)
-    if (gate := model.gate_width) and model.delta(i) is None:
-        turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + model.q_width)
+    heads = model.heads(i)
+    if (gate := heads.gate_width) and model.delta(i) is None:
+        turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + heads.q_width)
     norms = 2 * (model.pre_norm + model.post_norm) * h
-    nbytes = (2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared + 2 * gated) * b.activation
+    scaled = 2 * h if model.layer_scalar else 0
+    elements = 2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared + 2 * gated + scaled
+    nbytes = elements * b.activation
     if not fused:
         nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
@@ -166,15 +171,16 @@ def pointwise_bytes(
             nbytes = elements * b.activation
         else:
             nbytes *= 2
+        nbytes += 2 * h * b.activation if model.layer_scalar and fused else 0  # else counted as forward's
         if model.residual_multiplier != 1:  # the gradients of both branches, read and written
             nbytes += 4 * h * b.activation
         if workload.recompute != "none":
             delta = model.delta(i)
-            opened = model.gate_width if delta is None else delta.value_width
+            opened = heads.gate_width if delta is None else delta.value_width
             nbytes += ((4 * h if model.pre_norm else 0) + 3 * (f + opened) + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
         unread = summed + shared + 2 * gated + (3 * f if workload.recompute == "mlp" else 0)
-        nbytes -= (3 * h + (0 if model.post_norm else unread)) * b.activation
+        nbytes -= (3 * h + scaled + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
     if (delta := model.delta(i)) is not None:
         moved += tokens * FP32 * delta.moved(backward=phase == Phase.BACKWARD)[1]
@@ -184,12 +190,14 @@ def pointwise_bytes(
 
 
 def _normed_in_attention(model: ModelSpec, i: int) -> int:
-    """Elements per token of queries and keys, or of latent vectors, that have a norm; see `_turned_elements`."""
+    """Elements per token of queries, keys and values, or of latent vectors, that have a norm."""
     if model.delta(i) is not None:
         return 0
     if model.latent is not None:
         return model.latent.normed
-    return model.q_width + model.k_width if model.qk_norm else 0
+    heads = model.heads(i)
+    of_values = heads.v_width if model.value_norm else 0
+    return of_values + (heads.q_width + heads.k_width if model.qk_norm else 0)
 
 
 def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
@@ -197,17 +205,21 @@ def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
 
     Queries and keys read and written. Keys of latent attention are put together of what was expanded and of the turned
     one for all heads, and values are copied from beside them. Flash attention wants these as wide as keys: forward pads
-    values, and cuts what it returns; backward pads these and its gradient, and cuts values'. Linear attention turns
-    nothing: what its rule is given and returns, and its gated norm.
+    values, and cuts what it returns; backward pads these and its gradient, and cuts values'. Keys and values that are
+    repeated are copied, in backward again, and their gradients summed. Linear attention turns nothing: what its rule is
+    given and returns, and its gated norm.
     """
     if (delta := model.delta(i)) is not None:
         there, back = (delta.moved(backward=backward)[0] for backward in (False, True))
         return there + 3 * delta.value_width, back + 5 * delta.value_width
+    heads = model.heads(i)
+    q, k, v = heads.q_width, heads.k_width, heads.v_width
     if (latent := model.latent) is None:
-        both = 2 * (model.q_width + model.k_width) if model.has_rope(i) else 0
-        return both, both
-    q, cut = model.q_width, model.v_width
-    moved = 2 * q + latent.expanded + latent.rope + model.k_width + cut
+        both = 2 * (q + k) if model.has_rope(i) else 0
+        copied = k + v + 2 * q if heads.repeated else 0
+        return both + copied, both + 2 * copied
+    cut = v
+    moved = 2 * q + latent.expanded + latent.rope + k + cut
     pass_of_one = q + cut if latent.padded else 0
     return moved + 2 * pass_of_one, moved + 4 * pass_of_one
 
@@ -233,7 +245,8 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     rotary   x cos, minus half, concatenated, x sin, sum: 10 elements for 2 when fused
     gate     activation and product apart: 5 elements for 3 when fused
     """
-    h, q, k, f = model.hidden_size, model.q_width, model.k_width, model.mlp_width(i)
+    h, f, heads = model.hidden_size, model.mlp_width(i), model.heads(i)
+    q, k = heads.q_width, heads.k_width
     norm = 24 + 2 * a if a < FP32 else 20
     if (latent := model.latent) is not None:
         q, k = latent.heads * latent.rope, latent.rope  # that are turned
@@ -241,7 +254,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
     if (delta := model.delta(i)) is not None:
         return norms * norm + 2 * f * a + _unfused_rule_bytes(delta)
-    elements += 2 * model.gate_width
+    elements += 2 * heads.gate_width
     return norms * norm + elements * a
 
 
@@ -273,11 +286,13 @@ def _mlp_parts(workload: Workload) -> int:
 def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *, output: bool = True) -> int:
     """Estimate of the device bytes that an op on it allocates and frees, beside the buffers it names.
 
-    Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised), and five fp32
-    hidden states, since the norm's backward works in fp32; of many chunks, the projection's gradient of some.
+    Loss: for the tokens of one chunk, fp32 logits twice (a copy while they are normalised; three times where they are
+    bent, and that is kept), and five fp32 hidden states, since the norm's backward works in fp32; of many chunks, the
+    projection's gradient of some.
     Backward of a block: the gradient of its largest parameter, of experts EXPERTS_CHUNK at a time, and the
     larger of the MLP's gradients (product, gate, up, and two hidden) and attention's (output, q, k, v,
-    two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head).
+    two hidden, and what flash attention adds: an fp32 accumulator of q, and k and v once per query head; twice where
+    these are repeated to be read).
     Forward, which may run without saving: the larger of what lives at once in attention (normalised
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
@@ -303,7 +318,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
         trained = params(model, workload, i) and workload.task == "train"
         summed = trained and terms_together(chunks, workload.bytes.grad) < chunks
         some = model.vocab_size * model.hidden_size * workload.bytes.grad if summed else 0
-        return chunk * FP32 * (2 * model.vocab_size + 5 * model.hidden_size) + some
+        copies = 2 if model.final_logit_softcapping is None else 3
+        return chunk * FP32 * (copies * model.vocab_size + 5 * model.hidden_size) + some
     if i == model.embed and phase == Phase.BACKWARD and workload.bytes.grad < FP32:
         return min(model.hidden_size * workload.tokens_per_microbatch, EMBED_CHUNK) * 3 * FP32
     if i == model.embed and phase == Phase.BACKWARD and model.embedding_scale != 1:
@@ -330,7 +346,7 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     if phase == Phase.BACKWARD:
         largest = max((math.prod(shape) for shape in shapes(model, workload, i).values()), default=0)
         largest = min(largest, EXPERTS_CHUNK) if model.has_experts(i) else largest
-        of_branch = h * a if model.residual_multiplier != 1 else 0
+        of_branch = _scaled_gradients(model) * a
         per_token = of_branch + max((wide + 2 * h) * a, _attention_backward_bytes(model, i, workload))
         return largest * workload.bytes.grad + tokens * per_token
     if phase == Phase.RECOMPUTE:
@@ -342,17 +358,25 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     return tokens * per_token
 
 
+def _scaled_gradients(model: ModelSpec) -> int:
+    """Elements of one token that are gradients beside others of which they are multiples: a branch's, and a block's."""
+    return model.hidden_size * ((model.residual_multiplier != 1) + model.layer_scalar)
+
+
 def _beside_attention(model: ModelSpec, i: int) -> int:
     """Elements of one token that attention has at once beside queries, keys, values and what it returns.
 
-    Queries and keys before they are turned. Latent attention has queries before they are turned, or what keys and
-    values are expanded from, or padded values and as wide an output.
+    Queries and keys before they are turned, or keys and values repeated, and sums in fp32. Latent attention has queries
+    before they are turned, or what keys and values are expanded from, or padded values and as wide an output.
     """
     if model.delta(i) is not None:
         return 0
+    heads = model.heads(i)
+    q = heads.q_width
     if (latent := model.latent) is None:
-        return model.q_width + model.k_width if model.has_rope(i) else 0
-    return max(2 * model.q_width if latent.padded else model.q_width, latent.expanded)
+        turned = q + heads.k_width if model.has_rope(i) else 0
+        return max(turned, 4 * q if heads.repeated else 0)
+    return max(2 * q if latent.padded else q, latent.expanded)
 
 
 def _attention_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
@@ -361,8 +385,9 @@ def _attention_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     if (delta := model.delta(i)) is not None:
         given = delta.mixed + 2 * delta.value_heads + 2 * delta.value_width
         return given * a + max(_rule_bytes(delta, workload, backward=False), delta.value_width * (a + FP32))
-    attended = model.q_width + model.k_width + model.v_width + model.attended_width + model.gate_width
-    return (attended + max(_beside_attention(model, i), model.gate_width)) * a
+    heads = model.heads(i)
+    attended = heads.q_width + heads.k_width + heads.v_width + heads.attended_width + heads.gate_width
+    return (attended + max(_beside_attention(model, i), heads.gate_width)) * a
 
 
 def _rule_bytes(delta: DeltaNet, workload: Workload, *, backward: bool) -> int:
@@ -376,11 +401,12 @@ def _attention_backward_bytes(model: ModelSpec, i: int, workload: Workload) -> i
     if (delta := model.delta(i)) is not None:
         kept = 2 * delta.value_width + delta.mixed + 2 * delta.value_heads + 2 * model.hidden_size
         return kept * workload.bytes.activation + _rule_bytes(delta, workload, backward=True)
-    h, q, k, v = model.hidden_size, model.q_width, model.k_width, model.v_width
-    kept = 4 * q + k + v
+    h, heads = model.hidden_size, model.heads(i)
+    q, k, v = heads.q_width, heads.k_width, heads.v_width
+    kept = (6 if heads.repeated else 4) * q + k + v
     if model.latent is not None and model.latent.padded:  # what is padded, and its gradients
-        kept = 6 * q + v + model.attended_width
-    return (kept + 2 * model.gate_width + 2 * h) * workload.bytes.activation + q * FP32
+        kept = 6 * q + v + heads.attended_width
+    return (kept + 2 * heads.gate_width + 2 * h) * workload.bytes.activation + q * FP32
 
 
 def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
@@ -393,7 +419,7 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         largest = max(sizes.values(), default=0) * workload.bytes.grad
         mlp = tokens * (1 + model.pre_norm + model.post_norm) * h * a + chunk * (5 * f + h) * a + sums
         attention = tokens * _attention_backward_bytes(model, i, workload)
-        of_branch = tokens * h * a if model.residual_multiplier != 1 else 0
+        of_branch = tokens * _scaled_gradients(model) * a
         return largest + of_branch + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
         delta, turned = model.delta(i), _beside_attention(model, i)
@@ -403,6 +429,8 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
     attention = (h if model.pre_norm else 0) * a + _attention_bytes(model, i, workload)
     of_norms = (6 if model.post_norm else 5) * h * a
     if model.qk_norm and model.delta(i) is None:
-        given = h + model.q_width + model.gate_width + model.k_width + model.v_width
-        of_norms = max(of_norms, given * a + 2 * model.q_width * FP32)
+        heads = model.heads(i)
+        given = h + heads.q_width + heads.gate_width + heads.k_width + heads.v_width
+        given += heads.v_width if model.value_norm and not heads.values_are_keys else 0
+        of_norms = max(of_norms, given * a + 2 * heads.q_width * FP32)
     return max(tokens * max(attention, of_norms), (tokens * 3 * h + chunk * 3 * f) * a)

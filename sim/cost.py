@@ -328,11 +328,11 @@ def _product_bytes(op: Op, model: ModelSpec, workload: Workload) -> int:
 
 def _attention_passes(op: Op, model: ModelSpec, workload: Workload) -> float:
     """Times that attention's rate, which is of 16 bits where activations have so many, is needed for its FLOPs."""
-    if op.layer is None:
+    if op.layer is None or op.layer not in model.blocks:
         return 1.0
     if model.delta(op.layer) is not None:
         return TF32 if workload.bytes.activation < FP32 else 1.0
-    return attention_padding(model)
+    return attention_padding(model, op.layer)
 
 
 def _attention_share(op: Op, model: ModelSpec, workload: Workload) -> float:

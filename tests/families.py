@@ -67,6 +67,20 @@ GEMMA3 = replace(
     layer_types=("sliding_attention", "full_attention"),
     rope_local_base_freq=100.0,
 )
+GEMMA4 = replace(
+    GEMMA3,
+    architecture="Gemma4ForCausalLM",
+    zero_centered_norms=False,
+    query_pre_attn_scalar=None,
+    attention_multiplier=1.0,
+    rope_scaling=(("partial_rotary_factor", 0.25), ("rope_type", "proportional")),
+    global_head_dim=24,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    value_norm=True,
+    layer_scalar=True,
+    final_logit_softcapping=2.0,
+)
 MINIMAX_M2 = replace(
     MOE,
     architecture="MiniMaxM2ForCausalLM",
@@ -351,6 +365,17 @@ MODELS = {
         layer_types=("full_attention", "full_attention"),
         attention_bias=True,
         attention_out_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma4": GEMMA4,
+    "gemma4, unified": replace(GEMMA4, architecture="Gemma4UnifiedForCausalLM"),
+    "gemma4 with values apart, biases, and logits as they are": replace(
+        GEMMA4,
+        attention_k_eq_v=False,
+        num_global_key_value_heads=GEMMA3.num_key_value_heads,
+        attention_bias=True,
+        attention_out_bias=True,
+        final_logit_softcapping=None,
         tie_word_embeddings=False,
     ),
     "gemma3, longer": replace(GEMMA3, rope_scaling=(("factor", 8.0), ("rope_type", "linear")), num_key_value_heads=1),

@@ -135,6 +135,8 @@ def train(
         table = embed["embed_tokens.weight"] if model.tie_word_embeddings else head["lm_head.weight"]
         normed = rms_norm(x, head["norm.weight"], model.rms_norm_eps, offset=model.norm_offset)
         logits = normed @ table.t() / model.logits_scaling
+        if (cap := model.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits / cap)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") @ counts.flatten()
 
     losses, gradients, norms = [], [], list[float]()

@@ -125,6 +125,9 @@ def test_a_model_is_described_with_its_bytes() -> None:
     assert "MLP 32 experts, each 2,880 wide, 4 for a token" in told
     assert "64 query heads, 8 key and value heads of 64" in told and "128 tokens, in 12 blocks" in told
     assert "bf16 41.83 GB 41.83 GB 167.32 GB 250.98 GB 12 B" in told
+    told = " ".join(megatrain("models", "gemma-4-31b").stdout.split())
+    assert "blocks 50 of 478,959,105, 10 of 534,009,857 parameters" in told
+    assert "16 key and value heads of 256; without a window 4 of 512, values made of keys" in told
     (record,) = json.loads(megatrain("models", "tiny", "--json").stdout)
     assert record["bytes"]["fp32"] == {
         "weights": 4 * record["total_params"],

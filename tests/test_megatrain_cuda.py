@@ -40,7 +40,7 @@ from hand_written import WRITERS, small
 from quick_readings import hurry
 from torch import Tensor
 
-from megatrain import adam, adam_state, cuda, device_clock, profile, readings
+from megatrain import adam, adam_state, attention, cuda, device_clock, profile, readings
 from megatrain import pinned as pinning
 from megatrain.attention import Attention, band
 from megatrain.backend import OpFailed, Task
@@ -59,6 +59,7 @@ from megatrain.train import Debug
 from megatrain.way import PLAINLY
 from schedules import policies, presets
 from schedules.errors import InputError, Refused
+from schedules.heads import FLASH_DIM
 from schedules.op import Buffer, Kind, Op, Phase, Stream, Tier
 from schedules.verify import verify
 from schedules.workload import PRECISIONS, MemoryBudget
@@ -1152,6 +1153,60 @@ def test_gpu_attends_within_documents(window: int | None, width: int, device: st
     assert len(documents_of(tokens, 0, torch.device("cpu")).lengths) > 8
     for exact, rounded in zip(*found, strict=True):
         assert (rounded - exact).norm() < 2e-2 * exact.norm()
+
+
+class EfficientAttention:
+    """Computes what the GPU's kernel for wide heads does, of as many keys as queries, on the CPU."""
+
+    @staticmethod
+    def _logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        assert q.shape == k.shape
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(later, -torch.inf)
+
+    def _scaled_dot_product_efficient_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *_: object, scale: float | None
+    ) -> tuple[Tensor, ...]:
+        logits = self._logits(q, k, scale)
+        total = torch.nn.functional.pad(logits.logsumexp(-1), (0, -q.shape[2] % 32), value=torch.inf)
+        y = logits.softmax(-1) @ v
+        return y.transpose(1, 2).contiguous().transpose(1, 2), total, torch.tensor(0), torch.tensor(0)
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, _: None, y: Tensor, total: Tensor, *rest: object,
+        scale: float | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        seq = q.shape[2]
+        assert total.shape[-1] % 32 == 0 and total[..., seq:].isinf().all()
+        share = (self._logits(q, k, scale) - total[..., :seq, None]).exp()
+        d_logits = share * (dy @ v.mT - (dy * y).sum(-1, keepdim=True))
+        d_logits = d_logits * (q.shape[-1] ** -0.5 if scale is None else scale)
+        return d_logits @ k, d_logits.mT @ q, share.mT @ dy, None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=real)])
+@pytest.mark.parametrize("scale", [None, 0.03])
+@pytest.mark.parametrize(("seq", "heads"), [(64, 2), (75, 2), (75, 8)])
+def test_gpu_attends_with_heads_too_wide_for_flash_attention(
+    seq: int, heads: int, scale: float | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, as the CPU does in fp32; keeping no more than its inputs, its output and a number per row."""
+    found: list[list[Tensor]] = []
+    for where, dtype in (("cpu", torch.float32), (device, torch.bfloat16 if device == "cuda" else torch.float64)):
+        if found and device == "cpu":
+            monkeypatch.setattr(attention, "_wide", lambda q: q.shape[-1] > FLASH_DIM)
+            monkeypatch.setattr(attention, "aten", EfficientAttention())
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(2, seq, count, FLASH_DIM + 64) for count in (8, heads, heads, 8)]
+        *leaves, dy = (torch.randn(shape, generator=generator).to(where, dtype) for shape in shapes)
+        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        y = Attention(scale=scale).forward(q, k, v, None)
+        if found:
+            kept = [t for t in y.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
+            assert sum(t.numel() for t in kept) == 2 * seq * (16 * q.shape[-1] + 2 * heads * q.shape[-1] + 8)
+        found.append([t.detach().double().cpu() for t in (y, *torch.autograd.grad(y, (q, k, v), dy))])
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded - exact).norm() < (2e-2 if device == "cuda" else 1e-5) * exact.norm()
 
 
 @real

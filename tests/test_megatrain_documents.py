@@ -258,6 +258,14 @@ def test_a_gpu_has_no_documents_in_fp32() -> None:
         templates(MODELS["llama"], seq_len=4, device=torch.device("cuda"), dtype=torch.float32, documents=True)
 
 
+def test_a_gpu_has_no_documents_for_wide_heads() -> None:
+    model = replace(
+        presets.load("gemma-4-12b"), num_hidden_layers=6, layer_types=(*["sliding_attention"] * 5, "full_attention")
+    )
+    with pytest.raises(TemplateError, match="documents has no kernel on a GPU for heads of 512, only up to 256"):
+        templates(model, seq_len=4, device=torch.device("cuda"), dtype=torch.bfloat16, documents=True)
+
+
 def test_graphs_would_repeat_one_steps_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Way, "require", lambda way, on_gpu: None)  # as where there is a GPU
     packed(tmp_path, WORKLOAD, 256)

@@ -44,7 +44,9 @@ def parameters(model: ModelSpec) -> Callable[[int], Tensor]:
     def of_layer(i: int) -> Tensor:
         torch.manual_seed(i + 7)
         shapes = model.parameter_shapes(i)
-        found = {name: 0.1 * torch.randn(shape) + (1.0 if "norm" in name else 0.0) for name, shape in shapes.items()}
+        found = {
+            name: 0.1 * torch.randn(shape) + float("norm" in name or "scalar" in name) for name, shape in shapes.items()
+        }
         if (name := model.score_correction) in found:
             found[name] -= found[name].median()
         return torch.cat([t.flatten() for t in found.values()])

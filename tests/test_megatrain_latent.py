@@ -130,7 +130,7 @@ def test_a_block_is_counted_by_hand(rank: int) -> None:
     pairs = 8 * 9 // 2
     assert attention_flops(model, 0, work) == 2 * pairs * HEADS * (NOPE + ROPE + V)
     assert forward_flops(model, 0, work) == 2 * 8 * matrices + 2 * pairs * HEADS * (NOPE + ROPE + V)
-    assert attention_padding(model) == 2 * 192 / (192 + 128)
+    assert attention_padding(model, 0) == 2 * 192 / (192 + 128)
     assert model.params(0) == matrices + KV + rank + 2 * H
     compressed, normed = rank + KV + ROPE, rank + KV
     kept = H + compressed + normed + Q + K + A + A + H + H + 3 * F_DENSE  # the second A is of values

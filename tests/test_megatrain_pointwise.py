@@ -176,7 +176,7 @@ EXPERTS = dataclasses.replace(
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
     workload = dataclasses.replace(WORKLOAD, recompute=recompute)
     tokens, h = workload.tokens_per_microbatch, model.hidden_size
-    traffic = Traffic(smallest=tokens * model.k_width)
+    traffic = Traffic(smallest=tokens * model.heads(0).k_width)
     layers = templates(
         model,
         seq_len=8,

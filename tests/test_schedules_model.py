@@ -124,6 +124,8 @@ ROUNDED = {
     "ministral-3-3b": 3.4e9,
     "ministral-3-8b": 8.4e9,
     "ministral-3-14b": 13.5e9,
+    "gemma-4-12b": 11.95e9,  # with what sees and hears
+    "gemma-4-31b": 30.7e9,
 }
 KNOWN = {*PUBLISHED, *ROUNDED}
 OURS = {"tiny-moe", "tiny", "demo", "demo-tied"}
@@ -569,6 +571,7 @@ PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [1, 2, 4, 8]}
 OLMO3 = {"architectures": ["Olmo3ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 8, "hidden_size_per_layer_input": 0}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "num_experts_per_tok": 2}
 DEEPSEEK_V3 = {**DEEPSEEK_V2, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1}
@@ -688,6 +691,29 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping of 50.0 is not supported"),
         ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping of 30.0 is not supported"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention of 'all' is not supported"),
+        (
+            {**GEMMA4, "hidden_size_per_layer_input": None},
+            "hidden_size_per_layer_input of 256 is not supported: blocks",
+        ),
+        ({**GEMMA4, "num_kv_shared_layers": 1}, "num_kv_shared_layers of 1 is not supported: each block here has keys"),
+        ({**GEMMA4, "enable_moe_block": True}, "enable_moe_block is not supported: experts here stand in the place of"),
+        ({**GEMMA4, "global_head_dim": 15}, "partial_rotary_factor 1.0 turns 15 of 15 dimensions"),
+        ({**GEMMA4, "global_head_dim": 6}, "partial_rotary_factor 0.25 turns 0 of 3 pairs of dimensions"),
+        ({**GEMMA4, "global_head_dim": 16.5}, "global_head_dim must be a whole number"),
+        (
+            {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "4 attention heads cannot share 3 global key-value heads evenly",
+        ),
+        ({**GEMMA4, "attention_k_eq_v": 1}, "attention_k_eq_v must be true or false, not 1"),
+        ({**GEMMA4, "final_logit_softcapping": -1}, "final_logit_softcapping must be a positive finite number, not -1"),
+        ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config must say the same of each block"),
+        ({**GEMMA4, "per_layer_config": [1]}, "per_layer_config must say the same of each block without a window, and"),
+        ({**GEMMA4, "per_layer_config": {"1": {}}}, "per_layer_config must say head_dim, and may num_key_value_heads"),
+        (
+            {**GEMMA4, "per_layer_config": {"1": {"head_dim": 16, "sliding_window": 4}}},
+            "per_layer_config must say head_dim, and may num_key_value_heads, not head_dim, sliding_window",
+        ),
         ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "must have its language model's in 'text_config'"),
         (
@@ -1002,7 +1028,11 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     if ours.num_experts:  # a class without the field may have experts whose shares always add up to one
         assert ours.norm_topk_prob == getattr(theirs, "norm_topk_prob", ours.norm_topk_prob)
-    if whole:
+    if ours.global_head_dim:
+        windowed, full = (theirs.per_layer_config[f"{kind}_attention"] for kind in ("sliding", "full"))
+        assert (full.head_dim, full.num_key_value_heads) == (512, 4) == (ours.heads(5).dim, ours.heads(5).of_keys)
+        assert ours.head_dim == windowed.head_dim
+    elif whole:
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
     full = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
@@ -1012,8 +1042,9 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         assert full["mscale"] == full["mscale_all_dim"]  # so that their quotient is 1
         apart = ("type", "mscale", "mscale_all_dim", "max_position_embeddings")
         full = {key: value for key, value in full.items() if key not in apart} | {"attention_factor": 1.0}
-    assert rope == {key: value for key, value in full.items() if key != "partial_rotary_factor"}
-    if not latent:  # or it follows from its heads
+    proportional = rope["rope_type"] == "proportional"
+    assert rope == {key: value for key, value in full.items() if proportional or key != "partial_rotary_factor"}
+    if not latent and not proportional:  # or it follows from its heads
         assert ours.partial_rotary_factor == full.get("partial_rotary_factor", 1.0)
     local = {"rope_type": "default", "rope_theta": ours.rope_local_base_freq}
     assert local == theirs.rope_parameters.get("sliding_attention", {**local, "rope_theta": None})
@@ -1146,6 +1177,14 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"query_pre_attn_scalar": 7},
             {"layer_types": turned},
         ],
+        "Gemma4ForCausalLM": [
+            {"attention_bias": True},
+            {"attention_k_eq_v": False},
+            {"final_logit_softcapping": None},
+            {"global_head_dim": 64},
+            {"num_global_key_value_heads": 2},
+            {"layer_types": [*turned[:-1], "full_attention"]},
+        ],
         "Olmo2ForCausalLM": [{"attention_bias": True}],
         "Exaone4ForCausalLM": [{"layer_types": turned, "sliding_window": 64}],
         "CwmForCausalLM": [{"mlp_bias": True}, {"layer_types": turned}],
@@ -1195,6 +1234,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "olmoe-1b-7b",
         "gemma-3-1b",
         "gemma-3-27b",
+        "gemma-4-12b",
+        "gemma-4-31b",
         "exaone-4.0-32b",
         "exaone-4.0-1.2b",
         "dots.llm1",
@@ -1225,11 +1266,15 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         for prefix in [f"layers.{i}." if i in model.blocks else ""]
         for key, shape in model.stored_shapes(i).items()
     }
-    kept = {**dict(theirs.named_parameters()), **{n: b for n, b in theirs.named_buffers() if "correction" in n}}
+    kept = {
+        **dict(theirs.named_parameters()),
+        **{n: b for n, b in theirs.named_buffers() if n.endswith(("correction_bias", "scalar"))},
+    }
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}
     assert model.total_params == sum(value.numel() for value in kept.values())
     attention = theirs.model.layers[-1].self_attn  # the first of a Qwen3.5 has linear attention
-    assert model.head_dim == (attention.head_dim if model.latent is None else attention.qk_head_dim)
+    dim = model.heads(model.head - 1).dim
+    assert dim == (attention.head_dim if model.latent is None else attention.qk_head_dim)
     windows = [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in theirs.model.layers]
     if model.architecture not in (
         "MistralForCausalLM",
@@ -1244,8 +1289,9 @@ def test_unfused_layers_move_more_by_hand() -> None:
     and two of the MLP's width."""
     model = spec()
     workload = Workload(micro_batch_size=1, seq_len=10)
+    heads = model.heads(0)
     fused, unfused = (op_bytes(model, 0, Phase.FORWARD, workload, fused=fused) for fused in (True, False))
-    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (model.q_width + model.k_width) + 2 * model.mlp_width(0))
+    per_token = 2 * model.hidden_size * 28 + 2 * (8 * (heads.q_width + heads.k_width) + 2 * model.mlp_width(0))
     assert unfused - fused == 10 * per_token
     there, back = (pointwise_bytes(model, 0, p, workload, fused=False) for p in (Phase.FORWARD, Phase.BACKWARD))
     assert back == 2 * there

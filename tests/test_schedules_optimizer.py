@@ -61,7 +61,7 @@ def test_muon_keeps_one_moment_of_a_matrix(precision: str, of_matrix: int, of_ot
 
 def test_what_a_step_multiplies_by_hand() -> None:
     """Five iterations: XX^T and its square times X, 4 r^2 c, and the square itself, 2 r^3."""
-    h, f, q, kv = TINY.hidden_size, TINY.intermediate_size, TINY.q_width, TINY.k_width
+    h, f, q, kv = TINY.hidden_size, TINY.intermediate_size, TINY.heads(0).q_width, TINY.heads(0).k_width
     shapes = [(h, q), (h, q), (h, kv), (h, kv), (h, f), (h, f), (h, f)]
     by_hand = 5 * sum(4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes)
     assert step_flops(TINY, MUON, 0) == by_hand

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,12 +79,14 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
             mlp += f", from {spec.topk_group} of {spec.n_group} groups,"
         if spec.n_shared_experts:
             mlp += f" and {spec.n_shared_experts} for all"
-    dense, count = spec.first_k_dense_replace, spec.num_hidden_layers
-    blocks = f"{count}, of {spec.params(spec.largest_block):,} parameters"
-    if dense:
-        rest = f"then {count - dense}, of {spec.params(spec.largest_block):,}"
-        blocks = f"{dense} without experts, of {spec.params(0):,} parameters, {rest}"
+    sizes = Counter(spec.params(i) for i in spec.blocks)
+    blocks = ", ".join(f"{count} of {params:,}" for params, count in sizes.items()) + " parameters"
+    if dense := spec.first_k_dense_replace:
+        blocks += f", the first {dense} without experts"
     heads = f"{spec.num_attention_heads} query heads, {spec.num_key_value_heads} key and value heads of {spec.head_dim}"
+    if spec.global_head_dim:
+        heads += f"; without a window {spec.num_global_key_value_heads} of {spec.global_head_dim}"
+        heads += ", values made of keys" if spec.attention_k_eq_v else ""
     if (latent := spec.latent) is not None:
         of_queries = f"queries from {latent.q_rank:,} numbers, " if latent.q_rank else ""
         heads = f"{latent.heads} heads of {spec.head_dim}, values of {latent.value}"
