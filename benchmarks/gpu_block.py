@@ -128,7 +128,7 @@ def _numbers(model: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
         elif name.endswith("_proj_bias"):  # experts'
             p.normal_(generator=generator)
     if model.num_experts:
-        router = next(p for name, p in params.items() if name in ("mlp.router.weight", "mlp.gate.weight"))
+        router = next(p for name, p in params.items() if name == f"{model.experts.router}.weight")
         router.zero_().fill_diagonal_(0.2)
         order = torch.rand(SEQUENCES, LENGTH, model.num_experts - 1, generator=generator).argsort(-1)
         x[..., 0], x[..., 1 : model.num_experts] = 0.0, APART * (order + 1)

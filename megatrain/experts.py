@@ -38,7 +38,8 @@ class Mixture:
     `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`; `correction`
     names the parameter that it takes, None where there is none. The router is `wide` where it multiplies in fp32. In
     gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are
-    clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between.
+    clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what `hidden_act` has for it.
+    `router` and `modules` are what parameters are called; `each` is what the router weights each expert by, if it does.
     """
 
     chosen: int
@@ -49,6 +50,10 @@ class Mixture:
     groups: int = 1
     chosen_groups: int = 1
     wide: bool = False
+    hidden_act: str = "silu"
+    router: str = "mlp.gate"
+    modules: str = "mlp.experts"
+    each: str | None = None
     pointwise: Pointwise = PLAIN
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
@@ -57,12 +62,20 @@ class Mixture:
         What multiplies no matrix is told to `derived`, which may have backward make it again. Without `output` the
         experts' outputs are not added up.
         """
+        return self.of_scores(params, x, self.scores(params, x), derived, output=output)
+
+    def scores(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """What the router makes of x [..., hidden]: [T, n]."""
         rows = x.flatten(0, -2)
-        router = "mlp.router" if self.interleaved else "mlp.gate"
         if self.wide:
-            scores = wide_product(rows, params[f"{router}.weight"])
-        else:
-            scores = F.linear(rows, params[f"{router}.weight"], params.get(f"{router}.bias"))
+            return wide_product(rows, params[f"{self.router}.weight"])
+        return F.linear(rows, params[f"{self.router}.weight"], params.get(f"{self.router}.bias"))
+
+    def of_scores(
+        self, params: Mapping[str, Tensor], x: Tensor, scores: Tensor, derived: Derived, *, output: bool = True
+    ) -> Tensor:
+        """As `forward`, where the router has made these scores, maybe of another input."""
+        rows = x.flatten(0, -2)
         correction = None if self.correction is None else params[self.correction]
         weights, expert, order = route(
             scores,
@@ -72,12 +85,13 @@ class Mixture:
             scale=self.scale,
             groups=self.groups,
             chosen_groups=self.chosen_groups,
+            of_each=None if self.each is None else params[self.each],
         )
         copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
         with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
             both = self._product(params, "gate_up_proj", copies, expert, order)
-        forward = self.pointwise.clamped_forward if self.interleaved else self.pointwise.halves_forward
-        product = _Gated.apply(both, self.interleaved, self.pointwise)  # type: ignore[no-untyped-call]
+        forward, backward = self._between()
+        product = _Gated.apply(both, forward, backward)  # type: ignore[no-untyped-call]
         again = derived(product, forward, both)
         del copies, both  # of which a forward that saves nothing has no more use
         with again:
@@ -85,9 +99,18 @@ class Mixture:
         y: Tensor = _WeightedSum.apply(outputs, order, weights, output, self.pointwise)  # type: ignore[no-untyped-call]
         return y.view_as(x)
 
+    def _between(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+        """What is done between an expert's two matrices, and its gradient."""
+        p = self.pointwise
+        if self.interleaved:
+            return p.clamped_forward, p.clamped_backward
+        if self.hidden_act == "silu":
+            return p.halves_forward, p.halves_backward
+        return p.geglu_halves_forward, p.geglu_halves_backward
+
     def _product(self, params: Mapping[str, Tensor], name: str, rows: Tensor, expert: Tensor, order: Tensor) -> Tensor:
-        stored = params[f"mlp.experts.{name}"]
-        bias = params.get(f"mlp.experts.{name}_bias")
+        stored = params[f"{self.modules}.{name}"]
+        bias = params.get(f"{self.modules}.{name}_bias")
         y: Tensor = _ByExpert.apply(rows, stored, bias, expert, order, self.interleaved)  # type: ignore[no-untyped-call]
         return y
 
@@ -101,17 +124,19 @@ def route(
     scale: float = 1.0,
     groups: int = 1,
     chosen_groups: int = 1,
+    of_each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which experts each row of logits [T, n] chooses: `weights` [T, k], `expert` [T, k] and `order` [T k].
 
     Weights are probabilities, in at least fp32, of which the k chosen add up to one if `normalised`; with a
     `correction` [n], sigmoids, which are chosen by their sum with that. It has no gradient: one of zeros. Then they are
-    multiplied by `scale`. Of several `groups` of n / groups experts, side by side, only the best `chosen_groups` are
-    chosen from: by their best expert, with a `correction` by their two best together. The expert of choice j of token t
-    is expert[t, j]; choices, numbered t k + j, are sorted by expert in `order`. Both are int32.
+    multiplied by `scale`, and by the expert's own number `of_each` [n]. Of several `groups` of n / groups experts, side
+    by side, only the best `chosen_groups` are chosen from: by their best expert, with a `correction` by their two best
+    together. The expert of choice j of token t is expert[t, j]; choices, numbered t k + j, are sorted by expert in
+    `order`. Both are int32.
     """
     return _Route.apply(  # type: ignore[no-any-return, no-untyped-call]
-        logits, chosen, correction, normalised, scale, groups, chosen_groups
+        logits, chosen, correction, normalised, scale, groups, chosen_groups, of_each
     )
 
 
@@ -126,6 +151,7 @@ class _Route(torch.autograd.Function):
         scale: float,
         groups: int,
         chosen_groups: int,
+        of_each: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = wide.softmax(-1) if correction is None else wide.sigmoid()
@@ -138,9 +164,11 @@ class _Route(torch.autograd.Function):
             weights = weights / weights.sum(-1, keepdim=True)
         if scale != 1:
             weights = weights * scale
+        if of_each is not None:
+            weights = weights * of_each[index]
         order = index.flatten().argsort(stable=True).to(torch.int32)
         expert = index.to(torch.int32)
-        ctx.save_for_backward(probabilities, expert)
+        ctx.save_for_backward(probabilities, expert, of_each)
         ctx.normalised, ctx.scale, ctx.dtype = normalised, scale, logits.dtype
         ctx.corrected = None if correction is None else correction.dtype
         ctx.mark_non_differentiable(expert, order)
@@ -148,10 +176,15 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, expert = ctx.saved_tensors
+        probabilities, expert, of_each = ctx.saved_tensors
         index, d_weights = expert.long(), grads[0] if ctx.scale == 1 else grads[0] * ctx.scale
+        values, d_of_each = probabilities.gather(-1, index), None
+        if of_each is not None:
+            if ctx.needs_input_grad[7]:
+                weights = values / values.sum(-1, keepdim=True) if ctx.normalised else values
+                d_of_each = _by_expert(d_weights * weights, expert, len(of_each)).to(of_each.dtype)
+            d_weights = d_weights * of_each[index]
         if ctx.normalised:
-            values = probabilities.gather(-1, index)
             total = values.sum(-1, keepdim=True)
             d_weights = (d_weights - (d_weights * values / total).sum(-1, keepdim=True)) / total
         d_logits = torch.zeros_like(probabilities).scatter_(-1, index, d_weights)
@@ -162,7 +195,15 @@ class _Route(torch.autograd.Function):
             d_logits *= 1 - probabilities
             if ctx.needs_input_grad[2]:
                 d_correction = probabilities.new_zeros(probabilities.shape[-1], dtype=ctx.corrected)
-        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, None, None, None, None
+        return d_logits.mul_(probabilities).to(ctx.dtype), None, d_correction, None, None, None, None, d_of_each
+
+
+def _by_expert(numbers: Tensor, expert: Tensor, experts: int) -> Tensor:
+    """The sum [n] of those of numbers [T, k] that are an expert's; a product, since adding up by index has no fixed
+    order on a GPU.
+    """
+    mine = expert.flatten() == torch.arange(experts, device=expert.device)[:, None]
+    return mine.to(numbers.dtype) @ numbers.flatten()
 
 
 def _of_best_groups(scores: Tensor, groups: int, chosen: int, *, by: int) -> Tensor:
@@ -192,10 +233,15 @@ class _Gated(torch.autograd.Function):
     """What lies between an expert's two matrices; saves the output of the first."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, interleaved: bool, pointwise: Pointwise) -> Tensor:
+    def forward(
+        ctx: Any,
+        both: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(both)
-        ctx.backward = pointwise.clamped_backward if interleaved else pointwise.halves_backward
-        return (pointwise.clamped_forward if interleaved else pointwise.halves_forward)(both.detach())
+        ctx.backward = backward
+        return forward(both.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -68,7 +68,7 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     gate, up, down = experts.matrices
     one_by_one = not (experts.as_in_gpt_oss or (experts.stacked if stacked is None else stacked))
     for name, shape in model.stored_shapes(i).items():
-        if not (one_by_one and ".experts." in name):
+        if not (one_by_one and model.is_of_experts(name)):
             whole = global_name(model, i, _in_files(model, name))
             rows, *rest = shape
             found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
@@ -151,7 +151,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     files = {name: files[there] for name, there in stored.items()}
     may_be_transposed = config is not None and sees(config) in TRANSPOSED
     transposed = set[str]()
-    stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
+    stacked = any(name.endswith(f".{model.experts.modules}.gate_up_proj") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     for name in wanted:
         if name not in files:

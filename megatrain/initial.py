@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checksum import checksum
-from schedules.model import LAYER_SCALAR, ModelSpec, is_matrix
+from schedules.model import LAYER_SCALAR, OF_EACH_EXPERT, ROUTER_SCALE, ModelSpec, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
 FEW = 1_048_573  # random numbers that are repeated: a prime, so that no two rows of a matrix are alike
@@ -95,7 +95,7 @@ def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
 
 def _unit(model: ModelSpec, name: str) -> float:
     """What a norm, a bias, a rate, or a number that a block is multiplied by begins with."""
-    if name.endswith((GATED_NORM, STEP_BIAS, LAYER_SCALAR)):
+    if name.endswith((GATED_NORM, STEP_BIAS, LAYER_SCALAR, ROUTER_SCALE, OF_EACH_EXPERT)):
         return 1.0
     return 1.0 - model.norm_offset if "norm" in name else 0.0
 

@@ -80,6 +80,16 @@ def halves_backward(dy: Tensor, both: Tensor) -> Tensor:
     return torch.cat(swiglu_backward(dy, *both.chunk(2, dim=-1)), dim=-1)
 
 
+def geglu_halves_forward(both: Tensor) -> Tensor:
+    """As `halves_forward` with GELU."""
+    return geglu_forward(*both.chunk(2, dim=-1))
+
+
+def geglu_halves_backward(dy: Tensor, both: Tensor) -> Tensor:
+    """The gradient of `both`."""
+    return torch.cat(geglu_backward(dy, *both.chunk(2, dim=-1)), dim=-1)
+
+
 CLAMP, SLOPE = GPT_OSS_ACTIVATION["swiglu_limit"], GPT_OSS_ACTIVATION["swiglu_alpha"]
 
 
@@ -301,6 +311,8 @@ class Pointwise:
     geglu_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = geglu_backward
     halves_forward: Callable[[Tensor], Tensor] = halves_forward
     halves_backward: Callable[[Tensor, Tensor], Tensor] = halves_backward
+    geglu_halves_forward: Callable[[Tensor], Tensor] = geglu_halves_forward
+    geglu_halves_backward: Callable[[Tensor, Tensor], Tensor] = geglu_halves_backward
     clamped_forward: Callable[[Tensor], Tensor] = clamped_forward
     clamped_backward: Callable[[Tensor, Tensor], Tensor] = clamped_backward
     weighted_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = weighted_sum
@@ -370,6 +382,7 @@ FUSED = Pointwise()  # what a compiler makes kernels of
 PLAIN = replace(
     FUSED,
     halves_backward=by_rows(halves_backward),
+    geglu_halves_backward=by_rows(geglu_halves_backward),
     clamped_forward=by_rows(clamped_forward),
     clamped_backward=by_rows(clamped_backward),
     weighted_sum=by_rows(weighted_sum, read_anywhere=1),

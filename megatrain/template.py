@@ -33,7 +33,19 @@ from megatrain.rotary import Turns, depends_on_length, sharper_products, turns
 from megatrain.sink import Sink
 from schedules.errors import InputError
 from schedules.heads import FLASH_DIM
-from schedules.model import LAYER_SCALAR, SHARED, SHARED_GATE, SHARED_GATED, ModelSpec, Norms
+from schedules.model import (
+    AFTER_EXPERTS,
+    AFTER_MLP,
+    BEFORE_EXPERTS,
+    LAYER_SCALAR,
+    OF_EACH_EXPERT,
+    ROUTER_SCALE,
+    SHARED,
+    SHARED_GATE,
+    SHARED_GATED,
+    ModelSpec,
+    Norms,
+)
 
 CAUSAL = Attention()
 
@@ -115,7 +127,10 @@ class Block:
         x = added(x, self._after(branch, params, norms.after_attention), True, times=self.residual_multiplier)
         del branch  # or it would take memory while the MLP runs
         read = output or norms.after_mlp is not None
-        x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
+        if self.mixture is not None and self.mixture.each is not None:
+            x, branch = self._beside_mlp(params, x)
+        else:
+            x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
         y = added(x, self._after(branch, params, norms.after_mlp), output, times=self.residual_multiplier)
         return y if LAYER_SCALAR not in params else times(y, params[LAYER_SCALAR], output=output)
 
@@ -123,9 +138,10 @@ class Block:
         self, x: Tensor, params: Mapping[str, Tensor], norm: str | None, branch: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """x, and what a branch makes of it, or of its `norm` where there is one."""
-        if norm is None:
-            return x, branch(x)
-        weight = params[f"{norm}.weight"]
+        return (x, branch(x)) if norm is None else self._normed(x, params[f"{norm}.weight"], branch)
+
+    def _normed(self, x: Tensor, weight: Tensor, branch: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """x, and what a branch makes of x normalised."""
         x, normed = norm_beside(x, weight, self.eps, self.pointwise, offset=self.norm_offset)
 
         def make(x: Tensor, weight: Tensor) -> Tensor:
@@ -133,6 +149,19 @@ class Block:
 
         with self._derived(normed, make, x, weight):
             return x, branch(normed)
+
+    def _beside_mlp(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """x, and what an MLP and experts beside it make of it, each of its own norm."""
+        mixture = self.mixture
+        assert mixture is not None
+        x, mlp = self._before(x, params, self.norms.before_mlp, lambda y: self._whole_mlp(params, y, True))
+        mlp = self._after(mlp, params, AFTER_MLP)
+        x, scores = self._normed(x, params[ROUTER_SCALE], lambda y: mixture.scores(params, y))
+        scores = scores * x.shape[-1] ** -0.5
+        x, experts = self._before(
+            x, params, BEFORE_EXPERTS, lambda y: mixture.of_scores(params, y, scores, self._derived)
+        )
+        return x, mlp + self._after(experts, params, AFTER_EXPERTS)
 
     def _after(self, branch: Tensor, params: Mapping[str, Tensor], norm: str | None) -> Tensor:
         return branch if norm is None else self._norm(branch, params[f"{norm}.weight"])
@@ -360,5 +389,9 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         chosen_groups=model.topk_group,
         wide=model.experts.wide_router,
         interleaved=model.experts.as_in_gpt_oss,
+        hidden_act=model.hidden_act,
+        router=model.experts.router,
+        modules=model.experts.modules,
+        each=OF_EACH_EXPERT if model.experts_beside_mlp else None,
         pointwise=pointwise,
     )

@@ -210,7 +210,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"attention_sinks": True, "router_bias": True, "expert_bias": True},
         biases=("attention_bias",),
         windows="some",
-        experts=Experts(count="num_local_experts", width="intermediate_size", as_in_gpt_oss=True),
+        experts=Experts(count="num_local_experts", width="intermediate_size", router="mlp.router", as_in_gpt_oss=True),
     ),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",
@@ -421,6 +421,14 @@ FAMILIES: dict[str, Family] = {
         fixed=_FIXED_OF_GEMMA4,
         biases=("attention_bias",),
         windows="some",
+        experts=Experts(
+            chosen="top_k_experts",
+            switch="enable_moe_block",
+            router="router.proj",
+            modules="experts",
+            beside_mlp=True,
+            stacked=True,
+        ),
         bends_logits=True,
     ),
     "Gemma4UnifiedForCausalLM": Family(

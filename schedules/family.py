@@ -11,9 +11,13 @@ from typing import Any, Literal
 class Experts:
     """What a family with a mixture of experts calls them.
 
-    count, width: what its config.json calls the number of experts, and the width of each.
+    count, width, chosen: what its config.json calls the number of experts, the width of each, and how many a token has.
+    switch: a field of its config.json without which there are none.
     shared: what it calls the number of experts that are given all tokens, where it has such and counts them; the first
         blocks may then have an MLP instead.
+    router, modules: what a block calls the router's projection, and experts.
+    beside_mlp: they stand beside an MLP that is given all tokens, each of the two has norms of its own, and so has the
+        router, which weights each expert besides.
     wide_router: routers multiply in fp32.
     place, matrices: where files have them within a block, and what they call gate, up and down of each.
     stacked: published with all experts' matrices in one tensor.
@@ -23,7 +27,12 @@ class Experts:
 
     count: str = "num_experts"
     width: str = "moe_intermediate_size"
+    chosen: str = "num_experts_per_tok"
+    switch: str | None = None
     shared: str | None = None
+    router: str = "mlp.gate"
+    modules: str = "mlp.experts"
+    beside_mlp: bool = False
     wide_router: bool = False
     place: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

@@ -39,7 +39,6 @@ NOT_DONE = {
     "router_jitter_noise": "routers here are given what the block before returned",
     "hidden_size_per_layer_input": "blocks here are not given embeddings of their own",
     "num_kv_shared_layers": "each block here has keys and values of its own",
-    "enable_moe_block": "experts here stand in the place of an MLP, not beside it",
 }
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
@@ -106,7 +105,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **family.fixed,
         **_biases(family, settings),
         **latent,
-        **(_experts(architecture, family.experts, settings, need) if family.experts else {}),
+        **(_experts(architecture, experts, settings, need) if (experts := _known(family, settings)) else {}),
         **windows,
         **(_global_heads(settings, windows["layer_types"], name) if family.two_heads else {}),
         **({"final_logit_softcapping": settings.get("final_logit_softcapping") or None} if family.bends_logits else {}),
@@ -181,7 +180,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
             config["layer_types"] = spec["layer_types"]
-    if family.experts is not None:
+    if family.experts is not None and family.experts.switch is not None:
+        config[family.experts.switch] = spec["num_experts"] > 0
+    if family.experts is not None and (spec["num_experts"] or family.experts.switch is None):
         config |= _experts_config(architecture, family.experts, spec)
     if architecture == "Qwen2MoeForCausalLM":
         config["qkv_bias"] = config.pop("attention_bias")
@@ -198,7 +199,7 @@ def _experts_config(architecture: str, names: Experts, spec: Mapping[str, Any]) 
     """What a `config.json` says of experts."""
     family = FAMILIES[architecture]
     config = {
-        "num_experts_per_tok": spec["num_experts_per_tok"],
+        names.chosen: spec["num_experts_per_tok"],
         names.count: spec["num_experts"],
         names.width: spec["moe_intermediate_size"],
     }
@@ -333,6 +334,12 @@ def _biases(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def _known(family: Family, settings: Mapping[str, Any]) -> Experts | None:
+    """What is to be known of the family's experts, where it has any."""
+    switched_off = family.experts and family.experts.switch and not settings.get(family.experts.switch)
+    return None if switched_off else family.experts
+
+
 def _experts(
     architecture: str, known: Experts, settings: Mapping[str, Any], need: Callable[[str], Any]
 ) -> dict[str, Any]:
@@ -347,24 +354,27 @@ def _experts(
     count = "num_local_experts" if named_otherwise else known.count
     found = {
         "num_experts": need(count),
-        "num_experts_per_tok": need("num_experts_per_tok"),
+        "num_experts_per_tok": need(known.chosen),
         "moe_intermediate_size": need(known.width),
     }
     if "norm_topk_prob" in of_family:
         found["norm_topk_prob"] = settings["norm_topk_prob"]
     if FAMILIES[architecture].shares_gated:
-        found["n_shared_experts"] = _shared(settings["shared_expert_intermediate_size"], found)
+        key = "shared_expert_intermediate_size"
+        found["n_shared_experts"] = _shared(key, settings[key], found)
+    if known.beside_mlp:
+        found["n_shared_experts"] = _shared("intermediate_size", settings["intermediate_size"], found)
     if known.shared is not None:
         found |= _sharing(architecture, known.shared, settings, need)
     return found
 
 
-def _shared(width: Any, experts: Mapping[str, Any]) -> int:
-    """How many experts are as wide together as that which is given all tokens."""
-    whole_number("shared_expert_intermediate_size", width, "the config")
+def _shared(key: str, width: Any, experts: Mapping[str, Any]) -> int:
+    """How many experts are as wide together as that which is given all tokens, whose width the field `key` states."""
+    whole_number(key, width, "the config")
     each = whole_number("moe_intermediate_size", experts["moe_intermediate_size"], "the config")
     if width % each:
-        raise ModelError(f"shared_expert_intermediate_size {width} is no multiple of moe_intermediate_size, {each}")
+        raise ModelError(f"{key} {width} is no multiple of moe_intermediate_size, {each}")
     return int(width // each)
 
 

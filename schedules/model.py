@@ -30,9 +30,14 @@ FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
 SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight", f"{SHARED_GATE}.weight")
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "router.proj.weight", f"{SHARED_GATE}.weight")
 CORRECTION = "e_score_correction_bias"
 LAYER_SCALAR = "layer_scalar"
+# Of experts beside an MLP: what the router's norm multiplies by, and it each expert; and the norms of what the MLP
+# returns, and of what experts are given, and return.
+ROUTER_SCALE, OF_EACH_EXPERT = "router.scale", "router.per_expert_scale"
+AFTER_MLP = "post_feedforward_layernorm_1"
+BEFORE_EXPERTS, AFTER_EXPERTS = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 # Of one input, and in some families' files one matrix.
 FUSED_MLP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **FUSED_MLP}
@@ -411,18 +416,21 @@ class ModelSpec:
         n, h, f = self.num_experts, self.hidden_size, self.moe_intermediate_size
         # gpt-oss calls its gate a router and stores expert matrices as (in, out), the others as (out, in)
         transposed = self.experts.as_in_gpt_oss
-        router = "mlp.router" if transposed else "mlp.gate"
+        router, modules = self.experts.router, self.experts.modules
         shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (n, h)}
         if self.router_bias:
             shapes[f"{router}.bias"] = (n,)
+        if self.experts.beside_mlp:
+            shapes |= {ROUTER_SCALE: (h,), OF_EACH_EXPERT: (n,)}
+            shapes |= {f"{norm}.weight": (h,) for norm in (AFTER_MLP, BEFORE_EXPERTS, AFTER_EXPERTS)}
         if self.score_correction is not None:
             shapes[self.score_correction] = (n,)
-        shapes["mlp.experts.gate_up_proj"] = (n, h, 2 * f) if transposed else (n, 2 * f, h)
+        shapes[f"{modules}.gate_up_proj"] = (n, h, 2 * f) if transposed else (n, 2 * f, h)
         if self.expert_bias:
-            shapes["mlp.experts.gate_up_proj_bias"] = (n, 2 * f)
-        shapes["mlp.experts.down_proj"] = (n, f, h) if transposed else (n, h, f)
+            shapes[f"{modules}.gate_up_proj_bias"] = (n, 2 * f)
+        shapes[f"{modules}.down_proj"] = (n, f, h) if transposed else (n, h, f)
         if self.expert_bias:
-            shapes["mlp.experts.down_proj_bias"] = (n, h)
+            shapes[f"{modules}.down_proj_bias"] = (n, h)
         if self.n_shared_experts:
             shapes |= self._mlp_shapes(self.shared_place, self.shared_width)
         if self.shared_expert_gate:
@@ -432,7 +440,18 @@ class ModelSpec:
     @property
     def shared_place(self) -> str:
         """What the experts that are given all tokens are called within a block."""
+        if self.experts.beside_mlp:
+            return "mlp"
         return SHARED_GATED if self.shared_expert_gate else SHARED
+
+    @property
+    def experts_beside_mlp(self) -> bool:
+        """Whether experts and those that are given all tokens each have norms of their own, and the router has one."""
+        return self.num_experts > 0 and self.experts.beside_mlp
+
+    def is_of_experts(self, name: str) -> bool:
+        """Whether a parameter of a block holds matrices or biases of all its experts."""
+        return name.startswith(f"{self.experts.modules}.")
 
     @property
     def score_correction(self) -> str | None:

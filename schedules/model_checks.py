@@ -76,7 +76,8 @@ def require_meaning(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: fused_projections with biases or experts are not supported")
     if model.fused_gate_up and (model.mlp_bias or model.num_experts or model.fused_projections):
         raise ModelError(f"{model.name}: fused_gate_up with mlp_bias, experts or fused_projections is not supported")
-    silu_alone = "experts" if model.num_experts else "linear attention" if LINEAR in model.layer_types else ""
+    gpt_oss = model.num_experts and model.experts.as_in_gpt_oss
+    silu_alone = "gpt-oss' experts" if gpt_oss else "linear attention" if LINEAR in model.layer_types else ""
     if model.hidden_act not in ACTIVATIONS or (silu_alone and model.hidden_act != "silu"):
         known = f"'silu' with {silu_alone}" if silu_alone else " and ".join(map(repr, ACTIVATIONS))
         raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")
@@ -123,6 +124,11 @@ def _check_experts(model: ModelSpec) -> None:
         )
     if not model.moe_intermediate_size:
         raise ModelError(f"{model.name}: a mixture of experts needs moe_intermediate_size")
+    if model.experts.beside_mlp and model.n_shared_experts * model.moe_intermediate_size != model.intermediate_size:
+        raise ModelError(
+            f"{model.name}: {model.n_shared_experts} experts of {model.moe_intermediate_size} are no MLP of "
+            f"intermediate_size, {model.intermediate_size}"
+        )
     if model.shared_expert_gate and not model.n_shared_experts:
         raise ModelError(f"{model.name}: shared_expert_gate needs n_shared_experts")
     _check_groups(model)

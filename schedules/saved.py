@@ -32,6 +32,8 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       3f       gate, up, and their product, shared experts' too; 2f if the product is computed again, none if all is
       k h      the experts' outputs, weighted by the router, with experts only
       h + 1    the shared experts' output and its gate, with a shared_expert_gate only
+      3h       with experts beside an MLP what the two return, before their norms, and what the router is given,
+               normalised, unless it is frozen or that is computed again
       rank     per adapter, what lies between its two matrices
     and in fp32: 1 per norm row (its reciprocal root mean square), 1 per head (attention's logsumexp),
     and with experts their probabilities and, per choice, its weight, its expert and its place (3 words).
@@ -49,6 +51,9 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
         elements += h if by_router_alone and workload.lora_rank is not None else 2 * h
     if model.post_norm:
         elements += 2 * h
+    if model.experts_beside_mlp:
+        elements += 2 * h + (h if workload.recompute == "none" and workload.lora_rank is None else 0)
+        words += 4
     if model.has_experts(i):
         elements += (2 if workload.recompute == "none" else 1) * k * h
         elements += h + 1 if model.shared_expert_gate else 0

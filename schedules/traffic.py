@@ -122,6 +122,7 @@ def pointwise_bytes(
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
     2h          2h             with a layer_scalar what is returned; and its gradient
     3h          3h             with shared experts the sum with their output; of their input's gradient and the others'
+    8h          14h            with experts beside an MLP two more norms of inputs, two of outputs
     2h          6h             their gate: output read, product written; gradient and output read, its gradient written,
                                and what the input's gradient is summed with
     The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
@@ -156,7 +157,7 @@ def pointwise_bytes(
     heads = model.heads(i)
     if (gate := heads.gate_width) and model.delta(i) is None:
         turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + heads.q_width)
-    norms = 2 * (model.pre_norm + model.post_norm) * h
+    norms = 2 * (model.pre_norm + model.post_norm) * h + (4 * h if model.experts_beside_mlp else 0)
     scaled = 2 * h if model.layer_scalar else 0
     elements = 2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared + 2 * gated + scaled
     nbytes = elements * b.activation
@@ -166,6 +167,7 @@ def pointwise_bytes(
         if fused:
             of_router = 3 * h if model.has_experts(i) else 0
             of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
+            of_norms += 14 * h if model.experts_beside_mlp else 0
             of_experts = copied + of_router + 2 * summed + shared + 6 * gated
             elements = of_norms + turned_back + 3 * normed + 5 * f + of_experts
             nbytes = elements * b.activation
@@ -177,7 +179,8 @@ def pointwise_bytes(
         if workload.recompute != "none":
             delta = model.delta(i)
             opened = heads.gate_width if delta is None else delta.value_width
-            nbytes += ((4 * h if model.pre_norm else 0) + 3 * (f + opened) + copied) * b.activation
+            normed_again = (4 * h if model.pre_norm else 0) + (4 * h if model.experts_beside_mlp else 0)
+            nbytes += (normed_again + 3 * (f + opened) + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
         unread = summed + shared + 2 * gated + (3 * f if workload.recompute == "mlp" else 0)
         nbytes -= (3 * h + scaled + (0 if model.post_norm else unread)) * b.activation
@@ -232,7 +235,7 @@ def _of_shared(model: ModelSpec, i: int) -> int:
 def _of_experts(model: ModelSpec, workload: Workload, i: int) -> int:
     """Elements of the gradients of block i's experts' matrices."""
     trained = shapes(model, workload, i).items()
-    return sum(math.prod(shape) for name, shape in trained if ".experts." in name and len(shape) == 3)
+    return sum(math.prod(shape) for name, shape in trained if model.is_of_experts(name) and len(shape) == 3)
 
 
 def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
@@ -252,6 +255,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
         q, k = latent.heads * latent.rope, latent.rope  # that are turned
     elements = (8 * (q + k) if model.has_rope(i) else 0) + 2 * f
     norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
+    norms += 4 * h if model.experts_beside_mlp else 0
     if (delta := model.delta(i)) is not None:
         return norms * norm + 2 * f * a + _unfused_rule_bytes(delta)
     elements += 2 * heads.gate_width
@@ -297,7 +301,7 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Without rotary embedding q and k are there once; of latent attention see `_beside_attention`. Experts add their
-    copies of the hidden state.
+    copies of the hidden state, and beside an MLP their input.
     Embedding: none forward, and what sorting the tokens takes is ignored; backward, where gradients have 16 bits, the
     fp32 terms of some columns, sorted, and sums, and where they have 32 its terms if they are scaled. The optimizer's
     step: see `schedules.optimizer`.
@@ -339,7 +343,7 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     wide = 3 * f
     delta = model.delta(i)
     if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
-        chosen, beside = f - model.shared_width, h if model.n_shared_experts else 0
+        chosen, beside = f - model.shared_width, h * (bool(model.n_shared_experts) + model.experts_beside_mlp)
         wide = beside + max(3 * chosen + 2 * model.num_experts_per_tok * h, 3 * model.shared_width)
     if workload.recompute == "mlp":
         return _chunked_workspace_bytes(model, i, phase, workload, output)

@@ -368,6 +368,9 @@ MODELS = {
         tie_word_embeddings=False,
     ),
     "gemma4": GEMMA4,
+    "gemma4, with experts": replace(
+        GEMMA4, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=2, intermediate_size=24
+    ),
     "gemma4, unified": replace(GEMMA4, architecture="Gemma4UnifiedForCausalLM"),
     "gemma4 with values apart, biases, and logits as they are": replace(
         GEMMA4,

@@ -350,6 +350,8 @@ def first_block(
         ("gemma-4-31b", "mlp", 4),
         ("gemma-4-31b first", "none", 4),
         ("gemma-4-31b first", "mlp", 4),
+        ("gemma-4-26b-a4b", "none", 4),
+        ("gemma-4-26b-a4b first", "pointwise", 4),
     ],
 )
 def test_ops_of_a_large_block_take_no_more_than_is_counted(

@@ -236,7 +236,13 @@ def test_compiled_experts_compute_as_plain_ones(name: str) -> None:
     results = []
     for pointwise in (PLAIN, compiled("aot_eager")):
         leaves = [t.clone().requires_grad_() for t in (x, *params.values())]
-        mixture = Mixture(chosen=2, normalised=True, interleaved=name == "gpt-oss", pointwise=pointwise)
+        mixture = Mixture(
+            chosen=2,
+            normalised=True,
+            interleaved=name == "gpt-oss",
+            router=model.experts.router,
+            pointwise=pointwise,
+        )
         y = mixture.forward(dict(zip(params, leaves[1:], strict=True)), leaves[0], autograd.again)
         grads = torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
         results.append([y, *(g for g in grads if g is not None)])

@@ -45,7 +45,7 @@ def parameters(model: ModelSpec) -> Callable[[int], Tensor]:
         torch.manual_seed(i + 7)
         shapes = model.parameter_shapes(i)
         found = {
-            name: 0.1 * torch.randn(shape) + float("norm" in name or "scalar" in name) for name, shape in shapes.items()
+            name: 0.1 * torch.randn(shape) + float("norm" in name or "scal" in name) for name, shape in shapes.items()
         }
         if (name := model.score_correction) in found:
             found[name] -= found[name].median()

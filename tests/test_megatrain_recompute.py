@@ -47,6 +47,7 @@ VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projection
         query_pre_attn_scalar=11,
     ),
     "gemma4": FAMILIES["gemma4"],
+    "experts beside an MLP": FAMILIES["gemma4, with experts"],
     "experts": replace(FAMILIES["minimax-m2"], num_hidden_layers=2),
     "experts, some shared": replace(FAMILIES["glm-4.5"], first_k_dense_replace=0),
     "experts, some shared, with a gate": FAMILIES["qwen2-moe"],

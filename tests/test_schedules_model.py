@@ -125,6 +125,7 @@ ROUNDED = {
     "ministral-3-8b": 8.4e9,
     "ministral-3-14b": 13.5e9,
     "gemma-4-12b": 11.95e9,  # with what sees and hears
+    "gemma-4-26b-a4b": 25.2e9,
     "gemma-4-31b": 30.7e9,
 }
 KNOWN = {*PUBLISHED, *ROUNDED}
@@ -697,7 +698,19 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             "hidden_size_per_layer_input of 256 is not supported: blocks",
         ),
         ({**GEMMA4, "num_kv_shared_layers": 1}, "num_kv_shared_layers of 1 is not supported: each block here has keys"),
-        ({**GEMMA4, "enable_moe_block": True}, "enable_moe_block is not supported: experts here stand in the place of"),
+        ({**GEMMA4, "enable_moe_block": True}, "lacks 'num_experts'"),
+        (
+            {
+                **GEMMA4,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 12,
+                "intermediate_size": 20,
+            },
+            "intermediate_size 20 is no multiple of moe_intermediate_size, 12",
+        ),
+        ({**GPT_OSS, "hidden_act": "gelu_pytorch_tanh"}, "'silu' with gpt-oss' experts"),
         ({**GEMMA4, "global_head_dim": 15}, "partial_rotary_factor 1.0 turns 15 of 15 dimensions"),
         ({**GEMMA4, "global_head_dim": 6}, "partial_rotary_factor 0.25 turns 0 of 3 pairs of dimensions"),
         ({**GEMMA4, "global_head_dim": 16.5}, "global_head_dim must be a whole number"),
@@ -1184,6 +1197,12 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"global_head_dim": 64},
             {"num_global_key_value_heads": 2},
             {"layer_types": [*turned[:-1], "full_attention"]},
+            {
+                "enable_moe_block": not model.num_experts,
+                "num_experts": 8,
+                "top_k_experts": 2,
+                "moe_intermediate_size": model.intermediate_size // 3,
+            },
         ],
         "Olmo2ForCausalLM": [{"attention_bias": True}],
         "Exaone4ForCausalLM": [{"layer_types": turned, "sliding_window": 64}],
@@ -1235,6 +1254,7 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "gemma-3-1b",
         "gemma-3-27b",
         "gemma-4-12b",
+        "gemma-4-26b-a4b",
         "gemma-4-31b",
         "exaone-4.0-32b",
         "exaone-4.0-1.2b",
