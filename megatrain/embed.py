@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.sink import Sink
-from schedules.traffic import EMBED_CHUNK
+from schedules.workspace import EMBED_CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)

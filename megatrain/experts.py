@@ -21,7 +21,7 @@ from torch import Tensor
 from megatrain.autograd import sink_of
 from megatrain.linear import unread, wide_product
 from megatrain.pointwise import PLAIN, Pointwise
-from schedules.traffic import EXPERTS_CHUNK
+from schedules.workspace import EXPERTS_CHUNK
 
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
 Derived = Callable[..., AbstractContextManager[None]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.sink import Sink
-from schedules.traffic import LOSS_CHUNK_TOKENS, terms_together
+from schedules.workspace import LOSS_CHUNK_TOKENS, terms_together
 
 
 class _Products:

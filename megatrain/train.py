@@ -33,8 +33,8 @@ from schedules.evaluation import evaluation
 from schedules.op import Tier
 from schedules.schedule import Schedule
 from schedules.trace import AHEAD, Trace
-from schedules.traffic import MLP_CHUNK_TOKENS
 from schedules.verify import Verified
+from schedules.workspace import MLP_CHUNK_TOKENS
 
 # step, its loss, the norm of all gradients before they are clipped: none in a step that does not take it
 OnStep = Callable[[int, float, float | None], None]

@@ -12,8 +12,9 @@ from schedules.model import ModelSpec
 from schedules.op import Phase
 from schedules.sizes import tensor_bytes
 from schedules.tensor import Part, parse
-from schedules.traffic import op_bytes, workspace_bytes
+from schedules.traffic import op_bytes
 from schedules.workload import Workload
+from schedules.workspace import workspace_bytes
 
 
 class Amounts:

@@ -5,19 +5,18 @@ What it leaves unsaid is in `schedules.families`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GPT_OSS_ACTIVATION, MODEL_TYPES, MULTIPLIERS
-from schedules.family import Experts, Family
+from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, MODEL_TYPES, MULTIPLIERS
+from schedules.family import Family
+from schedules.hf_experts import known_experts, read_experts, written_experts
+from schedules.hf_rope import partial_factor, read_rope, split_ropes
 from schedules.model_checks import (
     FULL,
-    LATE_QUERIES,
     LINEAR,
-    MSCALE,
     OF_LINEAR,
     ORIGINAL,
-    ROPE_LISTS,
     SLIDING,
     ModelError,
     require_few_blocks,
@@ -84,8 +83,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             raise ModelError(f"{name}: {key}{of} is not supported: {lacks}")
     local = None
     if family.two_ropes:
-        settings, local = _apart(settings, name)
-    theta, scaling = _rope(architecture, settings, name)
+        settings, local = split_ropes(settings, name)
+    theta, scaling = read_rope(architecture, settings, name)
     blocks = require_few_blocks(need("num_hidden_layers"), name)
     rotated = _rotated(architecture, settings, blocks, name)
     windows = _windows(architecture, settings, rotated or (1,) * blocks, name)
@@ -105,14 +104,14 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **family.fixed,
         **_biases(family, settings),
         **latent,
-        **(_experts(architecture, experts, settings, need) if (experts := _known(family, settings)) else {}),
+        **(read_experts(architecture, experts, settings, need) if (experts := known_experts(family, settings)) else {}),
         **windows,
         **(_global_heads(settings, windows["layer_types"], name) if family.two_heads else {}),
         **({"final_logit_softcapping": settings.get("final_logit_softcapping") or None} if family.bends_logits else {}),
         **(_linear(architecture, settings, blocks, name) if family.hybrid else {}),
         **{key: settings[key] for key in (*MULTIPLIERS, "query_pre_attn_scalar") if key in family.defaults},
         "no_rope_layers": rotated,
-        "partial_rotary_factor": _partial(architecture, settings, name),
+        "partial_rotary_factor": partial_factor(architecture, settings, name),
     }
 
 
@@ -183,7 +182,7 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if family.experts is not None and family.experts.switch is not None:
         config[family.experts.switch] = spec["num_experts"] > 0
     if family.experts is not None and (spec["num_experts"] or family.experts.switch is None):
-        config |= _experts_config(architecture, family.experts, spec)
+        config |= written_experts(architecture, family.experts, spec)
     if architecture == "Qwen2MoeForCausalLM":
         config["qkv_bias"] = config.pop("attention_bias")
     if architecture == "Mistral4ForCausalLM":  # from which transformers does not make it where there is a rope_scaling
@@ -192,37 +191,6 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if family.latent:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
-    return config
-
-
-def _experts_config(architecture: str, names: Experts, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `config.json` says of experts."""
-    family = FAMILIES[architecture]
-    config = {
-        names.chosen: spec["num_experts_per_tok"],
-        names.count: spec["num_experts"],
-        names.width: spec["moe_intermediate_size"],
-    }
-    if "norm_topk_prob" in family.defaults:
-        config["norm_topk_prob"] = spec["norm_topk_prob"]
-    if family.shares_gated:
-        config["shared_expert_intermediate_size"] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
-    if names.shared is None:
-        return config
-    dense = spec.get("first_k_dense_replace", 0)
-    config |= {
-        names.shared: spec.get("n_shared_experts", 0),
-        "first_k_dense_replace": dense,
-        "routed_scaling_factor": spec.get("routed_scaling_factor", 1.0),
-        "n_group": spec.get("n_group", 1),
-        "topk_group": spec.get("topk_group", 1),
-    }
-    if architecture == "Glm4MoeForCausalLM":
-        config["use_qk_norm"] = spec["qk_norm"]
-    if architecture == "Glm4MoeLiteForCausalLM":
-        config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(spec["num_hidden_layers"])]
-    if architecture == "DeepseekV2ForCausalLM":
-        config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     return config
 
 
@@ -253,75 +221,6 @@ def _divide(hidden: Any, heads: Any, name: str) -> int:
     return width // count
 
 
-def as_pairs(scaling: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A rope_scaling as ModelSpec has it."""
-    return tuple(sorted((k, tuple(v) if k in ROPE_LISTS and isinstance(v, list) else v) for k, v in scaling.items()))
-
-
-def _apart(settings: Mapping[str, Any], name: str) -> tuple[dict[str, Any], Any]:
-    """Settings with the rotary embedding of blocks without a window alone, and the base of those with one.
-
-    transformers 5 writes `rope_parameters` for each; before, `rope_scaling` was for the first alone.
-    """
-    parameters = settings.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping) or not all(isinstance(value, Mapping) for value in parameters.values()):
-        raise ModelError(f"{name}: rope_parameters must say it for full_attention and sliding_attention apart")
-    sliding = parameters.get("sliding_attention", {})
-    if (kind := sliding.get("rope_type", sliding.get("type", "default"))) != "default":
-        raise ModelError(f"{name}: rope_parameters of type {kind!r} for sliding_attention are not supported")
-    full = parameters.get("full_attention") or settings.get("rope_scaling")
-    rest = {key: value for key, value in settings.items() if key not in ("rope_parameters", ORIGINAL)}
-    return {**rest, "rope_scaling": full}, sliding.get("rope_theta", settings["rope_local_base_freq"])
-
-
-def _rope(architecture: str, settings: Mapping[str, Any], name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    """Base and scaling. transformers 5 writes both into `rope_parameters`, older versions apart."""
-    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelError(f"{name}: rope_scaling must be a dictionary, not {scaling!r}")
-    pairs = {key: value for key, value in scaling.items() if value is not None}
-    kind = pairs.pop("type", "default")  # as the type was called before
-    kind = pairs.setdefault("rope_type", kind)
-    theta = pairs.pop("rope_theta", settings.get("rope_theta", 10000.0))
-    if architecture == "Phi3ForCausalLM":
-        pairs.pop("partial_rotary_factor", None)
-        kind = "longrope" if kind in ("su", "yarn") else kind  # which its first configs call it
-        if kind not in ("default", "longrope"):
-            raise ModelError(f"{name}: rope_scaling of type {kind!r} is not supported in a Phi-3, only 'longrope'")
-        pairs["rope_type"] = kind
-    if architecture == "Ministral3ForCausalLM":
-        pairs = _longer(pairs, name)
-    if architecture == "Mistral4ForCausalLM":
-        pairs = {key: pairs[key] for key in pairs if key not in ("partial_rotary_factor", "max_position_embeddings")}
-    if kind == "default":
-        return theta, ()
-    if kind not in ("linear", "proportional"):  # as transformers has it: what stands beside rope_scaling counts first
-        pairs[ORIGINAL] = settings.get(ORIGINAL, pairs.get(ORIGINAL, settings["max_position_embeddings"]))
-    return theta, as_pairs(pairs)
-
-
-def _longer(pairs: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The scaling of a Ministral 3, which turns no sharper the further it reaches, but multiplies late queries."""
-    rest = {key: value for key, value in pairs.items() if key not in (*MSCALE, "max_position_embeddings")}
-    of_tables, of_all = (pairs.get(key) for key in MSCALE)
-    if rest.get("rope_type") != "yarn" or LATE_QUERIES not in rest or of_tables != of_all:
-        raise ModelError(
-            f"{name}: rope_parameters of a Ministral3ForCausalLM must be of type 'yarn', with {LATE_QUERIES}, and with "
-            f"{' and '.join(MSCALE)} alike"
-        )
-    return rest if of_tables is None else {"attention_factor": 1.0, **rest}
-
-
-def _partial(architecture: str, settings: Mapping[str, Any], name: str) -> Any:
-    if not FAMILIES[architecture].partly_rotated:
-        return 1.0
-    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if architecture == "MiniMaxM2ForCausalLM" and "rotary_dim" in settings:  # as its first configs have it
-        of_head = whole_number("head_dim", settings["head_dim"], name)
-        return whole_number("rotary_dim", settings["rotary_dim"], name) / of_head
-    return parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
-
-
 def _activation(family: Family) -> str:
     """What a config calls hidden_act."""
     return "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
@@ -332,86 +231,6 @@ def _biases(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     if "attention_bias" in stated:
         stated.setdefault("attention_out_bias", family.out_bias and stated["attention_bias"])
     return stated
-
-
-def _known(family: Family, settings: Mapping[str, Any]) -> Experts | None:
-    """What is to be known of the family's experts, where it has any."""
-    switched_off = family.experts and family.experts.switch and not settings.get(family.experts.switch)
-    return None if switched_off else family.experts
-
-
-def _experts(
-    architecture: str, known: Experts, settings: Mapping[str, Any], need: Callable[[str], Any]
-) -> dict[str, Any]:
-    for name, value in GPT_OSS_ACTIVATION.items() if known.as_in_gpt_oss else ():
-        if settings.get(name, value) != value:
-            raise ModelError(f"{name} must be {value}, as gpt-oss' released models have it, not {settings[name]!r}")
-    of_family = FAMILIES[architecture].defaults
-    if "decoder_sparse_step" in of_family and (settings.get("mlp_only_layers") or settings["decoder_sparse_step"] != 1):
-        raise ModelError(f"a {architecture} with dense blocks between its expert blocks is not supported")
-    # configs saved by transformers 5 may have the field under the name Mixtral gives it
-    named_otherwise = known.count not in settings and "num_local_experts" in settings
-    count = "num_local_experts" if named_otherwise else known.count
-    found = {
-        "num_experts": need(count),
-        "num_experts_per_tok": need(known.chosen),
-        "moe_intermediate_size": need(known.width),
-    }
-    if "norm_topk_prob" in of_family:
-        found["norm_topk_prob"] = settings["norm_topk_prob"]
-    if FAMILIES[architecture].shares_gated:
-        key = "shared_expert_intermediate_size"
-        found["n_shared_experts"] = _shared(key, settings[key], found)
-    if known.beside_mlp:
-        found["n_shared_experts"] = _shared("intermediate_size", settings["intermediate_size"], found)
-    if known.shared is not None:
-        found |= _sharing(architecture, known.shared, settings, need)
-    return found
-
-
-def _shared(key: str, width: Any, experts: Mapping[str, Any]) -> int:
-    """How many experts are as wide together as that which is given all tokens, whose width the field `key` states."""
-    whole_number(key, width, "the config")
-    each = whole_number("moe_intermediate_size", experts["moe_intermediate_size"], "the config")
-    if width % each:
-        raise ModelError(f"{key} {width} is no multiple of moe_intermediate_size, {each}")
-    return int(width // each)
-
-
-def _sharing(architecture: str, shared: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
-    """Of experts where so many as the field `shared` says are given all tokens, and the first blocks may have none."""
-    sigmoid = FAMILIES[architecture].fixed.get("sigmoid_router", False)
-    known: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid" if sigmoid else "softmax",), "moe_layer_freq": (1,)}
-    if architecture == "DeepseekV2ForCausalLM":
-        known |= {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)}
-    if architecture == "Mistral4ForCausalLM":  # ranks groups otherwise
-        known["n_group"] = (1,)
-    for key, values in known.items():
-        if settings.get(key, values[0]) not in values:
-            named = " or ".join(map(repr, values))
-            raise ModelError(f"{key} of a {architecture} must be {named}, not {settings[key]!r}")
-    found = {
-        "routed_scaling_factor": settings.get("routed_scaling_factor", 1.0),
-        "n_shared_experts": need(shared),
-        "first_k_dense_replace": _dense(settings, need),
-    }
-    if settings.get("topk_method") != "greedy":  # which chooses from all
-        found |= {key: settings.get(key, 1) for key in ("n_group", "topk_group")}
-    if architecture == "Glm4MoeForCausalLM":
-        found["qk_norm"] = settings.get("use_qk_norm", False)
-    return found
-
-
-def _dense(settings: Mapping[str, Any], need: Callable[[str], Any]) -> Any:
-    """How many blocks, the first, have an MLP instead of experts; `mlp_layer_types` may say it of each."""
-    if (types := settings.get("mlp_layer_types")) is None:
-        return need("first_k_dense_replace")
-    if not isinstance(types, (list, tuple)) or any(kind not in ("dense", "sparse") for kind in types):
-        raise ModelError(f"mlp_layer_types must list 'dense' or 'sparse' for each block, not {types!r}")
-    count = types.count("dense")
-    if "dense" in types[count:]:
-        raise ModelError("a model with dense blocks after those with experts is not supported")
-    return count
 
 
 def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from schedules.delta import DeltaNet
 from schedules.families import FAMILIES, MULTIPLIERS
 from schedules.family import Experts, Family
 from schedules.heads import Heads
-from schedules.hf_config import as_pairs, read_config
+from schedules.hf_config import read_config
+from schedules.hf_rope import as_pairs
 from schedules.latent import Latent
 from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
 from schedules.workload import RECOMPUTED

@@ -6,8 +6,8 @@ from schedules.end_layers import end_buffers
 from schedules.model import ModelSpec
 from schedules.op import Kind, Phase, Stream, Tier
 from schedules.program import Program
-from schedules.traffic import workspace_bytes
 from schedules.workload import Workload
+from schedules.workspace import workspace_bytes
 
 
 class ReleasedStep:

@@ -60,8 +60,8 @@ from schedules.model import ModelSpec
 from schedules.op import Kind, Phase, Tier
 from schedules.saved import hidden_bytes
 from schedules.tensor import GRAD, SAVED, WEIGHT
-from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
+from schedules.workspace import workspace_bytes
 from sim.areas import OPTIMIZER, Areas, LayerAreas, together
 from sim.cost import D2H, GPU, H2D
 from sim.machine import HardwareProfile

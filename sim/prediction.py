@@ -14,8 +14,8 @@ from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
-from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget
+from schedules.workspace import workspace_bytes
 from sim.bound import Bound, bound_of
 from sim.cost import Demand, demands, peak_flops
 from sim.engine import simulate

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import defaultdict
 
 import pytest
 from hypothesis import settings
 
+# As many tests run at once as there are cores: torch, not yet imported, would have as many threads in each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

@@ -46,8 +46,8 @@ from schedules.op import Phase, Tier
 from schedules.optimizer import matrices, state_bytes
 from schedules.saved import saved_bytes
 from schedules.schedule import Schedule
-from schedules.traffic import MLP_CHUNK_TOKENS, workspace_bytes
 from schedules.workload import PRECISIONS, RECOMPUTED, MemoryBudget, Workload
+from schedules.workspace import MLP_CHUNK_TOKENS, workspace_bytes
 from sim import hardware
 from sim.prediction import predict
 from sim.signature import timed

@@ -43,6 +43,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return command.python(code, *arguments, environment=BESIDE)
 
 
+@pytest.mark.slow
 def test_rehearsal_measures_everything_once(tmp_path: Path) -> None:
     stopped = rehearse(tmp_path, "--budget-s", "0", "--parts", *PARTS)
     assert " ..." not in stopped.stderr  # nothing is begun after the budget
@@ -331,6 +332,7 @@ sys.exit(gpu.supervise([sys.argv[2]], Path(sys.argv[1]).with_name("gpu.json"), 6
     assert python(code, str(child), last).returncode == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_whoever_ends_the_benchmark_ends_what_it_has_begun(tmp_path: Path, number: signal.Signals) -> None:
     words = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), "--parts", "ways", "steps"]
@@ -535,6 +537,7 @@ gpu.main()"""
         )
 
 
+@pytest.mark.slow
 def test_a_wrong_window_sink_expert_or_value_is_noticed() -> None:
     code = """import gpu, gpu_block, rehearsal, torch
 from megatrain import experts, template

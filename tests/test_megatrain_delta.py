@@ -32,8 +32,9 @@ from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase
 from schedules.optimizer import matrices
 from schedules.saved import saved_bytes
-from schedules.traffic import pointwise_bytes, product_bytes, workspace_bytes
+from schedules.traffic import pointwise_bytes, product_bytes
 from schedules.workload import Workload
+from schedules.workspace import workspace_bytes
 
 CPU = torch.device("cpu")
 WIDTHS = DeltaNet(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=4)
@@ -79,6 +80,7 @@ def token_by_token(widths: DeltaNet, of: list[Tensor]) -> Tensor:
     return torch.stack(found, 1).flatten(2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
 @pytest.mark.parametrize("seq", [1, 3, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
 def test_chunks_are_the_rule_token_by_token_and_so_are_gradients(seq: int, pointwise: Pointwise) -> None:

@@ -22,8 +22,9 @@ from schedules.flops import attention_flops, attention_padding, forward_flops
 from schedules.latent import Latent
 from schedules.op import Phase
 from schedules.saved import saved_bytes
-from schedules.traffic import pointwise_bytes, product_bytes, workspace_bytes
+from schedules.traffic import pointwise_bytes, product_bytes
 from schedules.workload import Workload
+from schedules.workspace import workspace_bytes
 
 CPU = torch.device("cpu")
 WIDTHS = Latent(heads=3, q_rank=0, kv_rank=7, nope=4, rope=6, value=5)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_trainings_on_a_device_of_its_own(tmp_path: Path) -> None:
     """In a process of its own: torch knows one device of this kind, once for all."""
     library, torch_folder = tmp_path / "other_device.so", Path(torch.__file__).parent

@@ -56,6 +56,7 @@ def test_a_model_is_shortened_to_its_first_blocks_of_every_kind() -> None:
     assert shortened(load("smollm3-3b"), 1).no_rope_layers == (1, 1, 1, 0)
 
 
+@pytest.mark.slow
 def test_few_blocks_have_all_ops_of_a_model_that_the_host_has_no_room_for() -> None:
     model = load("llama-3.1-70b")
     found, left = representatives(model, built, H100)

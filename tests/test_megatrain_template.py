@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from families import MODELS as FAMILIES
 
-from megatrain import template
+from megatrain import embed
 from megatrain.attention import _sides, attention_again, band
 from megatrain.embed import Embed
 from megatrain.head import Head
@@ -453,7 +453,7 @@ def test_attention_computed_again_has_the_gradients_of_attention(groups: int, sc
 
 
 def test_a_frequent_token_has_all_its_terms_in_bf16(monkeypatch):
-    monkeypatch.setattr(template, "EMBED_CHUNK", 37 * 5)  # three parts of the columns
+    monkeypatch.setattr(embed, "EMBED_CHUNK", 37 * 5)  # three parts of the columns
     tokens = torch.zeros(1, 4000, dtype=torch.long)
     dy = (1 + 0.1 * randn(1, 4000, 12, dtype=torch.float32)).bfloat16()
     exact = dy.double().sum(1)[0]

@@ -125,6 +125,7 @@ def test_a_run_in_another_way_than_its_profile_says_so(monkeypatch: pytest.Monke
     assert notes == [f"note: {tmp_path / 'here.json'} has times of fused ops, and this run computes plain ones"]
 
 
+@pytest.mark.slow
 def test_a_validation_profiles_and_runs_in_one_way(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

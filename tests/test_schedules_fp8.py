@@ -11,9 +11,10 @@ from schedules.flops import op_flops
 from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.saved import saved_bytes
-from schedules.traffic import op_bytes, pointwise_bytes, product_bytes, workspace_bytes
+from schedules.traffic import op_bytes, pointwise_bytes, product_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import MemoryBudget, Workload
+from schedules.workspace import workspace_bytes
 
 # queries are as wide as the hidden state, keys and values half as wide
 MODEL = ModelSpec(

@@ -18,8 +18,9 @@ from schedules.optimizer import step_flops, step_workspace
 from schedules.program import Program
 from schedules.schedule import Knob
 from schedules.sizes import tensor_bytes
-from schedules.traffic import phases_of, workspace_bytes
+from schedules.traffic import phases_of
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from schedules.workspace import workspace_bytes
 from sim import hardware
 from sim.candidate import Candidate
 from sim.cost import GPU, MissingCost, Terms, demands
@@ -176,7 +177,7 @@ def test_no_schedule_is_faster_than_the_bound(seed: int) -> None:
     assert simulated
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device_gb", "link"), [(4.0, "55GB/s"), (5.0, "12GB/s"), (9.0, "25GB/s")], ids=["short", "slow", "ample"]
 )

@@ -29,9 +29,9 @@ from schedules.saved import hidden_bytes, saved_bytes
 from schedules.schedule import Knob, Schedule
 from schedules.sizes import tensor_bytes
 from schedules.tensor import parts
-from schedules.traffic import workspace_bytes
 from schedules.verify import ScheduleError, verify
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
+from schedules.workspace import workspace_bytes
 from sim import hardware, whatif
 from sim.candidate import DRIVE_GAIN, Case, judges
 from sim.cost import LONGEST_NS, MissingCost, TooLong, demands
@@ -463,6 +463,7 @@ def test_where_ours_fit_in_small_micro_batches_only_others_are_tried_in_larger_o
         assert other.fits and found.prediction.period_ns <= other.period_ns, policy
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(
     blocks=st.integers(1, 2),
@@ -895,6 +896,7 @@ def test_what_is_lacking_is_told_of_the_order_that_lacks_least() -> None:
     assert lacking[Tier.DEVICE] <= singly[Tier.DEVICE]
 
 
+@pytest.mark.slow
 def test_a_step_of_many_micro_batches_is_planned_by_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedule that is best for a quarter of the step is among those tried for all of it; eight are many here."""
     monkeypatch.setattr(sim.search, "LONG", 8)

@@ -12,8 +12,8 @@ from schedules import policies, presets
 from schedules.flops import forward_flops
 from schedules.op import Buffer, Kind, Stream, Tier, Wait
 from schedules.schedule import Schedule
-from schedules.traffic import workspace_bytes
 from schedules.workload import MemoryBudget, Workload
+from schedules.workspace import workspace_bytes
 from sim import hardware
 from sim.cost import DRAM, Demand, peak_flops
 from sim.engine import play
