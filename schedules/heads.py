@@ -1,4 +1,4 @@
-"""The heads of a block's attention: how many there are, and how wide they are."""
+"""Heads of attention: how many there are, and how wide they are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ FLASH_DIM = 256  # the most that flash attention's kernels are for (PyTorch, fla
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Of queries, and of keys and values, which so many query heads share as there are times as many.
+    """Those of one block's attention.
 
+    count, of_keys: of queries, and of keys and values, each of which count / of_keys query heads share.
     dim, value_dim: elements of a query or key, and of a value.
     values_are_keys: one projection makes both.
     gated: attention's output has a gate.

@@ -265,7 +265,8 @@ def _global_heads(settings: Mapping[str, Any], types: Sequence[str], name: str) 
     """The heads of blocks without a window."""
     both, of_keys = settings.get("attention_k_eq_v", False), settings["num_key_value_heads"]
     if "per_layer_config" in settings:
-        stated = {"num_key_value_heads": of_keys, **_of_full_blocks(settings["per_layer_config"], types, name)}
+        same = {"head_dim": settings["head_dim"], "num_key_value_heads": of_keys}
+        stated = same | _of_full_blocks(settings["per_layer_config"], types, name)
     else:
         of_keys = (both and settings.get("num_global_key_value_heads")) or of_keys
         stated = {"head_dim": settings["global_head_dim"], "num_key_value_heads": of_keys}
@@ -276,16 +277,17 @@ def _global_heads(settings: Mapping[str, Any], types: Sequence[str], name: str) 
     }
 
 
-def _of_full_blocks(listed: Any, types: Sequence[str], name: str) -> Mapping[str, Any]:
-    """What `per_layer_config`, which transformers 5 writes, says of each block without a window."""
+def _of_full_blocks(listed: Any, types: Sequence[str], name: str) -> dict[str, Any]:
+    """What `per_layer_config`, which transformers 5 writes, says of each block without a window: what differs there."""
     full = {str(i) for i, kind in enumerate(types) if kind == FULL}
+    if listed == {}:
+        return {}
     first = next(iter(listed.values()), None) if isinstance(listed, Mapping) else None
     if not isinstance(first, Mapping) or set(map(str, listed)) != full or any(of != first for of in listed.values()):
         raise ModelError(f"{name}: per_layer_config must say the same of each block without a window, and of no other")
-    if set(first) - {"num_key_value_heads"} != {"head_dim"}:
-        told = ", ".join(sorted(map(str, first)))
-        raise ModelError(f"{name}: per_layer_config must say head_dim, and may num_key_value_heads, not {told}")
-    return first
+    if others := sorted(set(first) - {"head_dim", "num_key_value_heads"}):
+        raise ModelError(f"{name}: per_layer_config with {others[0]} is not supported")
+    return dict(first)
 
 
 def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> tuple[int, ...]:

@@ -240,6 +240,7 @@ def test_a_number_that_measured_times_do_not_follow_is_noted(here: str) -> None:
         assert ("were measured, and take as long whatever gpu.matmul_flops may be" in told.stderr) is noted
 
 
+@pytest.mark.slow
 def test_a_sweep_plans_on_a_measured_profile(here: str, shallow: str, tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     text = (ROOT / "docs" / "prices.yaml").read_text()
@@ -279,6 +280,7 @@ def test_what_cannot_be_planned_is_told_before_the_search(options: list[str], to
     assert "tokens/s" not in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_does_without_links_over_which_copies_take_hours() -> None:
     """What fits the device needs none."""
     slow = ("--set", "links.h2d.bandwidth=1B/s", "--set", "links.d2h.bandwidth=1B/s")

@@ -715,10 +715,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ({**GEMMA4, "final_logit_softcapping": -1}, "final_logit_softcapping must be a positive finite number, not -1"),
         ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config must say the same of each block"),
         ({**GEMMA4, "per_layer_config": [1]}, "per_layer_config must say the same of each block without a window, and"),
-        ({**GEMMA4, "per_layer_config": {"1": {}}}, "per_layer_config must say head_dim, and may num_key_value_heads"),
         (
             {**GEMMA4, "per_layer_config": {"1": {"head_dim": 16, "sliding_window": 4}}},
-            "per_layer_config must say head_dim, and may num_key_value_heads, not head_dim, sliding_window",
+            "per_layer_config with sliding_window is not supported",
         ),
         ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "must have its language model's in 'text_config'"),
@@ -1063,6 +1062,27 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         for kind in getattr(theirs, "layer_types", None)
         or ["sliding_attention" if ours.sliding_window else "full_attention"] * ours.num_hidden_layers
     ]
+
+
+@pytest.mark.parametrize(
+    ("global_head_dim", "of_keys", "written"),
+    [(16, 1, {"head_dim": 16, "num_key_value_heads": 1}), (16, 2, {"head_dim": 16}), (8, 1, {"num_key_value_heads": 1}),
+     (8, 2, None)],
+)  # fmt: skip
+def test_heads_that_transformers_says_of_each_block_are_read(
+    global_head_dim: int, of_keys: int, written: dict[str, int] | None
+) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    stated = {
+        **GEMMA4, "num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": global_head_dim,
+        "num_global_key_value_heads": of_keys, "attention_k_eq_v": True, "sliding_window": 4,
+    }  # fmt: skip
+    theirs = json.loads(transformers.Gemma4TextConfig(**stated).to_json_string(use_diff=False))
+    assert theirs["per_layer_config"] == ({} if written is None else {"0": written, "2": written})
+    read = ModelSpec.from_hf_config(theirs | {"architectures": ["Gemma4ForCausalLM"]}, "theirs")
+    assert (read.heads(0).dim, read.heads(0).of_keys) == (global_head_dim, of_keys)
+    assert (read.heads(1).dim, read.heads(1).of_keys) == (8, 2)
 
 
 def test_a_model_that_sees_images_is_its_language_model_however_little_it_says_of_that() -> None:

@@ -342,7 +342,7 @@ def searched(model: ModelSpec, profile: HardwareProfile, workload: Workload, eff
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MACHINES)
 @settings(max_examples=5)
 @given(
@@ -487,7 +487,7 @@ def test_few_placements_are_all_tried(blocks: int, name: str, batch: int, device
             assert searched(model, profile, workload).prediction.period_ns <= best
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "rtx4090"])
 def test_more_memory_never_makes_the_plan_slower(name: str) -> None:
     model, workload = shallow(2), step(32)
@@ -609,6 +609,7 @@ def test_slots_for_one_block_where_the_device_has_room_for_no_more() -> None:
     assert found.prediction.fits and found.schedule.knobs["slots"] == 1
 
 
+@pytest.mark.slow
 def test_micro_batches_without_room_do_not_decide_where_the_search_begins() -> None:
     memory = MemoryBudget(device_bytes=3 << 30, host_bytes=7 << 30, nvme_bytes=10**12)
     found = plan(
@@ -783,6 +784,7 @@ def test_of_plans_that_are_as_fast_the_one_of_larger_micro_batches_is_taken(monk
     assert fastest.period_ns < found.chosen.period_ns == found.prediction.period_ns < 1.02 * fastest.period_ns
 
 
+@pytest.mark.slow
 def test_a_plan_that_begins_with_another_is_not_slower() -> None:
     model = shallow(8)
     small, large = (machine("h200", device_gb=gb, host_gb=40) for gb in (9.0, 12.0))
