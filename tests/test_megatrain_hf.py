@@ -659,6 +659,11 @@ IDS = IMAGE_ID | {"video_token_id": 251}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 5e5}}
 OLDER = {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 5e5}, "head_dim": 8}
 OF_GLM = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 5e5}
+OF_GEMMA4 = {
+    "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 24,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+}  # fmt: skip
 # By class: what is said of its language model, of what sees, and beside them.
 SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
@@ -666,6 +671,12 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         PATCHES,
         {"mm_tokens_per_image": 1, **IMAGE},
     ),
+    "Gemma4": (
+        OF_GEMMA4,
+        {**PATCHES, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
+        IMAGE_ID,
+    ),
+    "Gemma4Unified": (OF_GEMMA4, {"mm_embed_dim": 32, "mm_posemb_size": 8}, IMAGE_ID),
     "Mistral3": ({"sliding_window": None}, PIXTRAL, IMAGE),
     "Qwen3_5": (LINEAR, OF_QWEN, IDS),
     "Qwen3_5Moe": ({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 48}, OF_QWEN, IDS),
@@ -703,6 +714,8 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ("family", "alone"),
     [
         ("Gemma3", "Gemma3ForCausalLM"),
+        ("Gemma4", "Gemma4ForCausalLM"),
+        ("Gemma4Unified", "Gemma4UnifiedForCausalLM"),
         ("Mistral3", "MistralForCausalLM"),
         ("Mistral3", "Ministral3ForCausalLM"),
         ("Mistral3", "Mistral4ForCausalLM"),
