@@ -115,7 +115,8 @@ def pointwise_bytes(
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
     2h          2h             with a layer_scalar what is returned; and its gradient
     3h          3h             with shared experts the sum with their output; of their input's gradient and the others'
-    8h          14h            with experts beside an MLP two more norms of inputs, two of outputs
+    8h          14h            with experts beside an MLP two more norms of inputs, two of outputs; but no sums of the
+                               gradients of one input
     2h          6h             their gate: output read, product written; gradient and output read, its gradient written,
                                and what the input's gradient is summed with
     The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
@@ -158,10 +159,11 @@ def pointwise_bytes(
         nbytes += _unfused_block_bytes(model, i, b.activation)
     if phase == Phase.BACKWARD:
         if fused:
-            of_router = 3 * h if model.has_experts(i) else 0
+            # the gradients of one input: the router's, experts' and those' that are given all tokens
+            added = 0 if model.experts_beside_mlp else shared + (3 * h if model.has_experts(i) else 0)
             of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
-            of_norms += 14 * h if model.experts_beside_mlp else 0
-            of_experts = copied + of_router + 2 * summed + shared + 6 * gated
+            of_norms += 14 * h if model.experts_beside_mlp else 0  # four more, two of which add to their input's
+            of_experts = copied + added + 2 * summed + 6 * gated
             elements = of_norms + turned_back + 3 * normed + 5 * f + of_experts
             nbytes = elements * b.activation
         else:

@@ -127,7 +127,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         aten = torch.ops.aten
-        if not self.inside and func.overloadpacket in (aten.add, aten.add_, aten.mul, aten.copy_):
+        if not self.inside and func.overloadpacket in (aten.add, aten.add_, aten.mul, aten.mul_, aten.copy_):
             self.add(*(args[1:] if func.overloadpacket == aten.copy_ else args), found)
         if not self.inside and func.overloadpacket == aten.stack and len(args[0]) == 2:  # queries' gradient, its gate's
             self.add(*args[0], found)
@@ -145,6 +145,11 @@ EXPERTS = dataclasses.replace(
 )
 
 
+BESIDE_MLP = dataclasses.replace(
+    EXPERTS, architecture="Gemma4ForCausalLM", n_shared_experts=2, intermediate_size=80, post_norm=True
+)
+
+
 @pytest.mark.parametrize("recompute", ["none", "pointwise"])
 @pytest.mark.parametrize(
     "model",
@@ -159,6 +164,9 @@ EXPERTS = dataclasses.replace(
         dataclasses.replace(EXPERTS, n_shared_experts=1),
         dataclasses.replace(EXPERTS, n_shared_experts=2, shared_expert_gate=True),
         dataclasses.replace(MODEL, attn_output_gate=True),
+        dataclasses.replace(MODEL, value_norm=True),
+        dataclasses.replace(MODEL, layer_scalar=True),
+        BESIDE_MLP,
     ],
     ids=[
         "qk_norm",
@@ -171,6 +179,9 @@ EXPERTS = dataclasses.replace(
         "shared experts",
         "shared experts with a gate",
         "gated attention",
+        "values normalised",
+        "multiplied",
+        "experts beside an MLP",
     ],
 )
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
@@ -196,13 +207,15 @@ def test_what_is_counted_between_products_is_what_is_read_and_written(model: Mod
     assert back + copied + again == pointwise_bytes(model, 0, Phase.BACKWARD, workload)
 
 
+@pytest.mark.parametrize("cap", [None, 20.0])
 @pytest.mark.parametrize("pointwise", [FUSED, PLAIN], ids=["fused", "plain"])
-def test_loss_and_gradient_of_logits_are_autograds(pointwise: Pointwise) -> None:
+def test_loss_and_gradient_of_logits_are_autograds(pointwise: Pointwise, cap: float | None) -> None:
     logits, label = (50 * torch.randn(6, 9)).requires_grad_(), torch.arange(6)[:, None]
     share = torch.tensor([1 / 8, 0, 1 / 8, 1 / 2, 0, 1])
-    loss = torch.nn.functional.cross_entropy(logits, label[:, 0], reduction="none") @ share
+    bent = logits if cap is None else cap * torch.tanh(logits / cap)
+    loss = torch.nn.functional.cross_entropy(bent, label[:, 0], reduction="none") @ share
     (right,) = torch.autograd.grad(loss, logits)
-    found, gradient = pointwise.cross_entropy(logits.detach().clone(), label, share[:, None])
+    found, gradient = pointwise.cross_entropy(logits.detach().clone(), label, share[:, None], cap)
     torch.testing.assert_close((found, gradient), (loss.detach(), right))
 
 
