@@ -15,18 +15,19 @@ given has 16 bits a GPU multiplies in TF32, with more bits than that, but for th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.delta_parts import tokens
 from megatrain.experts import Derived
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
-from schedules.delta import CHUNK, DeltaNet
+from megatrain.recurrence import add, enough_for, precision, times
+from megatrain.recurrence_parts import tokens
+from schedules.delta import DeltaNet
+from schedules.recurrence import CHUNK
 
 ROWS = 16  # of a block whose inverse is found row by row
 OWN = ("conv1d.weight", "A_log", "dt_bias")  # the rule's parameters
@@ -89,7 +90,7 @@ class _Rule(torch.autograd.Function):
         ctx.save_for_backward(mixed, b, a, *own)
         ctx.widths, ctx.pointwise = widths, pointwise
         o = mixed.new_empty(*mixed.shape[:-1], widths.value_width)
-        with _precision(_enough_for(mixed)):
+        with precision(enough_for(mixed)):
             for part in _parts(widths, *(t.detach() for t in (mixed, b, a, *own))):
                 to = part.of_output(o)
                 to.copy_(tokens(_Chunks(part, pointwise).output(), *to.shape[:2]))
@@ -101,28 +102,12 @@ class _Rule(torch.autograd.Function):
         found = [torch.empty_like(t) for t in (mixed, b, a)]
         wide = torch.promote_types(mixed.dtype, torch.float32)
         sums = [torch.zeros_like(t, dtype=wide) for t in own]
-        with _precision(_enough_for(mixed)):
+        with precision(enough_for(mixed)):
             parts = _parts(ctx.widths, mixed, b, a, *own)
             for part, into in zip(parts, _parts(ctx.widths, *found, *sums), strict=True):
                 dy = ctx.pointwise.delta_chunked(part.of_output(grads[0]), wide)
                 _Chunks(part, ctx.pointwise, backward=True).backward(dy, into)
         return *found, None, None, *(s.to(t.dtype) for s, t in zip(sums, own, strict=True))
-
-
-def _enough_for(given: Tensor) -> str:
-    """TF32 on a GPU for what was given in 16 bits; else as it is."""
-    return "high" if given.is_cuda and given.itemsize < 4 else torch.get_float32_matmul_precision()
-
-
-@contextmanager
-def _precision(wanted: str) -> Iterator[None]:
-    """Of products of fp32 numbers."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +171,7 @@ class _Chunks:
         self.part, self.pointwise = part, pointwise
         self.sums, self.beta = pointwise.delta_gates(part.b, part.a, part.rate, part.bias)
         q, k, v = pointwise.delta_inputs(part.q, part.k, part.v, *part.taps)
-        gram, scores = _times(k, k.mT), _times(q, k.mT)
+        gram, scores = times(k, k.mT), times(q, k.mT)
         system, self.p = pointwise.delta_decayed(gram, scores, self.sums, self.beta)
         del gram, scores
         right, leaving = pointwise.delta_right(k, v, self.sums, self.beta)
@@ -195,7 +180,7 @@ class _Chunks:
         del q, k, v
         inverse = _inverse(system)
         del system
-        solved = _times(inverse, right)
+        solved = times(inverse, right)
         self.inverse = inverse if backward else None
         del right, inverse
         u, w = torch.split(solved, [width, dim], dim=-1)
@@ -212,8 +197,8 @@ class _Chunks:
 
     def output(self) -> Tensor:
         """What the rule returns. Changes the queries."""
-        o = _times(self.q.mul_(self.sums.exp()[..., None]), self.states)
-        _add(o, self.p, self.new)
+        o = times(self.q.mul_(self.sums.exp()[..., None]), self.states)
+        add(o, self.p, self.new)
         return o
 
     def backward(self, dy: Tensor, into: _Part) -> None:
@@ -238,24 +223,24 @@ class _Chunks:
         self.leaving = None
         d_w.flatten(0, 1).baddbmm_(d_new.flatten(0, 1), self.states.flatten(0, 1).mT, beta=0, alpha=-1)
         del d_new, d_w, w
-        d_right = _times(self.inverse.mT, d_right)
+        d_right = times(self.inverse.mT, d_right)
         self.inverse = None
-        d_system, d_p = _times(d_right, self.solved.mT), _times(dy, self.new.mT)
+        d_system, d_p = times(d_right, self.solved.mT), times(dy, self.new.mT)
         self.solved = None
         d_gram, d_scores, d_sums, d_beta = pointwise.delta_decayed_backward(
-            d_system, d_p, _times(self.k, self.k.mT), self.p, self.sums, self.beta
+            d_system, d_p, times(self.k, self.k.mT), self.p, self.sums, self.beta
         )
         del d_system, d_p
-        read, left = _times(dy, self.states.mT), _times(self.new, d_states[1:].mT)
+        read, left = times(dy, self.states.mT), times(self.new, d_states[1:].mT)
         carried = pointwise.delta_carried(d_states[1:], self.states)
         del dy, d_states, self.states, self.new
         d_q, d_k, d_v, more_sums, more_beta = pointwise.delta_right_backward(
             d_right, read, left, carried, self.q, self.k, self.v, self.sums, self.beta
         )
         del d_right, read, left
-        _add(d_q, d_scores, self.k)
-        _add(d_k, d_scores.mT, self.q)
-        _add(d_k, d_gram, self.k)
+        add(d_q, d_scores, self.k)
+        add(d_k, d_scores.mT, self.q)
+        add(d_k, d_gram, self.k)
         del d_gram, d_scores
         gates = (part.b, part.a, part.rate, part.bias)
         d_b, d_a, d_rate, d_bias = pointwise.delta_gates_backward(d_sums + more_sums, d_beta + more_beta, *gates)
@@ -279,7 +264,7 @@ def _inverse(system: Tensor) -> Tensor:
     found = torch.zeros_like(a)
     starts = range(0, CHUNK, ROWS)
     blocks = torch.stack([a[:, i : i + ROWS, i : i + ROWS] for i in starts]).flatten(0, 1).neg_()
-    with _precision("highest"):
+    with precision("highest"):
         for i in range(1, ROWS):
             row = blocks[:, i : i + 1, :i]
             row.copy_(torch.baddbmm(row, row, blocks[:, :i, :i]))
@@ -294,12 +279,3 @@ def _inverse(system: Tensor) -> Tensor:
                 found[:, second, first] = torch.bmm(found[:, second, second], beside.neg_())
             size *= 2
     return found.view_as(system)
-
-
-def _times(a: Tensor, b: Tensor) -> Tensor:
-    """Chunk by chunk and head by head."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).view(*a.shape[:3], b.shape[-1])
-
-
-def _add(to: Tensor, a: Tensor, b: Tensor) -> None:
-    to.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain import delta_parts
+from megatrain import delta_parts, mamba_parts, recurrence_parts
 from schedules.families import GPT_OSS_ACTIVATION
 
 
@@ -193,6 +193,29 @@ def gated_norm_backward(
     return d_normed.sub_(normed.mul_(mean)).mul_(rstd).to(o.dtype), dz, d_weight
 
 
+def norm_of_gated_forward(o: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of o times silu(z) over each of so many parts of the last dimension, in o's type; and its factors."""
+    wide = torch.promote_types(o.dtype, torch.float32)
+    gated = torch.unflatten(F.silu(z.to(wide)).mul_(o), -1, (groups, -1))
+    rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return gated.mul_(rstd).flatten(-2).mul_(weight.to(wide)).to(o.dtype), rstd
+
+
+def norm_of_gated_backward(
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of o and z, in their type, and of weight, in rstd's."""
+    wide, parts = rstd.dtype, (rstd.shape[-2], -1)
+    gate = F.silu(z.to(wide))
+    normed = torch.unflatten(gate * o, -1, parts).mul_(rstd)
+    d_weight = (normed.flatten(-2) * dy).flatten(0, -2).sum(0)
+    d = torch.unflatten(dy * weight.to(wide), -1, parts)
+    mean = (d * normed).mean(-1, keepdim=True)
+    d = d.sub_(normed.mul_(mean)).mul_(rstd).flatten(-2)
+    dz = torch.ops.aten.silu_backward(d * o, z.to(wide)).to(z.dtype)
+    return d.mul_(gate).to(o.dtype), dz, d_weight
+
+
 def opened_forward(y: Tensor, gate: Tensor) -> Tensor:
     """y * sigmoid(gate)."""
     return torch.sigmoid(gate).mul_(y)
@@ -323,11 +346,13 @@ class Pointwise:
     last_turned: Callable[..., Tensor] = last_turned
     gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = gated_norm_forward
     gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = gated_norm_backward
+    norm_of_gated_forward: Callable[..., tuple[Tensor, Tensor]] = norm_of_gated_forward
+    norm_of_gated_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = norm_of_gated_backward
     opened_forward: Callable[[Tensor, Tensor], Tensor] = opened_forward
     opened_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = opened_backward
     weighed_forward: Callable[[Tensor, Tensor], Tensor] = weighed_forward
     weighed_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = weighed_backward
-    delta_chunked: Callable[[Tensor, torch.dtype], Tensor] = delta_parts.chunked_as
+    delta_chunked: Callable[[Tensor, torch.dtype], Tensor] = recurrence_parts.chunked_as
     delta_carried: Callable[[Tensor, Tensor], Tensor] = delta_parts.carried
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = delta_parts.gates
     delta_gates_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.gates_backward
@@ -337,6 +362,17 @@ class Pointwise:
     delta_decayed_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.decayed_backward
     delta_right: Callable[..., tuple[Tensor, Tensor]] = delta_parts.right
     delta_right_backward: Callable[..., tuple[Tensor, ...]] = delta_parts.right_backward
+    mamba_steps: Callable[..., tuple[Tensor, Tensor]] = mamba_parts.steps
+    mamba_steps_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = mamba_parts.steps_backward
+    mamba_keys: Callable[[Tensor, Tensor, Tensor], Tensor] = mamba_parts.keys
+    mamba_keys_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = mamba_parts.keys_backward
+    mamba_values: Callable[..., tuple[Tensor, Tensor]] = mamba_parts.values
+    mamba_values_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = mamba_parts.values_backward
+    mamba_decayed: Callable[[Tensor, Tensor, Tensor], Tensor] = mamba_parts.decayed
+    mamba_decayed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = mamba_parts.decayed_backward
+    mamba_output: Callable[..., Tensor] = mamba_parts.output
+    mamba_arriving: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = mamba_parts.arriving
+    mamba_through: Callable[[Tensor, Tensor, int], Tensor] = mamba_parts.through
     keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values
     keys_values_backward: Callable[..., tuple[Tensor, Tensor]] = keys_values_backward
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = cross_entropy

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK = 64  # tokens that are computed together, as flash-linear-attention and transformers have it
-AT_ONCE = 1 << 25  # elements of values that are worked through at a time, so that workspace does not grow with the step
+from schedules import recurrence
+from schedules.recurrence import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,5 +103,9 @@ class DeltaNet:
     def together(self, batch: int, seq_len: int) -> tuple[int, int]:
         """How many of `batch` sequences, and of their key heads, are worked through at a time."""
         of_head = seq_len * self.value_heads // self.key_heads * self.value_dim
-        heads = max(1, min(self.key_heads, AT_ONCE // of_head))
-        return (max(1, min(batch, AT_ONCE // (of_head * heads))), heads) if heads == self.key_heads else (1, heads)
+        heads = max(1, min(self.key_heads, recurrence.AT_ONCE // of_head))
+        return (
+            (max(1, min(batch, recurrence.AT_ONCE // (of_head * heads))), heads)
+            if heads == self.key_heads
+            else (1, heads)
+        )

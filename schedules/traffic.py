@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from schedules import fp8
-from schedules.delta import CHUNK, DeltaNet
+from schedules.delta import DeltaNet
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
+from schedules.recurrence import CHUNK
 from schedules.saved import hidden_bytes
 from schedules.trained import params, shapes
 from schedules.workload import Workload

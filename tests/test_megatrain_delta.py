@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain import delta
 from megatrain.delta import _GatedNorm, _inverse, _Rule
-from megatrain.delta_parts import chunked, tokens
 from megatrain.initial import random_parameters, repeated_parameters
 from megatrain.layer_parts import opened, weighed
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, compiled
+from megatrain.recurrence import precision
+from megatrain.recurrence_parts import chunked, tokens
 from megatrain.template import templates, views
-from schedules import delta as widths_of
-from schedules import fp8, presets
-from schedules.delta import CHUNK, DeltaNet
+from schedules import fp8, presets, recurrence
+from schedules.delta import DeltaNet
 from schedules.flops import attention_flops, forward_flops
 from schedules.model import ModelError, ModelSpec, is_matrix
 from schedules.op import Phase
 from schedules.optimizer import matrices
+from schedules.recurrence import CHUNK
 from schedules.saved import saved_bytes
 from schedules.traffic import pointwise_bytes, product_bytes
 from schedules.workload import Workload
@@ -111,7 +111,7 @@ def test_some_sequences_or_heads_at_a_time_are_all_at_once(
     of = given_to(WIDTHS, 3, 70)
     right = rule(WIDTHS, of)
     expected = torch.autograd.grad(right, of, torch.ones_like(right))
-    monkeypatch.setattr(widths_of, "AT_ONCE", at_once)
+    monkeypatch.setattr(recurrence, "AT_ONCE", at_once)
     assert WIDTHS.together(3, 70) == together
     found = rule(WIDTHS, of)
     torch.testing.assert_close(found, right)
@@ -375,6 +375,6 @@ def test_only_products_that_can_be_are_made_in_tf32(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
     rule(WIDTHS, given_to(WIDTHS, 1, 5))
     assert set(seen) == {"highest"}, "on a CPU, and while the inverse is found"
-    with delta._precision("high"):
+    with precision("high"):
         assert seen[-1] == "high"
     assert seen[-1] == "highest"

@@ -1,0 +1,130 @@
+"""State spaces token by token; what a block of them keeps and moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatrain.mamba import _NormOfGated, _Scan
+from megatrain.pointwise import PLAIN, Pointwise, compiled
+from schedules import recurrence
+from schedules.mamba import Mamba2
+from schedules.recurrence import CHUNK
+
+WIDTHS = Mamba2(heads=4, head_dim=5, groups=2, state_dim=6, kernel=4)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def given_to(widths: Mamba2, batch: int, seq: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """mixed, dt, taps, their bias, rates, skips and biases of steps."""
+    heads, mixed = (widths.heads,), widths.mixed
+    shapes = ((batch, seq, mixed), (batch, seq, *heads), (mixed, 1, widths.kernel), (mixed,), heads, heads, heads)
+    return [randn(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def scan(widths: Mamba2, of: list[Tensor], pointwise: Pointwise = PLAIN) -> Tensor:
+    mixed, dt, *own = of
+    found: Tensor = _Scan.apply(mixed, dt, widths, pointwise, *own)
+    return found
+
+
+def token_by_token(widths: Mamba2, of: list[Tensor]) -> Tensor:
+    """As the module's docstring has it, with torch's own convolution."""
+    mixed, dt, taps, conv_bias, rate, skip, bias = of
+    seq = mixed.shape[1]
+    convolved = F.conv1d(mixed.mT, taps, conv_bias, padding=widths.kernel - 1, groups=widths.mixed)[..., :seq]
+    x, b, c = F.silu(convolved).mT.split([widths.value_width, widths.key_width, widths.key_width], dim=-1)
+    x = torch.unflatten(x, -1, (-1, widths.head_dim))
+    of_group = widths.heads // widths.groups
+    b, c = (torch.unflatten(t, -1, (widths.groups, -1)).repeat_interleave(of_group, dim=2) for t in (b, c))
+    step = F.softplus(dt + bias)
+    decay = (-rate.exp() * step).exp()
+    state, found = mixed.new_zeros(len(mixed), widths.heads, widths.state_dim, widths.head_dim), []
+    for t in range(seq):
+        entering = torch.einsum("bhn,bhp->bhnp", step[:, t, :, None] * b[:, t], x[:, t])
+        state = state * decay[:, t, :, None, None] + entering
+        found.append(torch.einsum("bhnp,bhn->bhp", state, c[:, t]) + skip[:, None] * x[:, t])
+    return torch.stack(found, 1).flatten(2)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
+@pytest.mark.parametrize("seq", [1, 3, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_chunks_are_the_scan_token_by_token_and_so_are_gradients(groups: int, seq: int, pointwise: Pointwise) -> None:
+    widths = Mamba2(heads=4, head_dim=5, groups=groups, state_dim=6, kernel=4)
+    of = given_to(widths, 2, seq)
+    found, right = scan(widths, of, pointwise), token_by_token(widths, of)
+    torch.testing.assert_close(found, right)
+    dy = randn(*right.shape, seed=9)
+    for ours, theirs in zip(*(torch.autograd.grad(y, of, dy) for y in (found, right)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@given(seq=st.integers(2, 200), at=st.integers(0, 198), seed=st.integers(0, 99))
+@settings(max_examples=20)
+def test_no_token_sees_a_later_one(seq: int, at: int, seed: int) -> None:
+    at = min(at, seq - 1)
+    before = given_to(WIDTHS, 1, seq)
+    after = [t.detach().clone() for t in before]
+    for t in after[:2]:
+        t[:, at:] = randn(*t[:, at:].shape, seed=seed)
+    first, second = (scan(WIDTHS, of)[:, :at] for of in (before, after))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "together"),
+    [(1 << 25, (3, 2, 3)), (2 * 70 * 30, (2, 2, 3)), (70 * 16, (1, 1, 3)), (70 * 10, (1, 1, 2)), (1, (1, 1, 1))],
+)
+def test_some_sequences_groups_or_heads_at_a_time_are_all_at_once(
+    at_once: int, together: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = Mamba2(heads=6, head_dim=5, groups=2, state_dim=6, kernel=3)
+    of = given_to(widths, 3, 70)
+    right = scan(widths, of)
+    expected = torch.autograd.grad(right, of, torch.ones_like(right))
+    monkeypatch.setattr(recurrence, "AT_ONCE", at_once)
+    assert widths.together(3, 70) == together
+    found = scan(widths, of)
+    torch.testing.assert_close(found, right)
+    for ours, theirs in zip(torch.autograd.grad(found, of, torch.ones_like(found)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [0.0, 30.0, 1e4])
+def test_no_size_of_what_is_given_ends_in_no_number(size: float) -> None:
+    of = [(t.detach().float() * size).requires_grad_() for t in given_to(WIDTHS, 1, 130)]
+    of[4] = of[4].detach().clamp(max=5.0).requires_grad_()  # a rate is an exponent
+    found = scan(WIDTHS, of)
+    grads = torch.autograd.grad(found.sum(), of)
+    assert all(t.isfinite().all() for t in (found, *grads))
+
+
+def test_in_bf16_all_but_what_is_given_and_returned_is_wide() -> None:
+    of = [t.detach().bfloat16().requires_grad_() for t in given_to(WIDTHS, 2, 200)]
+    exact = [t.detach().double().requires_grad_() for t in of]
+    found, right = scan(WIDTHS, of), scan(WIDTHS, exact)
+    dy = randn(*right.shape, seed=9).bfloat16()
+    ours_all = found, *torch.autograd.grad(found, of, dy)
+    for ours, theirs in zip(ours_all, (right, *torch.autograd.grad(right, exact, dy.double())), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - theirs).norm() < 0.003 * theirs.norm()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
+def test_gradients_of_the_gated_norm_are_those_of_what_was_computed(pointwise: Pointwise, groups: int) -> None:
+    o, z, weight = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(2, 3, 6)] * 2 + [(6,)]))
+    assert torch.autograd.gradcheck(lambda *of: _NormOfGated.apply(*of, groups, 1e-6, pointwise), (o, z, weight))
+    gated = torch.unflatten(o * F.silu(z), -1, (groups, -1))
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-6)
+    found = _NormOfGated.apply(o, z, weight, groups, 1e-6, pointwise)
+    torch.testing.assert_close(found, normed.flatten(-2) * weight)
