@@ -45,25 +45,25 @@ class StateSpace:
         own = (params[f"mamba.{name}"] for name in OWN)
         o = _Scan.apply(mixed, dt, self.widths, self.pointwise, *own)  # type: ignore[no-untyped-call]
         del mixed, dt  # a forward that saves nothing can free them here
-        weight = params["mamba.norm.weight"]
-        y = _NormOfGated.apply(o, z, weight, self.widths.groups, self.eps, self.pointwise)  # type: ignore[no-untyped-call]
+        groups = self.widths.groups, -1
+        o, z = (torch.unflatten(t, -1, groups) for t in (o, z))
+        weight = params["mamba.norm.weight"].view(groups)
+        y = _NormOfGated.apply(o, z, weight, self.eps, self.pointwise)  # type: ignore[no-untyped-call]
 
         def make(o: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-            return self.pointwise.norm_of_gated_forward(o, z, weight, self.widths.groups, self.eps)[0]
+            return self.pointwise.norm_of_gated_forward(o, z, weight, self.eps)[0]
 
         with derived(y, make, o, z, weight):
             del o, z
-            return linear(params, "mamba.out_proj", y)
+            return linear(params, "mamba.out_proj", y.flatten(2))
 
 
 class _NormOfGated(torch.autograd.Function):
     """RMSNorm of each group's o times silu(z); saves both, and one factor per group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, o: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, pointwise: Pointwise
-    ) -> Tensor:
-        y, rstd = pointwise.norm_of_gated_forward(o.detach(), z.detach(), weight.detach(), groups, eps)
+    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
+        y, rstd = pointwise.norm_of_gated_forward(o.detach(), z.detach(), weight.detach(), eps)
         ctx.save_for_backward(o, z, weight, rstd)
         ctx.pointwise = pointwise
         return y
@@ -72,7 +72,7 @@ class _NormOfGated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         o, z, weight, rstd = ctx.saved_tensors
         do, dz, dweight = ctx.pointwise.norm_of_gated_backward(grads[0], o, z, weight, rstd)
-        return do, dz, dweight.to(weight.dtype), None, None, None
+        return do, dz, dweight.to(weight.dtype), None, None
 
 
 class _Scan(torch.autograd.Function):
@@ -90,8 +90,7 @@ class _Scan(torch.autograd.Function):
             for part in _parts(widths, *(t.detach() for t in (mixed, dt, *own))):
                 pairs = _Pairs(part, pointwise)
                 for heads in part.heads:
-                    to = heads.of_output(o)
-                    to.copy_(_Chunks(heads, pairs, pointwise).output())
+                    _Chunks(heads, pairs, pointwise).output(heads.of_output(o))
         return o
 
     @staticmethod
@@ -236,12 +235,10 @@ class _Chunks:
         for n in range(1, count):
             by_head[n].addcmul_(by_head[n - 1], self.through[n - 1])
 
-    def output(self) -> Tensor:
-        """What the scan returns, [batch, seq, heads, head_dim]."""
+    def output(self, to: Tensor) -> None:
+        """Write what the scan returns, [batch, seq, heads, head_dim]."""
         carried, within = times(self.pairs.c, self.states), times(self.p, self.x)
-        batch, seq = self.heads.dt.shape[:2]
-        found: Tensor = self.pointwise.mamba_output(within, carried, self.x, self.sums, self.heads.skip, batch, seq)
-        return found
+        self.pointwise.mamba_output(to, within, carried, self.x, self.sums, self.heads.skip)
 
     def backward(self, dy: Tensor, into: _Heads) -> None:
         """Write the gradients of what the scan was given, and add those of its parameters and of b and c."""

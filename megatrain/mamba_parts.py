@@ -100,14 +100,15 @@ def decayed_backward(d: Tensor, scores: Tensor, sums: Tensor, step: Tensor) -> t
 # ---- what leaves
 
 
-def output(within: Tensor, carried: Tensor, x: Tensor, sums: Tensor, skip: Tensor, batch: int, seq: int) -> Tensor:
-    """Tokens [batch, seq, heads, head_dim]: of values by head, and of what the state returned, side by side.
+def output(to: Tensor, within: Tensor, carried: Tensor, x: Tensor, sums: Tensor, skip: Tensor) -> None:
+    """Writes tokens [batch, seq, heads, head_dim]: of values by head, and of what the state returned, side by side.
 
     `skip` [heads] is what values are added times.
     """
+    batch, seq = to.shape[:2]
     carried = by_head(carried, x.shape[-1]) * sums.exp()[..., None]
     skipped = x * widened(skip).repeat(batch)[:, None, None]
-    return tokens(within + carried + skipped, batch, seq)
+    to.copy_(tokens(within + carried + skipped, batch, seq))
 
 
 def arriving(dy: Tensor, sums: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -193,25 +193,25 @@ def gated_norm_backward(
     return d_normed.sub_(normed.mul_(mean)).mul_(rstd).to(o.dtype), dz, d_weight
 
 
-def norm_of_gated_forward(o: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of o times silu(z) over each of so many parts of the last dimension, in o's type; and its factors."""
+def norm_of_gated_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of o times silu(z) over the last dimension, in o's type; and its factors. `weight` has the last two."""
     wide = torch.promote_types(o.dtype, torch.float32)
-    gated = torch.unflatten(F.silu(z.to(wide)).mul_(o), -1, (groups, -1))
+    gated = F.silu(z.to(wide)).mul_(o)
     rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    return gated.mul_(rstd).flatten(-2).mul_(weight.to(wide)).to(o.dtype), rstd
+    return gated.mul_(rstd).mul_(weight.to(wide)).to(o.dtype), rstd
 
 
 def norm_of_gated_backward(
     dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of o and z, in their type, and of weight, in rstd's."""
-    wide, parts = rstd.dtype, (rstd.shape[-2], -1)
+    """Gradients of o and z, in their type, and of weight, in rstd's, summed over all but its own dimensions."""
+    wide = rstd.dtype
     gate = F.silu(z.to(wide))
-    normed = torch.unflatten(gate * o, -1, parts).mul_(rstd)
-    d_weight = (normed.flatten(-2) * dy).flatten(0, -2).sum(0)
-    d = torch.unflatten(dy * weight.to(wide), -1, parts)
+    normed = (gate * o).mul_(rstd)
+    d_weight = (normed * dy).flatten(0, -3).sum(0)
+    d = dy * weight.to(wide)
     mean = (d * normed).mean(-1, keepdim=True)
-    d = d.sub_(normed.mul_(mean)).mul_(rstd).flatten(-2)
+    d = d.sub_(normed.mul_(mean)).mul_(rstd)
     dz = torch.ops.aten.silu_backward(d * o, z.to(wide)).to(z.dtype)
     return d.mul_(gate).to(o.dtype), dz, d_weight
 
@@ -370,7 +370,7 @@ class Pointwise:
     mamba_values_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = mamba_parts.values_backward
     mamba_decayed: Callable[[Tensor, Tensor, Tensor], Tensor] = mamba_parts.decayed
     mamba_decayed_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = mamba_parts.decayed_backward
-    mamba_output: Callable[..., Tensor] = mamba_parts.output
+    mamba_output: Callable[..., None] = mamba_parts.output
     mamba_arriving: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = mamba_parts.arriving
     mamba_through: Callable[[Tensor, Tensor, int], Tensor] = mamba_parts.through
     keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] = keys_values

@@ -122,9 +122,9 @@ def test_in_bf16_all_but_what_is_given_and_returned_is_wide() -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
 def test_gradients_of_the_gated_norm_are_those_of_what_was_computed(pointwise: Pointwise, groups: int) -> None:
-    o, z, weight = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(2, 3, 6)] * 2 + [(6,)]))
-    assert torch.autograd.gradcheck(lambda *of: _NormOfGated.apply(*of, groups, 1e-6, pointwise), (o, z, weight))
-    gated = torch.unflatten(o * F.silu(z), -1, (groups, -1))
-    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-6)
-    found = _NormOfGated.apply(o, z, weight, groups, 1e-6, pointwise)
-    torch.testing.assert_close(found, normed.flatten(-2) * weight)
+    shapes = [(2, 3, groups, 4)] * 2 + [(groups, 4)]
+    o, z, weight = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
+    assert torch.autograd.gradcheck(lambda *of: _NormOfGated.apply(*of, 1e-6, pointwise), (o, z, weight))
+    gated = o * F.silu(z)
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-6) * weight
+    torch.testing.assert_close(_NormOfGated.apply(o, z, weight, 1e-6, pointwise), normed)
