@@ -102,7 +102,7 @@ def small(model: ModelSpec) -> ModelSpec:
     if model.latent is not None:
         sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
         sizes |= {"num_key_value_heads": 8}
-    if model.delta(0) is not None:
+    if model.recurrence(0) is not None:
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
     return dataclasses.replace(model, **sizes, head_dim=16, sliding_window=model.window(0) and 4)

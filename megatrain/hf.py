@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.template import views
+from schedules.delta import DeltaNet
 from schedules.errors import InputError
 from schedules.families import MULTIPLIERS
 from schedules.model import CORRECTION, ModelError, ModelSpec
@@ -38,6 +39,9 @@ class WeightsError(InputError):
 def global_name(model: ModelSpec, i: int, name: str) -> str:
     """What transformers calls a parameter of layer i."""
     if model.is_block(i):
+        for ours, theirs in model.family.modules.items():
+            if name.startswith(f"{ours}."):
+                name = theirs + name.removeprefix(ours)
         return f"model.layers.{i}.{name}"
     return name if name.startswith("lm_head.") else f"model.{name}"
 
@@ -88,6 +92,9 @@ def _in_files(model: ModelSpec, name: str) -> str:
         return JOINED[name]
     if name == model.score_correction and experts.correction_in_files is not None:
         return f"{experts.correction_in_files}.{CORRECTION}"
+    for ours, theirs in experts.in_files.items():
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs
     return name.replace("mlp.", f"{experts.place}.", 1) if name.startswith("mlp.") else name
 
 
@@ -104,7 +111,8 @@ JOINED = {
 
 def _interleaved(model: ModelSpec, i: int) -> dict[str, list[int]]:
     """Name in files -> how many rows of each kind a tensor has that is there in another order than in a slab."""
-    if not model.family.interleaved or (delta := model.delta(i)) is None:
+    delta = model.recurrence(i)
+    if not (model.family.interleaved and isinstance(delta, DeltaNet)):
         return {}
     qkvz, ba = (global_name(model, i, name) for name in (QKVZ, BA))
     return {qkvz: [delta.key_width] * 2 + [delta.value_width] * 2, ba: [delta.value_heads] * 2}
@@ -151,7 +159,7 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     files = {name: files[there] for name, there in stored.items()}
     may_be_transposed = config is not None and sees(config) in TRANSPOSED
     transposed = set[str]()
-    stacked = any(name.endswith(f".{model.experts.modules}.gate_up_proj") for name in files)
+    stacked = any(name.endswith(f".{_in_files(model, f'{model.experts.modules}.gate_up_proj')}") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     for name in wanted:
         if name not in files:

@@ -14,8 +14,9 @@ from schedules.model import LAYER_SCALAR, OF_EACH_EXPERT, ROUTER_SCALE, ModelSpe
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
 FEW = 1_048_573  # random numbers that are repeated: a prime, so that no two rows of a matrix are alike
-# Of linear attention.
+# Of linear attention and state spaces.
 TAPS, RATE, STEP_BIAS, GATED_NORM = "conv1d.weight", "A_log", "dt_bias", "linear_attn.norm.weight"
+SKIP = "mamba.D"
 RATES = 0.01, 16.0
 PARAMETERS, ADAPTERS = 1, 500_001  # where a seed's streams of random numbers begin, one for each layer
 
@@ -94,8 +95,8 @@ def repeated_parameters(model: ModelSpec, seed: int) -> Callable[[int], Tensor]:
 
 
 def _unit(model: ModelSpec, name: str) -> float:
-    """What a norm, a bias, a rate, or a number that a block is multiplied by begins with."""
-    if name.endswith((GATED_NORM, STEP_BIAS, LAYER_SCALAR, ROUTER_SCALE, OF_EACH_EXPERT)):
+    """What a norm, a bias, a rate, or a number that something is multiplied by begins with."""
+    if name.endswith((GATED_NORM, STEP_BIAS, SKIP, LAYER_SCALAR, ROUTER_SCALE, OF_EACH_EXPERT)):
         return 1.0
     return 1.0 - model.norm_offset if "norm" in name else 0.0
 

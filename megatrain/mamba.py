@@ -179,7 +179,7 @@ def _parts(
 
 
 class _Pairs:
-    """What the heads of a group share of each chunk, [chunks, sequences x groups, CHUNK, ...]; and sums of gradients."""
+    """What a group's heads share of each chunk, [chunks, sequences x groups, CHUNK, ...]; and sums of gradients."""
 
     def __init__(self, part: _Part, pointwise: Pointwise) -> None:
         self.part, self.pointwise = part, pointwise

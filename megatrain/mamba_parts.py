@@ -60,7 +60,7 @@ def steps_backward(
 
 
 def keys(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
-    """silu of the convolution, in chunks; x [batch, seq, groups, dim], taps [groups, dim, kernel], bias [groups, dim]."""
+    """silu of the convolution of x, in chunks; taps [groups, dim, kernel], bias [groups, dim]."""
     return chunked(F.silu(convolved(x, taps, bias)[0]))
 
 

@@ -28,9 +28,11 @@ from megatrain.head import Head
 from megatrain.latent import Expansion
 from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, times, weighed
 from megatrain.linear import added, linear, linears
+from megatrain.mamba import StateSpace
 from megatrain.pointwise import PLAIN, Pointwise
 from megatrain.rotary import Turns, depends_on_length, sharper_products, turns
 from megatrain.sink import Sink
+from schedules.delta import DeltaNet
 from schedules.errors import InputError
 from schedules.heads import FLASH_DIM
 from schedules.model import (
@@ -73,8 +75,8 @@ def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bo
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
-    """A decoder block: grouped-query or latent attention with rotary embedding, or linear attention, then a gated MLP
-    or a mixture.
+    """A decoder block: grouped-query or latent attention with rotary embedding, linear attention or a state space, then
+    a gated MLP or a mixture.
 
     residual_multiplier: of what attention and the MLP add.
     rotary: the tables of rotary embedding on the device; None without it.
@@ -98,7 +100,7 @@ class Block:
     rotates_neighbours: bool = False
     attention: Attention = CAUSAL
     expansion: Expansion | None = None
-    linear: LinearAttention | None = None
+    linear: LinearAttention | StateSpace | None = None
     of_values: Tensor | None = None
     output_gate: bool = False
     mixture: Mixture | None = None
@@ -279,9 +281,10 @@ def templates(
     Raises ModelError for an unknown rope_scaling, TemplateError for windows, sinks or documents in fp32 or wide heads
     on a GPU, and for documents beside linear attention, and InputError where there are no products in `matmul`.
     """
-    if documents and (linear := [i for i in model.blocks if model.delta(i) is not None]):
+    if documents and (linear := [i for i in model.blocks if model.recurrence(i) is not None]):
+        what = "linear attention" if isinstance(model.recurrence(linear[0]), DeltaNet) else "state space"
         raise TemplateError(
-            f"{model.name}: the linear attention of {len(linear)} of its blocks goes on from one document to the next: "
+            f"{model.name}: the {what} of {len(linear)} of its blocks goes on from one document to the next: "
             "leave out the token at which documents end"
         )
     if documents and depends_on_length(model, seq_len):
@@ -374,9 +377,11 @@ def _of_values(model: ModelSpec, i: int, device: torch.device, dtype: torch.dtyp
     return torch.ones(model.heads(i).dim, device=device, dtype=dtype) if model.value_norm else None
 
 
-def _linear(model: ModelSpec, i: int, pointwise: Pointwise) -> LinearAttention | None:
-    delta = model.delta(i)
-    return None if delta is None else LinearAttention(widths=delta, eps=model.rms_norm_eps, pointwise=pointwise)
+def _linear(model: ModelSpec, i: int, pointwise: Pointwise) -> LinearAttention | StateSpace | None:
+    widths = model.recurrence(i)
+    if isinstance(widths, DeltaNet):
+        return LinearAttention(widths=widths, eps=model.rms_norm_eps, pointwise=pointwise)
+    return None if widths is None else StateSpace(widths=widths, eps=model.rms_norm_eps, pointwise=pointwise)
 
 
 def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schedules import recurrence
-from schedules.recurrence import CHUNK
+from schedules.recurrence import CHUNK, convolved_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,16 @@ class DeltaNet:
         """Elements of one token that the convolution mixes: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
+    @property
+    def gates(self) -> int:
+        """Elements of one token that the rule is given beside these: of each value head a beta, and a decay's input."""
+        return 2 * self.value_heads
+
+    @property
+    def norms(self) -> int:
+        """Rows of one token that the gated norm is over."""
+        return self.value_heads
+
     def flops(self, seq_len: int) -> int:
         """FLOPs of the rule's products forward, for one sequence; a multiply-add being 2.
 
@@ -84,6 +94,14 @@ class DeltaNet:
             return 5 * self.mixed + self.value_width, words
         words = 17 * keys + 4 * self.key_width + 13 * values + 17 * pairs + 6 * state
         return self.mixed + self.value_width, words
+
+    @property
+    def unfused_words(self) -> int:
+        """Words of one token that it moves beyond fused kernels, op by op: its convolution is made of a copy, a copy
+        with zeros before, and a product and sums with two reads, its result has silu, and queries and keys a length.
+        """
+        keys, values, pairs, _ = self._words
+        return convolved_words(self.mixed, self.kernel) + 16 * keys + 4 * values + 12 * pairs
 
     def workspace_words(self, *, backward: bool) -> int:
         """Words in fp32 per token that are there at once, beside what the rule is given and returns.

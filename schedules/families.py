@@ -143,7 +143,7 @@ FAMILIES: dict[str, Family] = {
         out_bias=False,
         windows="some",
         windows_switched=True,
-        experts=Experts(),
+        experts=Experts(shared_width="shared_expert_intermediate_size"),
     ),
     "Qwen3_5ForCausalLM": Family(
         model_type="qwen3_5_text",
@@ -167,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         fixed=_HYBRID_OF_EXPERTS,
         biases=("attention_bias",),
         partly_rotated=True,
-        experts=Experts(stacked=True),
+        experts=Experts(shared_width="shared_expert_intermediate_size", stacked=True),
         predicts_more="apart",
     ),
     "Qwen3NextForCausalLM": Family(
@@ -184,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         fixed=_HYBRID_OF_EXPERTS,
         biases=("attention_bias",),
         partly_rotated=True,
-        experts=Experts(),
+        experts=Experts(shared_width="shared_expert_intermediate_size"),
         interleaved=True,
         predicts_more="apart",
     ),
@@ -314,6 +314,45 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias", "mlp_bias"),
         kv_for_each=True,
     ),
+    "GraniteMoeHybridForCausalLM": Family(
+        model_type="granitemoehybrid",
+        defaults={
+            "max_position_embeddings": 2048,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            **dict.fromkeys(MULTIPLIERS, 1.0),
+        },
+        fixed={"fused_gate_up": True},
+        biases=("attention_bias",),
+        kv_for_each=True,
+        rotated="switched",
+        modules={
+            f"{place}.{ours}": f"shared_mlp.{theirs}"
+            for place in ("mlp", "mlp.shared_experts")
+            for ours, theirs in (("gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
+        },
+        experts=Experts(
+            count="num_local_experts",
+            width="intermediate_size",
+            switch="num_local_experts",
+            shared_width="shared_intermediate_size",
+            router="block_sparse_moe.router",
+            modules="block_sparse_moe.experts",
+            stacked=True,
+            in_files={
+                "router.weight": "router.layer.weight",
+                "experts.gate_up_proj": "input_linear.weight",
+                "experts.down_proj": "output_linear.weight",
+            },
+        ),
+    ),
     "GlmForCausalLM": Family(
         model_type="glm",
         defaults=_GLM,
@@ -426,6 +465,7 @@ FAMILIES: dict[str, Family] = {
             switch="enable_moe_block",
             router="router.proj",
             modules="experts",
+            shared_width="intermediate_size",
             beside_mlp=True,
             stacked=True,
         ),

@@ -13,6 +13,8 @@ class Experts:
 
     count, width, chosen: what its config.json calls the number of experts, the width of each, and how many a token has.
     switch: a field of its config.json without which there are none.
+    shared_width: a field that states the width of one expert, or an MLP, that all tokens are given; where a switch is
+        off, of the MLP.
     shared: what it calls the number of experts that are given all tokens, where it has such and counts them; the first
         blocks may then have an MLP instead.
     router, modules: what a block calls the router's projection, and experts.
@@ -21,6 +23,7 @@ class Experts:
     wide_router: routers multiply in fp32.
     place, matrices: where files have them within a block, and what they call gate, up and down of each.
     stacked: published with all experts' matrices in one tensor.
+    in_files: what files call a part of a name, where they do not have a block's modules by these.
     correction: where the bias lies by which experts are chosen, in files `correction_in_files` where that differs.
     as_in_gpt_oss: the gate is called a router, matrices are (in, out), and columns of gate and up alternate.
     """
@@ -29,6 +32,7 @@ class Experts:
     width: str = "moe_intermediate_size"
     chosen: str = "num_experts_per_tok"
     switch: str | None = None
+    shared_width: str | None = None
     shared: str | None = None
     router: str = "mlp.gate"
     modules: str = "mlp.experts"
@@ -37,6 +41,7 @@ class Experts:
     place: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: bool = False
+    in_files: Mapping[str, str] = field(default_factory=dict)
     correction: str = "mlp.gate"
     correction_in_files: str | None = None
     as_in_gpt_oss: bool = False
@@ -49,6 +54,7 @@ class Family:
     model_type: what config.json calls it.
     defaults: what transformers assumes where config.json is silent. Some families alone have a field of these names:
         a `kv_lora_rank` (whose attention is latent), `linear_...` (whose attention is linear in most blocks),
+        `mamba_...` (which have a state space there),
         `rope_local_base_freq` (blocks with a window have a rotary embedding of their own), a `global_head_dim` (blocks
         without a window have heads of their own).
     fixed: what its code has, and no config.json says, in the fields of ModelSpec.
@@ -57,9 +63,11 @@ class Family:
     kv_for_each: there are as many key-value heads as query heads where config.json is silent.
     windows: which blocks have the window that config.json states; where `windows_switched`, none if it does not switch
         it on apart.
-    rotated: which blocks have rotary embedding; `partly_rotated`: of each head a part may be turned.
+    rotated: which blocks have rotary embedding, "switched" all or none; `partly_rotated`: of each head a part may be
+        turned.
     late_queries: queries are multiplied that come later than the original length of their rotary embedding.
     norms: what a block calls its norms, in the order of `schedules.model.Norms`, where the usual names are others.
+    modules: what a block calls modules of its MLP, where the usual names are others.
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
     bends_logits: its config.json may say towards which number logits are bent.
@@ -74,10 +82,11 @@ class Family:
     kv_for_each: bool = False
     windows: Literal["none", "some", "all"] = "none"
     windows_switched: bool = False
-    rotated: Literal["all", "in windows", "listed"] = "all"
+    rotated: Literal["all", "in windows", "listed", "switched"] = "all"
     partly_rotated: bool = False
     late_queries: bool = False
     norms: tuple[str, str, str, str] | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
     experts: Experts | None = None
     interleaved: bool = False
     bends_logits: bool = False
@@ -90,8 +99,13 @@ class Family:
 
     @property
     def hybrid(self) -> bool:
-        """Whether most blocks have linear attention."""
-        return "linear_num_key_heads" in self.defaults
+        """Whether most blocks have linear attention, or a state space."""
+        return "linear_num_key_heads" in self.defaults or self.of_mamba
+
+    @property
+    def of_mamba(self) -> bool:
+        """Whether that is a state space."""
+        return "mamba_n_heads" in self.defaults
 
     @property
     def two_ropes(self) -> bool:
@@ -102,8 +116,3 @@ class Family:
     def two_heads(self) -> bool:
         """Whether blocks without a window have heads of one kind, those with a window of another."""
         return "global_head_dim" in self.defaults
-
-    @property
-    def shares_gated(self) -> bool:
-        """Whether all tokens are given to one expert, whose output has a gate."""
-        return bool(self.fixed.get("shared_expert_gate"))

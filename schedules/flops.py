@@ -23,10 +23,9 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
 
     Matrix products only: 2 * tokens * weights of every matrix a token meets, and 2 * pairs * heads * head_dim for QK^T
     and as many, of values' dimensions, for PV, over the pairs the causal mask leaves; of linear attention see
-    `schedules.delta`. Norms, rotary, softmax and biases
-    are not counted, as is usual for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The embedding is a
-    lookup: 0. The head multiplies by the vocabulary whether or not its matrix is tied. Adapters are matrices like
-    others.
+    `schedules.delta`, of state spaces `schedules.mamba`. Norms, rotary, softmax and biases are not counted, as is usual
+    for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The embedding is a lookup: 0. The head multiplies by
+    the vocabulary whether or not its matrix is tied. Adapters are matrices like others.
     """
     tokens, h = workload.tokens_per_microbatch, model.hidden_size
     if i == model.embed:
@@ -42,9 +41,9 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
 
 
 def attention_flops(model: ModelSpec, i: int, workload: Workload) -> int:
-    """The part of a block's forward FLOPs that attention has, QK^T and PV, or linear attention's rule."""
-    if (delta := model.delta(i)) is not None:
-        return workload.micro_batch_size * delta.flops(workload.seq_len)
+    """The part of a block's forward FLOPs that attention has, QK^T and PV, or what takes its place."""
+    if (recurrence := model.recurrence(i)) is not None:
+        return workload.micro_batch_size * recurrence.flops(workload.seq_len)
     pairs = workload.micro_batch_size * attended_pairs(model, i, workload.seq_len)
     heads = model.heads(i)
     return 2 * pairs * (heads.q_width + heads.attended_width)

@@ -28,8 +28,8 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
         return f"{model.name}: experts' products are not made in {workload.matmul}"
     if model.latent is not None:
         return f"{model.name}: latent attention's products are not made in {workload.matmul}"
-    if model.attn_output_gate or any(model.delta(i) is not None for i in model.blocks):
-        return f"{model.name}: products of gated or linear attention are not made in {workload.matmul}"
+    if model.attn_output_gate or any(model.recurrence(i) is not None for i in model.blocks):
+        return f"{model.name}: products of gated attention or a recurrence are not made in {workload.matmul}"
     if model.global_head_dim:
         return f"{model.name}: products of blocks with heads of two kinds are not made in {workload.matmul}"
     heads = model.heads(0)

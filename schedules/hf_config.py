@@ -5,17 +5,19 @@ What it leaves unsaid is in `schedules.families`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, MODEL_TYPES, MULTIPLIERS
 from schedules.family import Family
-from schedules.hf_experts import known_experts, read_experts, written_experts
+from schedules.hf_experts import read_experts, written_experts
 from schedules.hf_rope import partial_factor, read_rope, split_ropes
 from schedules.model_checks import (
     FULL,
     LINEAR,
     OF_LINEAR,
+    OF_MAMBA,
     ORIGINAL,
     SLIDING,
     ModelError,
@@ -39,6 +41,7 @@ NOT_DONE = {
     "hidden_size_per_layer_input": "blocks here are not given embeddings of their own",
     "num_kv_shared_layers": "each block here has keys and values of its own",
 }
+NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of steps: as configs say so, and transformers writes it
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
@@ -104,11 +107,15 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **family.fixed,
         **_biases(family, settings),
         **latent,
-        **(read_experts(architecture, experts, settings, need) if (experts := known_experts(family, settings)) else {}),
+        **(read_experts(architecture, family.experts, settings, need) if family.experts else {}),
         **windows,
         **(_global_heads(settings, windows["layer_types"], name) if family.two_heads else {}),
         **({"final_logit_softcapping": settings.get("final_logit_softcapping") or None} if family.bends_logits else {}),
-        **(_linear(architecture, settings, blocks, name) if family.hybrid else {}),
+        **(
+            (_state_spaces if family.of_mamba else _linear)(architecture, settings, blocks, name)
+            if family.hybrid
+            else {}
+        ),
         **{key: settings[key] for key in (*MULTIPLIERS, "query_pre_attn_scalar") if key in family.defaults},
         "no_rope_layers": rotated,
         "partial_rotary_factor": partial_factor(architecture, settings, name),
@@ -165,10 +172,15 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if family.bends_logits:
         config["final_logit_softcapping"] = spec.get("final_logit_softcapping")
     if family.hybrid:
-        config |= {key: spec[key] for key in OF_LINEAR if spec.get(key)}
+        config |= {key: spec[key] for key in (*OF_LINEAR, *OF_MAMBA) if spec.get(key)}
+    if family.of_mamba:
+        config.setdefault("mamba_n_heads", 1)  # silent, it would ask for more than may share what no block has
+        config["mamba_expand"] = config["mamba_n_heads"] * spec.get("mamba_d_head", 0) // spec["hidden_size"] or 1
     config |= {key: spec.get(key, 1.0) for key in MULTIPLIERS if key in family.defaults}
     if family.hybrid or (family.windows == "some" and not family.windows_switched):
         config["layer_types"] = spec["layer_types"] or [FULL] * spec["num_hidden_layers"]
+    if family.rotated == "switched":
+        config["position_embedding_type"] = "nope" if spec.get("no_rope_layers") else "rope"
     if family.rotated == "listed":
         config["no_rope_layers"] = spec.get("no_rope_layers", [1] * spec["num_hidden_layers"])
     if family.partly_rotated:
@@ -179,9 +191,7 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["use_sliding_window"] = spec["sliding_window"] is not None
         if spec["layer_types"]:
             config["layer_types"] = spec["layer_types"]
-    if family.experts is not None and family.experts.switch is not None:
-        config[family.experts.switch] = spec["num_experts"] > 0
-    if family.experts is not None and (spec["num_experts"] or family.experts.switch is None):
+    if family.experts is not None:
         config |= written_experts(architecture, family.experts, spec)
     if architecture == "Qwen2MoeForCausalLM":
         config["qkv_bias"] = config.pop("attention_bias")
@@ -261,6 +271,31 @@ def _linear(architecture: str, settings: Mapping[str, Any], blocks: int, name: s
     return {"layer_types": types, **{key: settings[key] for key in OF_LINEAR}}
 
 
+def _state_spaces(architecture: str, settings: Mapping[str, Any], blocks: int, name: str) -> dict[str, Any]:
+    """Which blocks have a state space, and its heads; nothing where none has."""
+    for key, known in (("mamba_conv_bias", True), ("mamba_proj_bias", False), ("normalization_function", "rmsnorm")):
+        if settings.get(key, known) != known:
+            raise ModelError(f"{name}: {key} of a {architecture} must be {known!r}, not {settings[key]!r}")
+    if (limit := settings.get("time_step_limit")) not in (None, *NO_LIMITS):
+        raise ModelError(f"{name}: a time_step_limit of {limit!r} is not supported: steps are not bounded here")
+    listed = settings.get("layer_types", settings.get("layers_block_type", [LINEAR] * blocks))
+    older = {"mamba": LINEAR, "attention": FULL}
+    types = tuple(older.get(kind, kind) for kind in map(str, _listed("layer_types", listed, name)))
+    if LINEAR not in types:
+        return {"layer_types": types}
+    found = {key: settings[key] for key in OF_MAMBA}
+    keys = ("mamba_n_heads", "mamba_expand", "hidden_size")
+    heads, expand, hidden = (whole_number(key, settings[key], name) for key in keys)
+    if found["mamba_d_head"] == "auto":
+        found["mamba_d_head"] = expand * hidden // heads
+    if heads * whole_number("mamba_d_head", found["mamba_d_head"], name) != expand * hidden:
+        raise ModelError(
+            f"{name}: {heads} heads of mamba_d_head {found['mamba_d_head']} are not mamba_expand {expand} times "
+            f"hidden_size {hidden}"
+        )
+    return {"layer_types": types, **found}
+
+
 def _global_heads(settings: Mapping[str, Any], types: Sequence[str], name: str) -> dict[str, Any]:
     """The heads of blocks without a window."""
     both, of_keys = settings.get("attention_k_eq_v", False), settings["num_key_value_heads"]
@@ -296,8 +331,10 @@ def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: 
     if family.rotated == "in windows":
         types = _windows(architecture, settings, (1,) * blocks, name).get("layer_types", ())
         return tuple(int(kind == SLIDING) for kind in types)
-    if family.rotated == "all":
+    if family.rotated == "all" or settings.get("position_embedding_type") == "rope":
         return ()
+    if family.rotated == "switched":
+        return (0,) * blocks
     if "no_rope_layers" in settings:
         found = tuple(_listed("no_rope_layers", settings["no_rope_layers"], name)[:blocks])  # no more is read
         if len(found) < blocks:

@@ -6,22 +6,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from schedules.families import FAMILIES, GPT_OSS_ACTIVATION
-from schedules.family import Experts, Family
+from schedules.family import Experts
 from schedules.model_checks import ModelError, whole_number
 
 
 def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) -> dict[str, Any]:
     """What a `config.json` says of the experts of a model, given as ModelSpec.to_dict has it."""
     family = FAMILIES[architecture]
-    config = {
+    config: dict[str, Any] = {}
+    if names.switch is not None:
+        config[names.switch] = spec["num_experts"] > 0
+        if not spec["num_experts"]:
+            return config | _written_dense(names, spec)
+    config |= {
         names.chosen: spec["num_experts_per_tok"],
         names.count: spec["num_experts"],
         names.width: spec["moe_intermediate_size"],
     }
     if "norm_topk_prob" in family.defaults:
         config["norm_topk_prob"] = spec["norm_topk_prob"]
-    if family.shares_gated:
-        config["shared_expert_intermediate_size"] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
+    if names.shared_width is not None:
+        config[names.shared_width] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
     if names.shared is None:
         return config
     dense = spec.get("first_k_dense_replace", 0)
@@ -41,20 +46,22 @@ def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) 
     return config
 
 
-def known_experts(family: Family, settings: Mapping[str, Any]) -> Experts | None:
-    """What is to be known of the family's experts, where it has any."""
-    switched_off = family.experts and family.experts.switch and not settings.get(family.experts.switch)
-    return None if switched_off else family.experts
+def _written_dense(names: Experts, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The same where there are none: an MLP may be called as what all tokens are given beside experts."""
+    config = {} if names.shared_width is None else {names.shared_width: spec["intermediate_size"]}
+    return config | ({names.count: 0} if names.switch == names.count else {})
 
 
 def read_experts(
     architecture: str, known: Experts, settings: Mapping[str, Any], need: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """The fields of ModelSpec that say what experts a model has.
+    """The fields of ModelSpec that say what experts a model has, or how wide its MLP is where it has none.
 
     `settings` are the config's, with what transformers assumes where it is silent; `need` returns one of them. Raises
     ModelError where that is missing, or the config asks for something our experts do not do.
     """
+    if known.switch is not None and not settings.get(known.switch):
+        return {} if known.shared_width is None else {"intermediate_size": need(known.shared_width)}
     for name, value in GPT_OSS_ACTIVATION.items() if known.as_in_gpt_oss else ():
         if settings.get(name, value) != value:
             raise ModelError(f"{name} must be {value}, as gpt-oss' released models have it, not {settings[name]!r}")
@@ -71,11 +78,8 @@ def read_experts(
     }
     if "norm_topk_prob" in of_family:
         found["norm_topk_prob"] = settings["norm_topk_prob"]
-    if FAMILIES[architecture].shares_gated:
-        key = "shared_expert_intermediate_size"
-        found["n_shared_experts"] = _shared(key, settings[key], found)
-    if known.beside_mlp:
-        found["n_shared_experts"] = _shared("intermediate_size", settings["intermediate_size"], found)
+    if known.shared_width is not None:
+        found["n_shared_experts"] = _shared(known.shared_width, settings[known.shared_width], found)
     if known.shared is not None:
         found |= _sharing(architecture, known.shared, settings, need)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schedules import recurrence
-from schedules.recurrence import CHUNK
+from schedules.recurrence import CHUNK, convolved_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,45 @@ class Mamba2:
         whole, rest = divmod(seq_len, CHUNK)
         pairs = whole * CHUNK * (CHUNK + 1) // 2 + rest * (rest + 1) // 2
         return 2 * (pairs * (self.key_width + self.value_width) + 2 * seq_len * self.state_dim * self.value_width)
+
+    @property
+    def _words(self) -> tuple[int, int, int, int, int]:
+        """In fp32 per token: keys, values, pairs of a chunk by head and by group, and a state per chunk."""
+        state = -(-self.state_dim * self.value_width // CHUNK)
+        return self.key_width, self.value_width, self.heads * CHUNK, self.groups * CHUNK, state
+
+    def moved(self, *, backward: bool) -> tuple[int, int]:
+        """Elements, and words in fp32, of one token that the scan moves, its products included.
+
+        As `megatrain.mamba` computes it: products and copies read and write once, functions between them as torch's
+        compiler makes kernels of them (2.11), which write some of what they need in between. Backward computes the
+        chunks again.
+        """
+        keys, values, pairs, shared, state = self._words
+        if backward:
+            words = 26 * keys + 29 * values + 7 * pairs + 7 * shared + 14 * state
+            return 6 * self.mixed + self.value_width, words
+        words = 6 * keys + 11 * values + 2 * pairs + 2 * shared + 5 * state
+        return self.mixed + self.value_width, words
+
+    @property
+    def unfused_words(self) -> int:
+        """Words of one token that it moves beyond fused kernels, op by op: its convolution, what is left of values, and
+        decays of pairs, by several functions each."""
+        _, values, pairs, _, _ = self._words
+        return convolved_words(self.mixed, self.kernel) + 10 * values + 8 * pairs
+
+    def workspace_words(self, *, backward: bool) -> int:
+        """Words in fp32 per token that are there at once, beside what the scan is given and returns."""
+        keys, values, pairs, shared, state = self._words
+        if backward:
+            return 4 * keys + 7 * values + 2 * pairs + 2 * shared + 2 * state
+        return 2 * keys + shared + max(3 * values + 3 * pairs, 5 * values, 3 * values + pairs + state)
+
+    def share_at_once(self, batch: int, seq_len: int) -> float:
+        """The part of a micro-batch that is worked through at a time."""
+        sequences, groups, heads = self.together(batch, seq_len)
+        return sequences * groups * heads / (batch * self.heads)
 
     def together(self, batch: int, seq_len: int) -> tuple[int, int, int]:
         """How many of `batch` sequences, of their groups, and of a group's heads are worked through at a time."""

@@ -22,16 +22,22 @@ from schedules.heads import Heads
 from schedules.hf_config import read_config
 from schedules.hf_rope import as_pairs
 from schedules.latent import Latent
-from schedules.model_checks import LINEAR, PER_BLOCK, SLIDING, ModelError, require_meaning
+from schedules.mamba import Mamba2
+from schedules.model_checks import LINEAR, OF_MAMBA, PER_BLOCK, SLIDING, ModelError, require_meaning
 from schedules.workload import RECOMPUTED
 
-__all__ = ["ModelError", "ModelSpec", "is_matrix"]
+__all__ = ["ModelError", "ModelSpec", "Recurrence", "is_matrix"]
+
+Recurrence = DeltaNet | Mamba2  # what takes the place of attention where a block has a state
 
 FP32 = 4  # bytes
 MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
 SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "router.proj.weight", f"{SHARED_GATE}.weight")
+ROUTERS = (
+    "mlp.gate.weight", "mlp.router.weight", "router.proj.weight", "block_sparse_moe.router.weight",
+    f"{SHARED_GATE}.weight",
+)  # fmt: skip
 CORRECTION = "e_score_correction_bias"
 LAYER_SCALAR = "layer_scalar"
 # Of experts beside an MLP: what the router's norm multiplies by, and it each expert; and the norms of what the MLP
@@ -40,8 +46,9 @@ ROUTER_SCALE, OF_EACH_EXPERT = "router.scale", "router.per_expert_scale"
 AFTER_MLP = "post_feedforward_layernorm_1"
 BEFORE_EXPERTS, AFTER_EXPERTS = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 # Of one input, and in some families' files one matrix.
-FUSED_MLP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
+FUSED_MLP = {f"{place}.gate_up_proj": ("gate_proj", "up_proj") for place in ("mlp", SHARED)}
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **FUSED_MLP}
+FUSED_MAMBA = {"mamba.in_proj": ("in_proj_z", "in_proj_xbc", "in_proj_dt")}
 # Fields that files written before them lack.
 _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
@@ -50,7 +57,7 @@ _LATER = (
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
-    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", *MULTIPLIERS,
+    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -85,15 +92,16 @@ class ModelSpec:
     queries has as many elements more, by whose sigmoids what attention returns is multiplied. `layer_types` names each
     block's attention; empty means all blocks alike, sliding if `sliding_window` is set. Linear attention is by the
     gated delta rule, with the heads, dimensions and convolution that the fields `linear_...` say, see
-    `schedules.delta`. `no_rope_layers` has a 0 for each block without rotary embedding and a 1 for each with it; empty
-    means that all have it. `rope_scaling` is the config's dictionary as sorted pairs, lists as tuples; with
-    `rope_local_base_freq` blocks with a window have plain rotary embedding of that base. Neither changes a cost.
-    `query_pre_attn_scalar` is `head_dim` where None; an `attention_multiplier` stands for its inverse root. Embeddings
-    are multiplied by `embedding_multiplier`, what attention and the MLP add by `residual_multiplier`, and logits
-    divided by `logits_scaling`. With a `global_head_dim` blocks without a window have heads of that dimension,
-    `num_global_key_value_heads` for keys and values, and with `attention_k_eq_v` one projection for both. `value_norm`
-    is an RMSNorm without a weight over each value head; with `layer_scalar` what a block returns is multiplied by a
-    number that no gradient changes. Logits beyond `final_logit_softcapping` are bent towards it.
+    `schedules.delta`, or a state space, by the fields `mamba_...`, see `schedules.mamba`. `no_rope_layers` has a 0 for
+    each block without rotary embedding and a 1 for each with it; empty means that all have it. `rope_scaling` is the
+    config's dictionary as sorted pairs, lists as tuples; with `rope_local_base_freq` blocks with a window have plain
+    rotary embedding of that base. Neither changes a cost. `query_pre_attn_scalar` is `head_dim` where None; an
+    `attention_multiplier` stands for its inverse root. Embeddings are multiplied by `embedding_multiplier`, what
+    attention and the MLP add by `residual_multiplier`, and logits divided by `logits_scaling`. With a `global_head_dim`
+    blocks without a window have heads of that dimension, `num_global_key_value_heads` for keys and values, and with
+    `attention_k_eq_v` one projection for both. `value_norm` is an RMSNorm without a weight over each value head; with
+    `layer_scalar` what a block returns is multiplied by a number that no gradient changes. Logits beyond
+    `final_logit_softcapping` are bent towards it.
     Raises ModelError when a value has no meaning.
     """
 
@@ -152,6 +160,11 @@ class ModelSpec:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
+    mamba_n_heads: int = 0
+    mamba_d_head: int = 0
+    mamba_n_groups: int = 0
+    mamba_d_state: int = 0
+    mamba_d_conv: int = 0
     shared_expert_gate: bool = False
     fused_gate_up: bool = False
     rope_interleave: bool = False
@@ -294,11 +307,12 @@ class ModelSpec:
 
     def _block_kind(self, i: int) -> str:
         kind = "block" if self.window(i) is None else "block.sliding"
-        if self.delta(i) is not None:
+        recurrence = self.recurrence(i)
+        if recurrence is not None:
             kind = "block.linear"
         if self.num_experts and not self.has_experts(i):
             kind += ".dense"
-        return kind if self.has_rope(i) else f"{kind}.no_rope"
+        return kind if recurrence is not None or self.has_rope(i) else f"{kind}.no_rope"
 
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
         """The same model with these of its blocks alone, in their order."""
@@ -382,8 +396,8 @@ class ModelSpec:
         return norms[0] | self._attention_shapes(i) | norms[1] | norms[2] | mlp | norms[3] | scalar
 
     def _attention_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        if (delta := self.delta(i)) is not None:
-            return delta.parameter_shapes(self.hidden_size)
+        if (recurrence := self.recurrence(i)) is not None:
+            return recurrence.parameter_shapes(self.hidden_size)
         if self.latent is not None:
             return self.latent.parameter_shapes(self.hidden_size)
         heads = self.heads(i)
@@ -465,8 +479,8 @@ class ModelSpec:
         """As `parameter_shapes`, with what is one matrix in files: its parts lie in a row as it is."""
         fused_ones = FUSED if self.fused_projections else FUSED_MLP if self.fused_gate_up else {}
         whole = {
-            f"{fused.split('.')[0]}.{part}.weight": f"{fused}.weight"
-            for fused, parts in fused_ones.items()
+            f"{fused.rpartition('.')[0]}.{part}.weight": f"{fused}.weight"
+            for fused, parts in (fused_ones | FUSED_MAMBA).items()
             for part in parts
         }
         found: dict[str, tuple[int, ...]] = {}
@@ -549,15 +563,23 @@ class ModelSpec:
             value=self.v_head_dim,
         )
 
-    def delta(self, i: int) -> DeltaNet | None:
-        """What linear attention of block i goes through; None where layer i has none."""
-        linear = self._delta is not None and i in self.blocks and self.layer_types[i] == LINEAR
-        return self._delta if linear else None
+    def recurrence(self, i: int) -> Recurrence | None:
+        """What takes attention's place in block i; None where layer i has none."""
+        there = self._recurrence is not None and i in self.blocks and self.layer_types[i] == LINEAR
+        return self._recurrence if there else None
 
     @cached_property
-    def _delta(self) -> DeltaNet | None:
+    def _recurrence(self) -> Recurrence | None:
         if LINEAR not in self.layer_types:
             return None
+        if self.mamba_n_heads:
+            return Mamba2(
+                heads=self.mamba_n_heads,
+                head_dim=self.mamba_d_head,
+                groups=self.mamba_n_groups,
+                state_dim=self.mamba_d_state,
+                kernel=self.mamba_d_conv,
+            )
         return DeltaNet(
             key_heads=self.linear_num_key_heads,
             value_heads=self.linear_num_value_heads,

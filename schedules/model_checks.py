@@ -24,8 +24,16 @@ _MAY_BE_NONE = (  # counts that may be 0
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "global_head_dim", "num_global_key_value_heads",
+    "global_head_dim", "num_global_key_value_heads", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state",
+    "mamba_d_conv",
 )  # fmt: skip
+OF_MAMBA = (
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_d_conv",
+)  # what a state space needs
 OF_LINEAR = (  # what linear attention needs
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
@@ -74,8 +82,8 @@ def require_meaning(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: pre_norm and post_norm are both false: a block needs norms")
     if model.fused_projections and (model.attention_bias or model.mlp_bias or model.num_experts):
         raise ModelError(f"{model.name}: fused_projections with biases or experts are not supported")
-    if model.fused_gate_up and (model.mlp_bias or model.num_experts or model.fused_projections):
-        raise ModelError(f"{model.name}: fused_gate_up with mlp_bias, experts or fused_projections is not supported")
+    if model.fused_gate_up and (model.mlp_bias or model.fused_projections):
+        raise ModelError(f"{model.name}: fused_gate_up with mlp_bias or fused_projections is not supported")
     gpt_oss = model.num_experts and model.experts.as_in_gpt_oss
     silu_alone = "gpt-oss' experts" if gpt_oss else "linear attention" if LINEAR in model.layer_types else ""
     if model.hidden_act not in ACTIVATIONS or (silu_alone and model.hidden_act != "silu"):
@@ -228,21 +236,33 @@ def _check_global(model: ModelSpec) -> None:
 
 
 def _check_linear(model: ModelSpec) -> None:
+    """Linear attention, or a state space."""
     if LINEAR not in model.layer_types:
         return
-    for key in OF_LINEAR:
+    of_mamba = any(getattr(model, key) for key in OF_MAMBA)
+    what = "a state space" if of_mamba else "linear attention"
+    for key in OF_MAMBA if of_mamba else OF_LINEAR:
         if not getattr(model, key):
-            raise ModelError(f"{model.name}: linear attention needs {key}")
-    if model.linear_num_value_heads % model.linear_num_key_heads:
+            raise ModelError(f"{model.name}: {what} needs {key}")
+    for key in OF_LINEAR if of_mamba else ():
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: {key} in a model with state spaces is not supported")
+    if of_mamba and model.mamba_n_heads % model.mamba_n_groups:
+        raise ModelError(
+            f"{model.name}: {model.mamba_n_heads} heads of a state space are not {model.mamba_n_groups} groups of the "
+            "same size"
+        )
+    if not of_mamba and model.linear_num_value_heads % model.linear_num_key_heads:
         raise ModelError(
             f"{model.name}: {model.linear_num_value_heads} value heads of linear attention cannot share "
             f"{model.linear_num_key_heads} key heads evenly"
         )
-    for key in ("kv_lora_rank", "sliding_window", "no_rope_layers", "post_norm", "fused_projections", "fused_gate_up"):
+    others = () if of_mamba else ("no_rope_layers", "fused_gate_up")
+    for key in ("kv_lora_rank", "sliding_window", "post_norm", "fused_projections", *others):
         if getattr(model, key):
-            raise ModelError(f"{model.name}: linear attention in a model with {key} is not supported")
+            raise ModelError(f"{model.name}: {what} in a model with {key} is not supported")
     if not model.pre_norm:
-        raise ModelError(f"{model.name}: linear attention without pre_norm is not supported")
+        raise ModelError(f"{model.name}: {what} without pre_norm is not supported")
 
 
 def check_rope(

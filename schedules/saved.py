@@ -20,8 +20,8 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       a        attention output, read by attention's backward and by the o projection
       q + k    queries and keys before their norm, with qk_norm only; values, too, with value_norm, if apart
       2a       the gate of attention's output, and what it lets through, unless computed again
-      of linear attention in place of these what its convolution mixes, betas and decays' inputs, what the rule
-               returns, its gate, and the product of the two, unless computed again
+      of a recurrence in place of these what its convolution mixes, what its gates are made of, what it returns, what
+               gates that, and the product of the two, unless computed again
       what latent attention compresses queries, keys and values to; and of that what has a norm, normalised, read by
                the projections that expand it, unless computed again
       2h       attention's and the MLP's output before their norms, with post_norm only
@@ -69,9 +69,9 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
 def _kept_by_attention(model: ModelSpec, i: int, workload: Workload) -> tuple[int, int]:
     """Elements, and words in fp32, that block i's attention keeps of a token, without its normalised input."""
     all_kept = workload.recompute == "none"
-    if (delta := model.delta(i)) is not None:
-        product = delta.value_width if all_kept else 0
-        return delta.mixed + 2 * delta.value_heads + 2 * delta.value_width + product, delta.value_heads
+    if (recurrence := model.recurrence(i)) is not None:
+        values = recurrence.value_width * (2 + all_kept)
+        return recurrence.mixed + recurrence.gates + values, recurrence.norms
     heads = model.heads(i)
     q, k, v = heads.q_width, heads.k_width, heads.v_width
     elements, words = q + k + v + heads.attended_width + heads.gate_width * (1 + all_kept), heads.count

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 
 from schedules import fp8
-from schedules.delta import DeltaNet
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
-from schedules.recurrence import CHUNK
 from schedules.saved import hidden_bytes
 from schedules.trained import params, shapes
 from schedules.workload import Workload
@@ -64,8 +62,8 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
             return chunks * matrix * b.weight + logits
         return chunks * matrix * 2 * (b.weight + (b.grad if workload.lora_rank is None else 0)) + 3 * logits
     h, f = model.hidden_size, model.mlp_width(i)
-    attended = 0  # what the rule of linear attention moves is among what pointwise kernels do
-    if model.delta(i) is None:
+    attended = 0  # what a recurrence moves is among what pointwise kernels do
+    if model.recurrence(i) is None:
         heads = model.heads(i)
         attended = heads.q_width + heads.k_width + heads.v_width + heads.attended_width
     elements, weights = sum(map(sum, model.attention_matrices(i))) + attended, model.params(i) * b.weight
@@ -109,7 +107,8 @@ def pointwise_bytes(
     2(q + k)    2(q + k)       rotary, and back; nothing in blocks without; of latent attention see `_turned_elements`
     2(q + k)    3(q + k)       qk_norm; or the norms of latent vectors
     3a          5a + 2(a + q)  a gate of attention's output; and its gradient put beside queries' again
-    of linear attention in place of these what its rule moves, see `schedules.delta`, and the gated norm: 3a, 5a
+    of a recurrence in place of these what it moves, see `schedules.delta` and `schedules.mamba`, and the gated norm:
+                               3a, 5a
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
                                read, both gradients written
     (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
@@ -150,7 +149,7 @@ def pointwise_bytes(
     normed = _normed_in_attention(model, i)
     turned, turned_back = _turned_elements(model, i)
     heads = model.heads(i)
-    if (gate := heads.gate_width) and model.delta(i) is None:
+    if (gate := heads.gate_width) and model.recurrence(i) is None:
         turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + heads.q_width)
     norms = 2 * (model.pre_norm + model.post_norm) * h + (4 * h if model.experts_beside_mlp else 0)
     scaled = 2 * h if model.layer_scalar else 0
@@ -173,16 +172,16 @@ def pointwise_bytes(
         if model.residual_multiplier != 1:  # the gradients of both branches, read and written
             nbytes += 4 * h * b.activation
         if workload.recompute != "none":
-            delta = model.delta(i)
-            opened = heads.gate_width if delta is None else delta.value_width
+            recurrence = model.recurrence(i)
+            opened = heads.gate_width if recurrence is None else recurrence.value_width
             normed_again = (4 * h if model.pre_norm else 0) + (4 * h if model.experts_beside_mlp else 0)
             nbytes += (normed_again + 3 * (f + opened) + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
         unread = summed + shared + 2 * gated + (3 * f if workload.recompute == "mlp" else 0)
         nbytes -= (3 * h + scaled + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
-    if (delta := model.delta(i)) is not None:
-        moved += tokens * FP32 * delta.moved(backward=phase == Phase.BACKWARD)[1]
+    if (recurrence := model.recurrence(i)) is not None:
+        moved += tokens * FP32 * recurrence.moved(backward=phase == Phase.BACKWARD)[1]
     if workload.matmul is not None:
         moved += fp8.scaling_bytes(model, phase, workload, output=output, parts=mlp_parts(workload))
     return tokens * nbytes + moved
@@ -190,7 +189,7 @@ def pointwise_bytes(
 
 def _normed_in_attention(model: ModelSpec, i: int) -> int:
     """Elements per token of queries, keys and values, or of latent vectors, that have a norm."""
-    if model.delta(i) is not None:
+    if model.recurrence(i) is not None:
         return 0
     if model.latent is not None:
         return model.latent.normed
@@ -205,12 +204,12 @@ def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
     Queries and keys read and written. Keys of latent attention are put together of what was expanded and of the turned
     one for all heads, and values are copied from beside them. Flash attention wants these as wide as keys: forward pads
     values, and cuts what it returns; backward pads these and its gradient, and cuts values'. Keys and values that are
-    repeated are copied, in backward again, and their gradients summed. Linear attention turns nothing: what its rule is
-    given and returns, and its gated norm.
+    repeated are copied, in backward again, and their gradients summed. A recurrence turns nothing: what it is given and
+    returns, and its gated norm.
     """
-    if (delta := model.delta(i)) is not None:
-        there, back = (delta.moved(backward=backward)[0] for backward in (False, True))
-        return there + 3 * delta.value_width, back + 5 * delta.value_width
+    if (recurrence := model.recurrence(i)) is not None:
+        there, back = (recurrence.moved(backward=backward)[0] for backward in (False, True))
+        return there + 3 * recurrence.value_width, back + 5 * recurrence.value_width
     heads = model.heads(i)
     q, k, v = heads.q_width, heads.k_width, heads.v_width
     if (latent := model.latent) is None:
@@ -252,16 +251,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     elements = (8 * (q + k) if model.has_rope(i) else 0) + 2 * f
     norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
     norms += 4 * h if model.experts_beside_mlp else 0
-    if (delta := model.delta(i)) is not None:
-        return norms * norm + 2 * f * a + _unfused_rule_bytes(delta)
+    if (recurrence := model.recurrence(i)) is not None:
+        return norms * norm + 2 * f * a + FP32 * recurrence.unfused_words
     elements += 2 * heads.gate_width
     return norms * norm + elements * a
-
-
-def _unfused_rule_bytes(delta: DeltaNet) -> int:
-    """Bytes per token that the rule moves in fp32 beyond fused kernels, op by op: its convolution is made of a copy,
-    a copy with zeros before, and a product and sums with two reads, its result has silu, and queries and keys a length.
-    """
-    keys = 2 * delta.value_heads * delta.key_dim
-    convolved = delta.mixed * (2 + 2 + 2 + 4 * (delta.kernel - 1) + 2)
-    return FP32 * (convolved + 8 * keys + 4 * delta.value_width + 12 * delta.value_heads * CHUNK)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from schedules import fp8
-from schedules.delta import DeltaNet
-from schedules.model import FP32, ModelSpec
+from schedules.model import FP32, ModelSpec, Recurrence
 from schedules.op import Phase
 from schedules.optimizer import step_workspace
 from schedules.saved import hidden_bytes
@@ -93,7 +92,7 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
     h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
     wide = 3 * f
-    delta = model.delta(i)
+    recurrence = model.recurrence(i)
     if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
         chosen, beside = f - model.shared_width, h * (bool(model.n_shared_experts) + model.experts_beside_mlp)
         wide = beside + max(3 * chosen + 2 * model.num_experts_per_tok * h, 3 * model.shared_width)
@@ -106,8 +105,8 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
         per_token = of_branch + max((wide + 2 * h) * a, _attention_backward_bytes(model, i, workload))
         return largest * workload.bytes.grad + tokens * per_token
     if phase == Phase.RECOMPUTE:
-        rule = 0 if delta is None else _rule_bytes(delta, workload, backward=False)
-        per_token = max((_beside_attention(model, i) + (2 if output else 1) * h) * a, h * a + rule)
+        chunks = 0 if recurrence is None else _chunks_bytes(recurrence, workload, backward=False)
+        per_token = max((_beside_attention(model, i) + (2 if output else 1) * h) * a, h * a + chunks)
     else:
         normed = h if model.pre_norm else 0
         per_token = max(normed * a + _attention_bytes(model, i, workload), (normed + h + wide) * a)
@@ -125,7 +124,7 @@ def _beside_attention(model: ModelSpec, i: int) -> int:
     Queries and keys before they are turned, or keys and values repeated, and sums in fp32. Latent attention has queries
     before they are turned, or what keys and values are expanded from, or padded values and as wide an output.
     """
-    if model.delta(i) is not None:
+    if model.recurrence(i) is not None:
         return 0
     heads = model.heads(i)
     q = heads.q_width
@@ -138,25 +137,26 @@ def _beside_attention(model: ModelSpec, i: int) -> int:
 def _attention_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     """What attention has at once of one token in a forward that saves nothing, without its input."""
     a = workload.bytes.activation
-    if (delta := model.delta(i)) is not None:
-        given = delta.mixed + 2 * delta.value_heads + 2 * delta.value_width
-        return given * a + max(_rule_bytes(delta, workload, backward=False), delta.value_width * (a + FP32))
+    if (recurrence := model.recurrence(i)) is not None:
+        given, values = recurrence.mixed + recurrence.gates, recurrence.value_width
+        chunks = _chunks_bytes(recurrence, workload, backward=False)
+        return (given + 2 * values) * a + max(chunks, values * (a + FP32))
     heads = model.heads(i)
     attended = heads.q_width + heads.k_width + heads.v_width + heads.attended_width + heads.gate_width
     return (attended + max(_beside_attention(model, i), heads.gate_width)) * a
 
 
-def _rule_bytes(delta: DeltaNet, workload: Workload, *, backward: bool) -> int:
-    """What linear attention's rule has at once of one token, beside what it is given and returns."""
-    share = delta.share_at_once(workload.micro_batch_size, workload.seq_len)
-    return math.ceil(share * delta.workspace_words(backward=backward) * FP32)
+def _chunks_bytes(recurrence: Recurrence, workload: Workload, *, backward: bool) -> int:
+    """What a recurrence has at once of one token, beside what it is given and returns."""
+    share = recurrence.share_at_once(workload.micro_batch_size, workload.seq_len)
+    return math.ceil(share * recurrence.workspace_words(backward=backward) * FP32)
 
 
 def _attention_backward_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
     """What attention's backward has at once of one token."""
-    if (delta := model.delta(i)) is not None:
-        kept = 2 * delta.value_width + delta.mixed + 2 * delta.value_heads + 2 * model.hidden_size
-        return kept * workload.bytes.activation + _rule_bytes(delta, workload, backward=True)
+    if (recurrence := model.recurrence(i)) is not None:
+        kept = 2 * recurrence.value_width + recurrence.mixed + recurrence.gates + 2 * model.hidden_size
+        return kept * workload.bytes.activation + _chunks_bytes(recurrence, workload, backward=True)
     h, heads = model.hidden_size, model.heads(i)
     q, k, v = heads.q_width, heads.k_width, heads.v_width
     kept = (6 if heads.repeated else 4) * q + k + v
@@ -178,13 +178,13 @@ def _chunked_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: W
         of_branch = tokens * _scaled_gradients(model) * a
         return largest + of_branch + max(mlp, attention)
     if phase == Phase.RECOMPUTE:
-        delta, turned = model.delta(i), _beside_attention(model, i)
-        rule = 0 if delta is None else tokens * _rule_bytes(delta, workload, backward=False)
+        recurrence, turned = model.recurrence(i), _beside_attention(model, i)
+        chunks = 0 if recurrence is None else tokens * _chunks_bytes(recurrence, workload, backward=False)
         of_mlp = tokens * (turned + 2 * h) * a + chunk * 3 * f * a if output else tokens * (turned + h) * a
-        return max(of_mlp, tokens * h * a + rule)
+        return max(of_mlp, tokens * h * a + chunks)
     attention = (h if model.pre_norm else 0) * a + _attention_bytes(model, i, workload)
     of_norms = (6 if model.post_norm else 5) * h * a
-    if model.qk_norm and model.delta(i) is None:
+    if model.qk_norm and model.recurrence(i) is None:
         heads = model.heads(i)
         given = h + heads.q_width + heads.gate_width + heads.k_width + heads.v_width
         given += heads.v_width if model.value_norm and not heads.values_are_keys else 0

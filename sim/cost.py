@@ -330,7 +330,7 @@ def _attention_passes(op: Op, model: ModelSpec, workload: Workload) -> float:
     """Times that attention's rate, which is of 16 bits where activations have so many, is needed for its FLOPs."""
     if op.layer is None or op.layer not in model.blocks:
         return 1.0
-    if model.delta(op.layer) is not None:
+    if model.recurrence(op.layer) is not None:
         return TF32 if workload.bytes.activation < FP32 else 1.0
     return attention_padding(model, op.layer)
 

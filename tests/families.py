@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from schedules import presets
 from schedules.model import ModelSpec
+from schedules.model_checks import OF_MAMBA
 
 TINY = replace(presets.load("tiny"), num_hidden_layers=2)
 LLAMA3 = (("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
@@ -163,6 +164,32 @@ QWEN3_5_MOE = replace(
     shared_expert_gate=True,
 )
 QWEN3_NEXT = replace(QWEN3_5_MOE, architecture="Qwen3NextForCausalLM")
+GRANITE4 = replace(
+    TINY,
+    architecture="GraniteMoeHybridForCausalLM",
+    num_hidden_layers=3,
+    layer_types=("linear_attention", "full_attention", "linear_attention"),
+    no_rope_layers=(0, 0, 0),
+    tie_word_embeddings=True,
+    fused_gate_up=True,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.3,
+    attention_multiplier=0.2,
+    logits_scaling=2.0,
+    mamba_n_heads=4,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=10,
+    mamba_d_conv=3,
+)
+GRANITE4_MOE = replace(
+    GRANITE4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    intermediate_size=24,
+    n_shared_experts=2,
+)
 MINISTRAL3 = replace(
     TINY,
     architecture="Ministral3ForCausalLM",
@@ -211,6 +238,17 @@ MODELS = {
     ),
     "qwen3.5-moe": QWEN3_5_MOE,
     "qwen3-next": QWEN3_NEXT,
+    "granite-4": GRANITE4,
+    "granite-4 with experts": GRANITE4_MOE,
+    "granite-4 of attention alone": replace(
+        GRANITE4,
+        layer_types=("full_attention",) * 3,
+        no_rope_layers=(),
+        attention_bias=True,
+        attention_out_bias=True,
+        tie_word_embeddings=False,
+        **dict.fromkeys(OF_MAMBA, 0),
+    ),
     "qwen3-next, not normalised, of heads for each": replace(
         QWEN3_NEXT, norm_topk_prob=False, n_shared_experts=2, linear_num_value_heads=2, linear_value_head_dim=16
     ),
