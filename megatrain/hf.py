@@ -39,10 +39,7 @@ class WeightsError(InputError):
 def global_name(model: ModelSpec, i: int, name: str) -> str:
     """What transformers calls a parameter of layer i."""
     if model.is_block(i):
-        for ours, theirs in model.family.modules.items():
-            if name.startswith(f"{ours}."):
-                name = theirs + name.removeprefix(ours)
-        return f"model.layers.{i}.{name}"
+        return f"model.layers.{i}.{model.family.module_name(name)}"
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

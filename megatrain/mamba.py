@@ -72,7 +72,8 @@ class _NormOfGated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         o, z, weight, rstd = ctx.saved_tensors
         do, dz, dweight = ctx.pointwise.norm_of_gated_backward(grads[0], o, z, weight, rstd)
-        return do, dz, dweight.to(weight.dtype), None, None
+        # torch's compiler (2.11) drops a dimension of one, where rows are many
+        return do, dz, dweight.view_as(weight).to(weight.dtype), None, None
 
 
 class _Scan(torch.autograd.Function):
@@ -157,7 +158,7 @@ def _parts(
     x, b, c = (
         _Convolved(torch.unflatten(t, -1, (-1, dim)), torch.unflatten(w[:, 0], 0, (-1, dim)), more.view(-1, dim))
         for t, w, more, dim in zip(
-            mixed.split(cuts, dim=-1), taps.split(cuts), conv_bias.split(cuts), dims, strict=True
+            torch.split(mixed, cuts, dim=-1), torch.split(taps, cuts), torch.split(conv_bias, cuts), dims, strict=True
         )
     )
     of_group = widths.heads // widths.groups
@@ -237,7 +238,11 @@ class _Chunks:
 
     def output(self, to: Tensor) -> None:
         """Write what the scan returns, [batch, seq, heads, head_dim]."""
-        carried, within = times(self.pairs.c, self.states), times(self.p, self.x)
+        del self.entering
+        within = times(self.p, self.x)
+        del self.p
+        carried = times(self.pairs.c, self.states)
+        del self.states
         self.pointwise.mamba_output(to, within, carried, self.x, self.sums, self.heads.skip)
 
     def backward(self, dy: Tensor, into: _Heads) -> None:
@@ -256,15 +261,15 @@ class _Chunks:
         d_p = times(d, self.x.mT)
         d_scores, d_sums, d_step = pointwise.mamba_decayed_backward(d_p, pairs.scores, self.sums, self.step)
         del d_p
-        self.p = None
+        del self.p
         d_after = d_states[1:]
         pairs.add_products(d_scores, grown, self.states, self.entering, d_after)
         del d_scores, grown
-        self.entering = None
+        del self.entering
         left, carried = times(pairs.b, d_after), times(pairs.c, self.states)
         d_through = pointwise.mamba_through(d_after, self.states, width // self.x.shape[-1])
         del d_states, d_after, by_head
-        self.states = None
+        del self.states
         d_x, more_step, more_sums, d_skip = pointwise.mamba_values_backward(
             d_x, d, left, carried, d_through, self.x, self.step, self.sums, heads.skip
         )

@@ -61,7 +61,9 @@ def steps_backward(
 
 def keys(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
     """silu of the convolution of x, in chunks; taps [groups, dim, kernel], bias [groups, dim]."""
-    return chunked(F.silu(convolved(x, taps, bias)[0]))
+    y, before = convolved(x, taps, bias)
+    del before
+    return chunked(F.silu(y, inplace=True))
 
 
 def values(x: Tensor, taps: Tensor, bias: Tensor, step: Tensor, sums: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -106,9 +108,8 @@ def output(to: Tensor, within: Tensor, carried: Tensor, x: Tensor, sums: Tensor,
     `skip` [heads] is what values are added times.
     """
     batch, seq = to.shape[:2]
-    carried = by_head(carried, x.shape[-1]) * sums.exp()[..., None]
-    skipped = x * widened(skip).repeat(batch)[:, None, None]
-    to.copy_(tokens(within + carried + skipped, batch, seq))
+    found = (by_head(carried, x.shape[-1]) * sums.exp()[..., None]).add_(within)
+    to.copy_(tokens(found.addcmul_(x, widened(skip).repeat(batch)[:, None, None]), batch, seq))
 
 
 def arriving(dy: Tensor, sums: Tensor, groups: int) -> tuple[Tensor, Tensor]:

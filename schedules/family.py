@@ -92,6 +92,13 @@ class Family:
     bends_logits: bool = False
     predicts_more: Literal["no", "as a block", "apart"] = "no"
 
+    def module_name(self, name: str) -> str:
+        """What transformers calls a parameter of a block within it."""
+        for ours, theirs in self.modules.items():
+            if name.startswith(f"{ours}."):
+                return theirs + name.removeprefix(ours)
+        return name
+
     @property
     def latent(self) -> bool:
         """Whether attention is latent."""

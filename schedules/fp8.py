@@ -29,7 +29,8 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
     if model.latent is not None:
         return f"{model.name}: latent attention's products are not made in {workload.matmul}"
     if model.attn_output_gate or any(model.recurrence(i) is not None for i in model.blocks):
-        return f"{model.name}: products of gated attention or a recurrence are not made in {workload.matmul}"
+        of = "a state space" if model.mamba_n_heads else "gated or linear attention"
+        return f"{model.name}: products of {of} are not made in {workload.matmul}"
     if model.global_head_dim:
         return f"{model.name}: products of blocks with heads of two kinds are not made in {workload.matmul}"
     heads = model.heads(0)

@@ -106,7 +106,7 @@ class Mamba2:
         """Words in fp32 per token that are there at once, beside what the scan is given and returns."""
         keys, values, pairs, shared, state = self._words
         if backward:
-            return 4 * keys + 7 * values + 2 * pairs + 2 * shared + 2 * state
+            return 4 * keys + 8 * values + 2 * pairs + 2 * shared + 2 * state
         return 2 * keys + shared + max(3 * values + 3 * pairs, 5 * values, 3 * values + pairs + state)
 
     def share_at_once(self, batch: int, seq_len: int) -> float:

@@ -85,7 +85,8 @@ def require_meaning(model: ModelSpec) -> None:
     if model.fused_gate_up and (model.mlp_bias or model.fused_projections):
         raise ModelError(f"{model.name}: fused_gate_up with mlp_bias or fused_projections is not supported")
     gpt_oss = model.num_experts and model.experts.as_in_gpt_oss
-    silu_alone = "gpt-oss' experts" if gpt_oss else "linear attention" if LINEAR in model.layer_types else ""
+    recurrence = "a state space" if model.mamba_n_heads else "linear attention"
+    silu_alone = "gpt-oss' experts" if gpt_oss else recurrence if LINEAR in model.layer_types else ""
     if model.hidden_act not in ACTIVATIONS or (silu_alone and model.hidden_act != "silu"):
         known = f"'silu' with {silu_alone}" if silu_alone else " and ".join(map(repr, ACTIVATIONS))
         raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")

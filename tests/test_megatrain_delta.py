@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bytes_moved import Traffic
 from families import MODELS, QWEN3_5
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.delta import _GatedNorm, _inverse, _Rule
 from megatrain.initial import random_parameters, repeated_parameters
 from megatrain.layer_parts import opened, weighed
-from megatrain.pointwise import FUSED, PLAIN, Pointwise, compiled
+from megatrain.pointwise import PLAIN, Pointwise, compiled
 from megatrain.recurrence import precision
 from megatrain.recurrence_parts import chunked, tokens
 from megatrain.template import templates, views
@@ -228,56 +227,6 @@ def test_work_grows_with_tokens_and_not_with_sequences() -> None:
     assert attention_flops(model, 3, short) < attention_flops(model, 3, long) / 50
 
 
-MOVING = ("bmm", "baddbmm", "baddbmm_", "addcmul_", "mul", "mul_", "copy_", "zeros_like", "stack", "neg_")
-
-
-class Traffic(TorchDispatchMode):
-    """Bytes that functions between products, products and copies read and write; and the most there are at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved = self.live = self.most = 0
-        self.inside, self.seen = False, set[int]()
-        self.pointwise = Pointwise(
-            **{field.name: self.counting(getattr(FUSED, field.name)) for field in dataclasses.fields(FUSED)}
-        )
-
-    def add(self, read: tuple[Any, ...], written: tuple[Any, ...], *, counted: bool = True) -> None:
-        if counted:
-            self.moved += sum(t.nbytes for t in (*read, *written) if isinstance(t, Tensor))
-        for t in written:
-            storage = t.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.seen:
-                self.seen.add(key)
-                self.live += size
-                self.most = max(self.most, self.live)
-                weakref.finalize(storage, self.gone, key, size)
-
-    def gone(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.live -= size
-
-    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.inside = True
-            found = function(*args)
-            self.inside = False
-            self.add(args, found if isinstance(found, tuple) else (found,))
-            return found
-
-        return call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if not self.inside and isinstance(found, Tensor) and not func.is_view:
-            counted = func.overloadpacket.__name__ in MOVING
-            unread = func.overloadpacket is torch.ops.aten.copy_ or kwargs.get("beta") == 0
-            self.add(args[unread:] if counted else (), (found,), counted=counted)
-        return found
-
-
 def test_what_the_rule_moves_and_takes_is_counted() -> None:
     """By arguments and results of functions: what a compiler writes in between is in the counts, and seen on no CPU."""
     widths = DeltaNet(key_heads=1, value_heads=2, key_dim=128, value_dim=128, kernel=4)
@@ -306,7 +255,7 @@ def test_what_the_rule_moves_and_takes_is_counted() -> None:
 
 def test_long_sequences_take_no_more_than_some_heads_of_them() -> None:
     model = presets.load("qwen3.5-27b")
-    widths, seq = model.delta(0), 524_288
+    widths, seq = model.recurrence(0), 524_288
     assert widths is not None
     assert [widths.share_at_once(1, of) * widths.key_heads for of in (4096, 16_384, seq)] == [16, 5, 1]
     work = Workload(micro_batch_size=1, seq_len=seq, recompute="mlp")

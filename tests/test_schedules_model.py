@@ -109,6 +109,9 @@ ROUNDED = {
     "dots.llm1": 142e9,
     "granite-3.3-2b": 2.53e9,
     "granite-3.3-8b": 8.17e9,
+    "granite-4.0-h-micro": 3.19e9,
+    "granite-4.0-h-tiny": 6.94e9,
+    "granite-4.0-h-small": 32.2e9,
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
@@ -178,6 +181,7 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
         ("glm-4.5", ["block", "block.dense"]),
         ("deepseek-v3", ["block", "block.dense"]),
         ("qwen3.5-9b", ["block", "block.linear"]),
+        ("granite-4.0-h-tiny", ["block.linear", "block.no_rope"]),
     ],
 )
 def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
@@ -565,6 +569,7 @@ PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [1, 2, 4, 8]}
 OLMO3 = {"architectures": ["Olmo3ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8}
+GRANITE4 = {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0, "mamba_n_heads": 4}
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 8, "hidden_size_per_layer_input": 0}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "num_experts_per_tok": 2}
@@ -702,6 +707,23 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
                 "intermediate_size": 20,
             },
             "intermediate_size 20 is no multiple of moe_intermediate_size, 12",
+        ),
+        (
+            {**GRANITE4, "mamba_conv_bias": False},
+            "mamba_conv_bias of a GraniteMoeHybridForCausalLM must be True, not False",
+        ),
+        ({**GRANITE4, "time_step_limit": [0.0, 0.1]}, r"a time_step_limit of \[0.0, 0.1\] is not supported"),
+        ({**GRANITE4, "mamba_d_head": 7}, "4 heads of mamba_d_head 7 are not mamba_expand 2 times hidden_size 32"),
+        ({**GRANITE4, "mamba_n_groups": 3}, "4 heads of a state space are not 3 groups of the same size"),
+        ({**GRANITE4, "mamba_d_state": 0}, "a state space needs mamba_d_state"),
+        (
+            {**GRANITE4, "layer_types": ["mamba", "conv"]},
+            "layer_types holds 'conv', not 'full_attention', 'sliding_att",
+        ),
+        ({**GRANITE4, "hidden_act": "gelu_pytorch_tanh"}, "only 'silu' with a state space"),
+        (
+            {**GRANITE4, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 70},
+            "shared_intermediate_size 70 is no multiple of moe_intermediate_size, 48",
         ),
         ({**GPT_OSS, "hidden_act": "gelu_pytorch_tanh"}, "'silu' with gpt-oss' experts"),
         ({**GEMMA4, "global_head_dim": 15}, "partial_rotary_factor 1.0 turns 15 of 15 dimensions"),
@@ -1006,7 +1028,11 @@ OURS_NEED = (  # that transformers has a default for, another in each class
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    stated = {"n_routed_experts": 4, "n_shared_experts": 1} if architecture == "Dots1ForCausalLM" else {}
+    stated: dict[str, Any] = {}
+    if architecture == "Dots1ForCausalLM":
+        stated = {"n_routed_experts": 4, "n_shared_experts": 1}
+    if architecture == "GraniteMoeHybridForCausalLM":  # whose shared experts are else no whole number of others
+        stated = {"shared_intermediate_size": 11008}
     theirs = getattr(transformers, architecture).config_class(**stated)
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
     silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
@@ -1019,9 +1045,10 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     if architecture == "ExaoneMoeForCausalLM":
         alike.remove("n_shared_experts")
         assert ours.n_shared_experts == theirs.num_shared_experts
-    if FAMILIES[architecture].shares_gated:
+    known = FAMILIES[architecture].experts
+    if ours.num_experts and known is not None and known.shared_width is not None:
         alike.remove("n_shared_experts")
-        assert ours.shared_width == theirs.shared_expert_intermediate_size
+        assert ours.shared_width == getattr(theirs, known.shared_width)
     for field in alike:
         assert getattr(ours, field) == (getattr(theirs, field, None) or getattr(spec(), field)), field
     dense = [kind == "dense" for kind in getattr(theirs, "mlp_layer_types", None) or ()]
@@ -1054,6 +1081,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
     local = {"rope_type": "default", "rope_theta": ours.rope_local_base_freq}
     assert local == theirs.rope_parameters.get("sliding_attention", {**local, "rope_theta": None})
     rotated = getattr(theirs, "no_rope_layers", [1] * ours.num_hidden_layers)
+    if FAMILIES[architecture].rotated == "switched":
+        rotated = [theirs.position_embedding_type == "rope"] * ours.num_hidden_layers
     if FAMILIES[architecture].rotated == "in windows":
         rotated = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [ours.has_rope(i) for i in ours.blocks] == [bool(has) for has in rotated]
@@ -1136,6 +1165,8 @@ def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict
     more = {"architectures": [architecture], "rope_scaling": scaling, **dict.fromkeys(NOT_DONE, 0.0)}
     if architecture == "Mistral4ForCausalLM":
         more |= {"n_group": 1}
+    if FAMILIES[architecture].of_mamba:
+        more |= {"mamba_n_heads": 4, "shared_intermediate_size": 2 * config["intermediate_size"]}
     if architecture == "Ministral3ForCausalLM":
         more["rope_scaling"] = scaling = dict(SMALL["ministral3"].rope_scaling)
     if scaling and architecture == "Phi3ForCausalLM":
@@ -1195,6 +1226,19 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"routed_scaling_factor": 1.5},
             {"norm_topk_prob": False},
             {"partial_rotary_factor": 1.0},
+        ],
+        "GraniteMoeHybridForCausalLM": [
+            {"position_embedding_type": "rope"},
+            {"layer_types": ["attention"] * model.num_hidden_layers},
+            {"layers_block_type": ["attention"] + ["mamba"] * (model.num_hidden_layers - 1), "layer_types": None},
+            {"mamba_n_groups": 4},
+            {"mamba_d_conv": 3},
+            {"mamba_d_head": 32, "mamba_expand": 1},
+            {"attention_bias": True},
+            {"shared_intermediate_size": 512 * 3 * model.hidden_size},
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
+            if not model.num_experts
+            else {"num_local_experts": 0},
         ],
         "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
         "Gemma3ForCausalLM": [
@@ -1277,6 +1321,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "qwen3.5-0.8b",
         "qwen3.5-27b",
         "qwen3.5-35b-a3b",
+        "granite-4.0-h-micro",
+        "granite-4.0-h-tiny",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
@@ -1287,14 +1333,15 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     config |= {"first_k_dense_replace": 1} if "first_k_dense_replace" in config else {}
     config |= {"full_attention_interval": 2} if "full_attention_interval" in config else {}
     for listed in ("layer_types", "no_rope_layers"):
-        if listed in config:
-            config[listed] = config[listed][:2]
+        if listed in config:  # those that end at a Granite's first attention
+            last = config[listed].index("attention") if "attention" in config[listed] else 1
+            config[listed] = config[listed][last - 1 : last + 1]
     model = ModelSpec.from_hf_config(config, name)
     theirs_class = getattr(transformers, model.architecture)
     with torch.device("meta"):
         theirs = theirs_class(theirs_class.config_class(**config))
     ours = {
-        ("lm_head.weight" if key == "lm_head.weight" else f"model.{prefix}{key}"): shape
+        ("lm_head.weight" if key == "lm_head.weight" else f"model.{prefix}{model.family.module_name(key)}"): shape
         for i in model.layers
         for prefix in [f"layers.{i}." if i in model.blocks else ""]
         for key, shape in model.stored_shapes(i).items()

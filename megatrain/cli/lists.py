@@ -11,6 +11,7 @@ import typer
 
 from megatrain.cli.bars import stages
 from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
+from schedules.delta import DeltaNet
 from schedules.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def models(
 
 def _shape(spec: ModelSpec) -> list[list[str]]:
     sliding = [window for i in spec.blocks if (window := spec.window(i)) is not None]
-    plain = [i for i in spec.blocks if not spec.has_rope(i)]
+    plain = [i for i in spec.blocks if not spec.has_rope(i) and spec.recurrence(i) is None]
     mlp = f"{spec.intermediate_size:,} wide"
     if spec.num_experts:
         each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
@@ -91,12 +92,17 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         of_queries = f"queries from {latent.q_rank:,} numbers, " if latent.q_rank else ""
         heads = f"{latent.heads} heads of {spec.head_dim}, values of {latent.value}"
         heads += f"; {of_queries}keys and values from {latent.kv_rank:,} and {latent.rope} turned"
-    of_linear = [delta for i in spec.blocks if (delta := spec.delta(i)) is not None]
+    recurrences = [found for i in spec.blocks if (found := spec.recurrence(i)) is not None]
     linear = []
-    if of_linear:
-        of = of_linear[0]
-        each = f"{of.value_heads} value heads of {of.value_dim}, {of.key_heads} query and key heads of {of.key_dim}"
-        linear = [["linear attention", f"in {len(of_linear)} blocks: {each}"]]
+    if recurrences:
+        of = recurrences[0]
+        if isinstance(of, DeltaNet):
+            each = f"{of.value_heads} value heads of {of.value_dim}, {of.key_heads} query and key heads of {of.key_dim}"
+        else:
+            groups = f", in {of.groups} groups" if of.groups > 1 else ""
+            each = f"{of.heads} heads of {of.head_dim}{groups}, states of {of.state_dim}"
+        what = "linear attention" if isinstance(of, DeltaNet) else "state spaces"
+        linear = [[what, f"in {len(recurrences)} blocks: {each}"]]
     return [
         ["parameters", f"{spec.total_params:,}"],
         ["blocks", blocks],
