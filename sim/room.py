@@ -46,6 +46,12 @@ def ways_to_part(model: ModelSpec, workload: Workload) -> tuple[int, ...]:
     return tuple(parts for parts in PARTS if parts == 1 or parts <= most)
 
 
+def fewest_residents(model: ModelSpec, workload: Workload) -> int:
+    """Layers that must live on the device: with the embedding all blocks, where these are updated there once the norm
+    of all gradients is known."""
+    return model.num_hidden_layers + 1 if workload.multiplies_to_update and workload.grad_clip is not None else 0
+
+
 def state_of_block(model: ModelSpec, workload: Workload) -> int:
     """Bytes of the optimizer state of a block, the largest where they differ."""
     return tensor_bytes(named(STATE, model.layer_name(model.largest_block)), model, workload)
@@ -76,9 +82,11 @@ class Room:
         return least, self.most_residents(start)
 
     def most_residents(self, start: Candidate) -> int:
-        """The most layers that may live on the device; -1 if even none is too many."""
-        counts = range(len(self._model.layers) + 1)
-        return bisect_left(counts, True, key=lambda n: not self.on(Tier.DEVICE, _with_resident(start, n))) - 1
+        """The most layers that may live on the device; -1 if even the fewest are too many."""
+        fewest = fewest_residents(self._model, start.workload)
+        counts = range(fewest, len(self._model.layers) + 1)
+        fitting = bisect_left(counts, True, key=lambda n: not self.on(Tier.DEVICE, _with_resident(start, n)))
+        return fewest + fitting - 1 if fitting else -1
 
     def holds(self, start: Candidate) -> list[int]:
         """How many blocks may have their weights on the device: beside all activations, and beside none.
@@ -239,7 +247,7 @@ class Room:
         with all of these inputs first."""
         found = []
         for start in (least, least.with_knobs({"inputs": 0})):
-            full = start.with_knobs({"resident": max(self.most_residents(start), 0)})
+            full = start.with_knobs({"resident": max(self.most_residents(start), start.count("resident"))})
             full = full.with_knobs({"stay": self.stays(full)})
             found.append(self._inputs_stay(full))
         return found
@@ -266,6 +274,7 @@ class Room:
         """
         least = Candidate(policy=OURS, workload=workload)
         least = least.with_knobs({"keep": 0, "inputs": self._model.num_hidden_layers, **ONE_BLOCK, **THRIFT[1]})
+        least = least.with_knobs({"resident": fewest_residents(self._model, workload)})
         if self._profile.nvme is not None:
             least = least.with_knobs(self._away(least))
         parts = dict.fromkeys((least.count("parts"), ways_to_part(self._model, workload)[-1]))

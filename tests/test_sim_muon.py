@@ -214,3 +214,14 @@ def test_with_clipping_a_plan_is_resident() -> None:
         MODEL, hardware.load("h200"), seq_len=16, tokens_per_step=64, optimizer="muon", grad_clip=1.0, effort=20
     )
     assert not any(op.stream == Stream.CPU for op in found.schedule.ops) and found.gap >= 0
+
+
+def test_with_clipping_the_thriftiest_schedule_has_all_blocks_on_the_device() -> None:
+    """No other can be built, whether it fits or not."""
+    workload, profile = step(1, optimizer="muon", grad_clip=1.0), machine("h200", device_gb=8, host_gb=16)
+    room = Room(shallow(8), profile, memory_of(profile))
+    assert all(least.count("resident") == 9 for least in room.thriftiest(workload))
+    assert not room.might_hold(workload)
+    told = room.nothing_fits([workload], None)
+    assert "the thriftiest one takes " in told and told.endswith(" GB of device memory")
+    assert Room(MODEL, profile, memory_of(profile)).might_hold(replace(workload, seq_len=16))
