@@ -71,9 +71,14 @@ class Places:
         self.through = self.settled | spread([i for i in whole if i not in partly], passing - len(self.settled))
         self.on_device = self.through | partly
         if workload.multiplies_to_update and len(self.on_device) < len(others):
+            blocks = (
+                "with clipping all of them must be resident"
+                if clip
+                else "those that are neither resident nor held take no singly or order=microbatches"
+            )
             raise ProgramError(
                 f"{workload.optimizer} updates blocks on the device while their weights and whole gradient are there: "
-                "blocks that are neither resident nor held take no clipping, singly or order=microbatches"
+                + blocks
             )
         self._choose_pace(model, workload)
 

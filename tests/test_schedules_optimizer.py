@@ -130,10 +130,11 @@ def test_a_block_has_no_parts() -> None:
 )
 def test_streamed_tells_which_knobs_muon_has_no_use_for(knobs: dict[str, int | str]) -> None:
     several = replace(MUON, accumulation=2)
-    with pytest.raises(InputError, match="blocks that are neither resident nor held take no clipping, singly or"):
+    with pytest.raises(InputError, match="those that are neither resident nor held take no singly or"):
         policies.build("streamed", TINY, several, MEMORY, **knobs)
-    with pytest.raises(InputError, match="take no clipping"):
-        policies.build("streamed", TINY, replace(MUON, grad_clip=1.0), MEMORY)
+    for hold in (0, len(TINY.blocks)):
+        with pytest.raises(InputError, match="with clipping all of them must be resident"):
+            policies.build("streamed", TINY, replace(MUON, grad_clip=1.0), MEMORY, hold=hold)
     verify(policies.build("streamed", TINY, replace(several, grad_clip=1.0), MEMORY, resident=len(TINY.layers)))
 
 
