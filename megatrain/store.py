@@ -76,6 +76,8 @@ class Store:
                 classes[access.buffer].add(parse(access.tensor).cls)
         for buffer in schedule.buffers:
             if buffer.tier == Tier.NVME:
+                if not buffer.nbytes and not classes[buffer.name]:  # reserved, of nothing: it needs no drive
+                    continue
                 if drive is None:
                     raise StoreError(f"buffer {buffer.name} is on NVMe: give a folder on a drive, with --nvme FOLDER")
                 self._on_drive[buffer.name] = drive.allocate(buffer)

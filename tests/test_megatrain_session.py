@@ -26,6 +26,7 @@ from megatrain.train import Trainer
 from schedules import policies, presets
 from schedules.errors import InputError, Refused
 from schedules.model import ModelSpec
+from schedules.op import Buffer, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.verify import Verified, verify
@@ -465,3 +466,11 @@ def test_a_checkpoint_is_exported_as_it_is_without_weights_text_or_memory(
             session.train(verified(policy), steps=0, hyper=hyper, files=lacking)
     with alone_in(run), pytest.raises(CheckpointError, match="another training"):
         session.train(verified(policy), steps=0, hyper=hyper, files=replace(files, export=tmp_path / "other"))
+
+
+def test_what_is_reserved_of_nothing_on_a_drive_needs_none() -> None:
+    built = policies.build(
+        "streamed", presets.load("tiny"), Workload(micro_batch_size=1, seq_len=16, precision="fp32"), MEMORY
+    )
+    nothing = Buffer(name="nothing", tier=Tier.NVME, nbytes=0)
+    session.train(verify(replace(built, buffers=(*built.buffers, nothing))), steps=1, hyper=Adam(lr=1e-3))
