@@ -38,17 +38,19 @@ _DEEPSEEK = replace(
     presets.load("deepseek-v2-lite"), num_experts=8, num_experts_per_tok=2, first_k_dense_replace=0, q_lora_rank=768
 )
 _QWEN3_5 = presets.load("qwen3.5-0.8b")
+_GRANITE4 = presets.load("granite-4.0-h-micro")
 _QWEN3_5_MOE = replace(presets.load("qwen3.5-35b-a3b"), num_experts=8, num_experts_per_tok=2)
 # Both kinds of gpt-oss' blocks, and a window without sinks; experts as both layouts store them, though fewer: eight,
 # since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them;
 # latent attention, of queries, too, to values narrower than keys, and experts that are given all tokens; linear
-# attention; and attention whose output is gated, with a gated expert that is given all tokens.
+# attention; a state space; and attention whose output is gated, with a gated expert that is given all tokens.
 UNTIMED = (
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-20b without a window", sliding_window=None, layer_types=()),
     replace(_QWEN, name="qwen3-30b-a3b with a window", sliding_window=128),
     replace(_DEEPSEEK, name="deepseek-v2-lite with latent queries"),
     replace(_QWEN3_5.of_blocks([0]), name="qwen3.5-0.8b, linear attention"),
+    replace(_GRANITE4.of_blocks([0]), name="granite-4.0-h-micro, a state space"),
     replace(_QWEN3_5_MOE.of_blocks([3]), name="qwen3.5-35b-a3b, gated attention and experts"),
 )
 WAYS = (PLAINLY, Way(fused=True), Way(graphs=True))

@@ -27,6 +27,7 @@ import torch
 from megatrain import busy_work, cuda, rates, readings, this_machine, way
 from megatrain.pointwise import PLAIN
 from schedules import presets
+from schedules.delta import DeltaNet
 from schedules.model import ModelSpec
 
 MEMORY = 16 << 30
@@ -102,9 +103,11 @@ def small(model: ModelSpec) -> ModelSpec:
     if model.latent is not None:
         sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
         sizes |= {"num_key_value_heads": 8}
-    if model.recurrence(0) is not None:
+    if isinstance(model.recurrence(0), DeltaNet):
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
+    elif model.recurrence(0) is not None:
+        sizes |= {"intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
     return dataclasses.replace(model, **sizes, head_dim=16, sliding_window=model.window(0) and 4)
 
 

@@ -115,9 +115,12 @@ def test_so_it_does_with_products_in_fp8(name: str, recompute: str, tmp_path: Pa
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("name", ["on_device", "moved_out", "streamed"])
-def test_so_it_does_with_linear_attention(name: str, recompute: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [HYBRID, MODELS["granite-4"]], ids=["linear attention", "state spaces"])
+def test_so_it_does_with_a_recurrence(
+    model: ModelSpec, name: str, recompute: str, precision: str, tmp_path: Path
+) -> None:
     workload = dataclasses.replace(LONG, seq_len=96, precision=precision, recompute=recompute)
-    schedule = WRITERS[name](HYBRID, workload) if name in WRITERS else built(name, HYBRID, workload)
+    schedule = WRITERS[name](model, workload) if name in WRITERS else built(name, model, workload)
     assert waits_in_steps(schedule, tmp_path) == 0
     assert torch.get_float32_matmul_precision() == "highest"
     if name == "moved_out":  # whose blocks are not captured
