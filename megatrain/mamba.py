@@ -103,7 +103,7 @@ class _Scan(torch.autograd.Function):
         with precision(enough_for(mixed)):
             parts = _parts(ctx.widths, mixed, dt, *own)
             for part, into in zip(parts, _parts(ctx.widths, *found, *sums), strict=True):
-                pairs = _Pairs(part, ctx.pointwise)
+                pairs = _Pairs(part, ctx.pointwise, backward=True)
                 for heads, of_heads in zip(part.heads, into.heads, strict=True):
                     _Chunks(heads, pairs, ctx.pointwise).backward(heads.of_output(grads[0]), of_heads)
                 pairs.backward(into)
@@ -182,12 +182,12 @@ def _parts(
 class _Pairs:
     """What a group's heads share of each chunk, [chunks, sequences x groups, CHUNK, ...]; and sums of gradients."""
 
-    def __init__(self, part: _Part, pointwise: Pointwise) -> None:
+    def __init__(self, part: _Part, pointwise: Pointwise, *, backward: bool = False) -> None:
         self.part, self.pointwise = part, pointwise
         self.b, self.c = (pointwise.mamba_keys(of.x, of.taps, of.bias) for of in (part.b, part.c))
         self.scores = times(self.c, self.b.mT)
-        self.d_b: Tensor | None = None
-        self.d_c: Tensor | None = None
+        if backward:
+            self.d_b, self.d_c = torch.zeros_like(self.b), torch.zeros_like(self.c)
 
     @property
     def groups(self) -> int:
@@ -196,22 +196,18 @@ class _Pairs:
 
     def add_products(self, d_scores: Tensor, grown: Tensor, states: Tensor, entering: Tensor, d_after: Tensor) -> None:
         """The gradients of b and c by some heads: of the products, of what is read, and of what enters."""
-        first = self.d_b is None
-        d_c = times(d_scores, self.b) if self.d_c is None else self.d_c
-        d_b = times(d_scores.mT, self.c) if self.d_b is None else self.d_b
-        if not first:
-            add(d_c, d_scores, self.b)
-            add(d_b, d_scores.mT, self.c)
-        add(d_c, grown, states.mT)
-        add(d_b, entering, d_after.mT)
-        self.d_b, self.d_c = d_b, d_c
+        add(self.d_c, d_scores, self.b)
+        add(self.d_b, d_scores.mT, self.c)
+        add(self.d_c, grown, states.mT)
+        add(self.d_b, entering, d_after.mT)
 
     def backward(self, into: _Part) -> None:
+        """Write the gradients of what b and c are made of, once all heads have added theirs."""
         for d, of, to in ((self.d_b, self.part.b, into.b), (self.d_c, self.part.c, into.c)):
             _write(self.pointwise, d, of, to)
 
 
-def _write(pointwise: Pointwise, d: Tensor | None, of: _Convolved, to: _Convolved) -> None:
+def _write(pointwise: Pointwise, d: Tensor, of: _Convolved, to: _Convolved) -> None:
     dx, d_taps, d_bias = pointwise.mamba_keys_backward(d, of.x, of.taps, of.bias)
     to.x.copy_(dx)
     to.taps.add_(d_taps)
@@ -260,16 +256,13 @@ class _Chunks:
         d_x = times(self.p.mT, d)
         d_p = times(d, self.x.mT)
         d_scores, d_sums, d_step = pointwise.mamba_decayed_backward(d_p, pairs.scores, self.sums, self.step)
-        del d_p
-        del self.p
+        del d_p, self.p
         d_after = d_states[1:]
         pairs.add_products(d_scores, grown, self.states, self.entering, d_after)
-        del d_scores, grown
-        del self.entering
+        del d_scores, grown, self.entering
         left, carried = times(pairs.b, d_after), times(pairs.c, self.states)
         d_through = pointwise.mamba_through(d_after, self.states, width // self.x.shape[-1])
-        del d_states, d_after, by_head
-        del self.states
+        del d_states, d_after, by_head, self.states
         d_x, more_step, more_sums, d_skip = pointwise.mamba_values_backward(
             d_x, d, left, carried, d_through, self.x, self.step, self.sums, heads.skip
         )
