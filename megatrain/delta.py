@@ -24,7 +24,7 @@ from torch import Tensor
 from megatrain.experts import Derived
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
-from megatrain.recurrence import add, enough_for, precision, times
+from megatrain.recurrence import Gated, add, enough_for, precision, times
 from megatrain.recurrence_parts import tokens
 from schedules.delta import DeltaNet
 from schedules.recurrence import CHUNK
@@ -50,31 +50,15 @@ class LinearAttention:
         del mixed, b, a  # a forward that saves nothing can free them here
         o, z = (torch.unflatten(t, -1, (-1, self.widths.value_dim)) for t in (o, z))
         weight = params["linear_attn.norm.weight"]
-        y = _GatedNorm.apply(o, z, weight, self.eps, self.pointwise)  # type: ignore[no-untyped-call]
+        norm = self.pointwise.gated_norm_forward, self.pointwise.gated_norm_backward
+        y = Gated.apply(o, z, weight, self.eps, *norm)  # type: ignore[no-untyped-call]
 
         def make(o: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-            return self.pointwise.gated_norm_forward(o, z, weight, self.eps)[0]
+            return norm[0](o, z, weight, self.eps)[0]
 
         with derived(y, make, o, z, weight):
             del o, z
             return linear(params, "linear_attn.out_proj", y.flatten(2))
-
-
-class _GatedNorm(torch.autograd.Function):
-    """RMSNorm of each head of o, times silu(z); saves both, and one factor per head."""
-
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
-        y, rstd = pointwise.gated_norm_forward(o.detach(), z.detach(), weight.detach(), eps)
-        ctx.save_for_backward(o, z, weight, rstd)
-        ctx.pointwise = pointwise
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        o, z, weight, rstd = ctx.saved_tensors
-        do, dz, dweight = ctx.pointwise.gated_norm_backward(grads[0], o, z, weight, rstd)
-        return do, dz, dweight.to(weight.dtype), None, None
 
 
 class _Rule(torch.autograd.Function):

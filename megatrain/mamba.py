@@ -24,7 +24,7 @@ from torch import Tensor
 from megatrain.experts import Derived
 from megatrain.linear import linear, linears
 from megatrain.pointwise import PLAIN, Pointwise
-from megatrain.recurrence import add, enough_for, precision, times
+from megatrain.recurrence import Gated, add, enough_for, precision, times
 from schedules.mamba import Mamba2
 
 PROJECTIONS = "mamba.in_proj_z", "mamba.in_proj_xbc", "mamba.in_proj_dt"
@@ -48,32 +48,15 @@ class StateSpace:
         groups = self.widths.groups, -1
         o, z = (torch.unflatten(t, -1, groups) for t in (o, z))
         weight = params["mamba.norm.weight"].view(groups)
-        y = _NormOfGated.apply(o, z, weight, self.eps, self.pointwise)  # type: ignore[no-untyped-call]
+        norm = self.pointwise.norm_of_gated_forward, self.pointwise.norm_of_gated_backward
+        y = Gated.apply(o, z, weight, self.eps, *norm)  # type: ignore[no-untyped-call]
 
         def make(o: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-            return self.pointwise.norm_of_gated_forward(o, z, weight, self.eps)[0]
+            return norm[0](o, z, weight, self.eps)[0]
 
         with derived(y, make, o, z, weight):
             del o, z
             return linear(params, "mamba.out_proj", y.flatten(2))
-
-
-class _NormOfGated(torch.autograd.Function):
-    """RMSNorm of each group's o times silu(z); saves both, and one factor per group."""
-
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, eps: float, pointwise: Pointwise) -> Tensor:
-        y, rstd = pointwise.norm_of_gated_forward(o.detach(), z.detach(), weight.detach(), eps)
-        ctx.save_for_backward(o, z, weight, rstd)
-        ctx.pointwise = pointwise
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        o, z, weight, rstd = ctx.saved_tensors
-        do, dz, dweight = ctx.pointwise.norm_of_gated_backward(grads[0], o, z, weight, rstd)
-        # torch's compiler (2.11) drops a dimension of one, where rows are many
-        return do, dz, dweight.view_as(weight).to(weight.dtype), None, None
 
 
 class _Scan(torch.autograd.Function):

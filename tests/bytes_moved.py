@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.pointwise import FUSED, Pointwise
+from schedules.model import FP32, Recurrence
 
 MOVING = ("bmm", "baddbmm", "baddbmm_", "addcmul_", "mul", "mul_", "copy_", "zeros_like", "stack", "neg_")
 
@@ -63,3 +65,31 @@ class Traffic(TorchDispatchMode):
             unread = func.overloadpacket is torch.ops.aten.copy_ or kwargs.get("beta") == 0
             self.add(args[unread:] if counted else (), (found,), counted=counted)
         return found
+
+
+class Seen(NamedTuple):
+    """Shares of what is counted."""
+
+    moved: float
+    taken: float
+
+
+def seen(apply: Callable[[Pointwise], Tensor], of: list[Tensor], widths: Recurrence) -> tuple[Seen, Seen]:
+    """What a recurrence, applied to tensors of which the first has all tokens, moves and takes, there and back."""
+    size, tokens = of[0].itemsize, math.prod(of[0].shape[:2])
+
+    def shares(traffic: Traffic, returned: int, *, backward: bool) -> Seen:
+        elements, words = widths.moved(backward=backward)
+        taken = (traffic.most - returned) / (tokens * FP32 * widths.workspace_words(backward=backward))
+        return Seen(traffic.moved / (tokens * (elements * size + words * FP32)), taken)
+
+    traffic = Traffic()
+    with traffic:
+        y = apply(traffic.pointwise)
+    there = shares(traffic, y.nbytes, backward=False)
+    traffic, dy, node = Traffic(), torch.zeros_like(y), y.grad_fn
+    assert node is not None
+    node.pointwise = traffic.pointwise  # type: ignore[attr-defined]
+    with traffic:
+        y.backward(dy)
+    return there, shares(traffic, sum(t.nbytes for t in of), backward=True)

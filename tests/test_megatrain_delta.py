@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bytes_moved import Traffic
+from bytes_moved import seen
 from families import MODELS, QWEN3_5
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain.delta import _GatedNorm, _inverse, _Rule
+from megatrain.delta import _inverse, _Rule
 from megatrain.initial import random_parameters, repeated_parameters
 from megatrain.layer_parts import opened, weighed
 from megatrain.pointwise import PLAIN, Pointwise, compiled
-from megatrain.recurrence import precision
+from megatrain.recurrence import Gated, precision
 from megatrain.recurrence_parts import chunked, tokens
 from megatrain.template import templates, views
 from schedules import fp8, presets, recurrence
@@ -162,9 +162,10 @@ def test_tokens_go_into_chunks_and_back(seq: int, batch: int, heads: int) -> Non
 @pytest.mark.parametrize("pointwise", [PLAIN, compiled("aot_eager")], ids=["plain", "compiled"])
 def test_gradients_of_gates_are_those_of_what_was_computed(pointwise: Pointwise) -> None:
     o, z, weight = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(2, 3, 2, 4)] * 2 + [(4,)]))
-    assert torch.autograd.gradcheck(lambda *of: _GatedNorm.apply(*of, 1e-6, pointwise), (o, z, weight))
+    norm = pointwise.gated_norm_forward, pointwise.gated_norm_backward
+    assert torch.autograd.gradcheck(lambda *of: Gated.apply(*of, 1e-6, *norm), (o, z, weight))
     normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-6) * weight * F.silu(z)
-    torch.testing.assert_close(_GatedNorm.apply(o, z, weight, 1e-6, pointwise), normed)
+    torch.testing.assert_close(Gated.apply(o, z, weight, 1e-6, *norm), normed)
     assert torch.autograd.gradcheck(lambda y, gate: opened(y, gate, pointwise), (o, z))
     torch.testing.assert_close(opened(o, z, pointwise), o * z.sigmoid())
     share = randn(2, 3, 2, 1, seed=3).requires_grad_()
@@ -230,27 +231,11 @@ def test_work_grows_with_tokens_and_not_with_sequences() -> None:
 def test_what_the_rule_moves_and_takes_is_counted() -> None:
     """By arguments and results of functions: what a compiler writes in between is in the counts, and seen on no CPU."""
     widths = DeltaNet(key_heads=1, value_heads=2, key_dim=128, value_dim=128, kernel=4)
-    seq = 40 * CHUNK
     for dtype in (torch.float32, torch.bfloat16):
-        of = [t.detach().to(dtype).requires_grad_() for t in given_to(widths, 2, seq)]
-        size, per_token = dtype.itemsize, 2 * seq
-        traffic = Traffic()
-        with traffic:
-            y = rule(widths, of, traffic.pointwise)
-        elements, words = widths.moved(backward=False)
-        assert 0.9 < traffic.moved / (per_token * (elements * size + words * 4)) < 1
-        taken = traffic.most - y.nbytes
-        assert 0.8 < taken / (per_token * 4 * widths.workspace_words(backward=False)) < 1.01
-        traffic, dy = Traffic(), torch.zeros_like(y)
-        (node,) = [y.grad_fn]
-        assert node is not None
-        node.pointwise = traffic.pointwise  # type: ignore[attr-defined]
-        with traffic:
-            y.backward(dy)
-        elements, words = widths.moved(backward=True)
-        assert 0.88 < traffic.moved / (per_token * (elements * size + words * 4)) < 1
-        taken = traffic.most - sum(t.nbytes for t in of)
-        assert 0.8 < taken / (per_token * 4 * widths.workspace_words(backward=True)) < 1
+        of = [t.detach().to(dtype).requires_grad_() for t in given_to(widths, 2, 40 * CHUNK)]
+        there, back = seen(lambda pointwise, of=of: rule(widths, of, pointwise), of, widths)
+        assert 0.9 < there.moved < 1 and 0.8 < there.taken < 1.01
+        assert 0.88 < back.moved < 1 and 0.8 < back.taken < 1
 
 
 def test_long_sequences_take_no_more_than_some_heads_of_them() -> None:

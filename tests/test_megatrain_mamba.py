@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from bytes_moved import Traffic
+from bytes_moved import seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain.mamba import _NormOfGated, _Scan
+from megatrain.mamba import _Scan
 from megatrain.pointwise import PLAIN, Pointwise, compiled
+from megatrain.recurrence import Gated
 from schedules import recurrence
 from schedules.mamba import Mamba2
 from schedules.recurrence import CHUNK
@@ -129,33 +130,18 @@ def test_in_bf16_all_but_what_is_given_and_returned_is_wide() -> None:
 def test_gradients_of_the_gated_norm_are_those_of_what_was_computed(pointwise: Pointwise, groups: int) -> None:
     shapes = [(2, 3, groups, 4)] * 2 + [(groups, 4)]
     o, z, weight = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
-    assert torch.autograd.gradcheck(lambda *of: _NormOfGated.apply(*of, 1e-6, pointwise), (o, z, weight))
+    norm = pointwise.norm_of_gated_forward, pointwise.norm_of_gated_backward
+    assert torch.autograd.gradcheck(lambda *of: Gated.apply(*of, 1e-6, *norm), (o, z, weight))
     gated = o * F.silu(z)
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-6) * weight
-    torch.testing.assert_close(_NormOfGated.apply(o, z, weight, 1e-6, pointwise), normed)
+    torch.testing.assert_close(Gated.apply(o, z, weight, 1e-6, *norm), normed)
 
 
 def test_what_the_scan_moves_and_takes_is_counted() -> None:
     """By arguments and results of functions: what a compiler writes in between is in the counts, and seen on no CPU."""
     widths = Mamba2(heads=8, head_dim=64, groups=2, state_dim=128, kernel=4)
-    seq = 40 * CHUNK
     for dtype in (torch.float32, torch.bfloat16):
-        of = [t.detach().to(dtype).requires_grad_() for t in given_to(widths, 2, seq)]
-        size, per_token = dtype.itemsize, 2 * seq
-        traffic = Traffic()
-        with traffic:
-            y = scan(widths, of, traffic.pointwise)
-        elements, words = widths.moved(backward=False)
-        assert 0.9 < traffic.moved / (per_token * (elements * size + words * 4)) < 1
-        taken = traffic.most - y.nbytes
-        assert 0.8 < taken / (per_token * 4 * widths.workspace_words(backward=False)) < 1
-        traffic, dy = Traffic(), torch.zeros_like(y)
-        (node,) = [y.grad_fn]
-        assert node is not None
-        node.pointwise = traffic.pointwise  # type: ignore[attr-defined]
-        with traffic:
-            y.backward(dy)
-        elements, words = widths.moved(backward=True)
-        assert 0.78 < traffic.moved / (per_token * (elements * size + words * 4)) < 1
-        taken = traffic.most - sum(t.nbytes for t in of)
-        assert 0.72 < taken / (per_token * 4 * widths.workspace_words(backward=True)) < 1
+        of = [t.detach().to(dtype).requires_grad_() for t in given_to(widths, 2, 40 * CHUNK)]
+        there, back = seen(lambda pointwise, of=of: scan(widths, of, pointwise), of, widths)
+        assert 0.9 < there.moved < 1 and 0.8 < there.taken < 1
+        assert 0.78 < back.moved < 1 and 0.72 < back.taken < 1
