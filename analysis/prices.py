@@ -164,7 +164,7 @@ def read(path: Path) -> Prices:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise PriceError(f"cannot read the prices in {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a date such as 2026-13-45
         raise PriceError(f"{path} is not YAML: {error}") from None
     if not isinstance(document, dict):
         raise PriceError(f"{path} holds no prices; docs/prices.yaml shows the form")

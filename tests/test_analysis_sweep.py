@@ -242,6 +242,7 @@ def test_the_example_is_read_and_has_a_price_for_every_machine_it_names() -> Non
             "rentals: is a list, each entry as in  - {name",
         ),
         ("a: [", "is not YAML"),
+        ("date: 2026-13-45", "is not YAML: month must be in 1"),
         (
             "machines:\n  h200: {watts: 1, source: x, buy: 1}\n  h200: {watts: 1, source: x, buy: 2}",
             "h200 is given twice",
