@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from analysis.palette import op_class
 from schedules.op import Op, Stream
 from schedules.schedule import Schedule
 from schedules.trace import AHEAD, ISSUE, Ints, Trace, TraceError
-from sim.cost import D2H, DRAM, DUPLEX, GPU, H2D, demands
+from sim.cost import D2H, DRAM, DUPLEX, GPU, H2D, MissingCost, demands
 from sim.longest_path import periods
 from sim.machine import HardwareProfile
 
@@ -169,7 +169,11 @@ def _resources(schedule: Schedule, profile: HardwareProfile) -> list[frozenset[s
     if schedule.is_recording:
         used = [_RECORDED_ON.get(op.stream, frozenset()) for op in schedule.ops]
     else:
-        used = [frozenset(demand.usage) for demand in demands(schedule, profile)]
+        try:
+            found = demands(schedule, profile)
+        except MissingCost:  # what ops share does not depend on how long they take
+            found = demands(schedule, replace(profile, mode="datasheet"))
+        used = [frozenset(demand.usage) for demand in found]
     return [names | {H2D, D2H} if GPU in names else names for names in used]
 
 

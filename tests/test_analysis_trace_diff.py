@@ -212,6 +212,14 @@ def test_what_ops_share_is_alike_on_all_gpus_of_a_name() -> None:
     (_,) = {tuple(frozenset(demand.usage) for demand in demands(built, load(name))) for name in names()}
 
 
+def test_a_profile_that_lacks_the_schedules_ops_says_all_the_same_what_ops_share(
+    schedule: Schedule, profile: HardwareProfile
+) -> None:
+    first, second = run(schedule, profile), run(schedule, profile, "links.d2h.bandwidth=3GB/s")
+    of_nothing = replace(profile, mode="measured", measured=None)
+    assert trace_diff.diff(schedule, first, second, of_nothing) == trace_diff.diff(schedule, first, second, profile)
+
+
 def test_traces_of_what_may_be_a_cpu_are_told_to_be_compared_as_a_gpus(
     schedule: Schedule, profile: HardwareProfile, tmp_path: Path
 ) -> None:
