@@ -15,7 +15,7 @@ from schedules.op import Tier
 from schedules.schedule import Knob, Schedule
 from schedules.verify import verify
 from schedules.workload import MemoryBudget, Workload
-from sim.cost import MissingCost, TooLong
+from sim.cost import MissingCost, TooLong, to_measure
 from sim.machine import HardwareProfile
 from sim.plan import bound_of_these_micro_batches, is_bounded
 from sim.prediction import DoesNotFit, Prediction, memory_of, peak_bytes, predict, shortage
@@ -162,7 +162,8 @@ def _row_of(schedule: Schedule, profile: HardwareProfile, budget: MemoryBudget) 
     try:
         return row_of(predict(schedule, profile, budget))
     except MissingCost as error:
-        everything = command(schedule.model.name, [schedule.workload], schedule.policy, profile)  # others may lack more
+        # of all policies, for others may lack more
+        everything = command(schedule.model.name, [schedule.workload], to_measure(schedule), profile)
         short, reason = f"not measured: {error.what.signature}", str(MissingCost(error.what, everything))
     except TooLong as error:
         if lacking := shortage(schedule, profile, budget):

@@ -255,18 +255,25 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
 
 
 def _unmeasured(op: Op, schedule: Schedule, profile: HardwareProfile) -> Unmeasured:
-    key, policy = signature(op, schedule.model, schedule.workload), schedule.policy
-    lacks = lacks_kind(profile, key)
-    known = policy in policies.names()  # or it is of a user's file, which nothing here says the place of
-    with_knobs = " ".join([policy, *policies.changed(schedule)])
+    key = signature(op, schedule.model, schedule.workload)
+    lacks, known = lacks_kind(profile, key), schedule.policy in policies.names()
     return Unmeasured(
         signature=key,
         kind=in_words(key) if lacks else "",
         machine=profile.name,
         covered=covered(profile),
-        command=command(schedule.model.name, [schedule.workload], with_knobs, profile, alone=lacks and known),
+        command=command(schedule.model.name, [schedule.workload], to_measure(schedule), profile, alone=lacks and known),
         workload=schedule.workload,
     )
+
+
+def to_measure(schedule: Schedule) -> str:
+    """Its policy with its knobs, as `megatrain profile --policy` takes them.
+
+    Of a policy of a user's file it is YOURS.py: nothing here says where that is, and no policy has its name.
+    """
+    name = schedule.policy if schedule.policy in policies.names() else "YOURS.py"
+    return " ".join([name, *policies.changed(schedule)])
 
 
 def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | None:

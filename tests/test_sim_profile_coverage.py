@@ -105,6 +105,16 @@ def test_a_policy_of_a_file_is_not_named_as_one_to_measure() -> None:
         predict(schedule, profile)
 
 
+def test_what_measures_adapters_or_an_evaluation_names_a_policy_that_there_is_with_its_knobs() -> None:
+    """Another rank's ops are other ops, and the name of a user's file is no policy."""
+    profile = timed(TINY, [step(2)], names=["resident"])
+    (row,) = compare.rows(TINY, ["lora_streamed rank=4"], profile, step(2))
+    assert row.reason.endswith(" --policy 'lora_streamed rank=4' --out FILE")
+    built = policies.build("lora_streamed", TINY, step(2), memory_of(profile), rank=4)
+    with pytest.raises(MissingCost, match=r" --policy 'YOURS.py .*rank=4.*' --out FILE$"):
+        predict(replace(built, policy="mine"), profile)
+
+
 def test_a_comparison_says_how_to_measure_what_all_policies_lack() -> None:
     profile = timed(TINY, [step(2)], names=["resident"])
     (row,) = compare.rows(TINY, ["megatrain"], profile, step(2))
