@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -97,14 +98,25 @@ class Here:
         return replace(self.budget, device_bytes=device, host_bytes=host)
 
 
+def _require_files_in(nvme: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=nvme):
+            pass
+    except OSError as error:
+        told = f"the folder {nvme} takes no files for what schedules keep on NVMe"
+        raise InputError(f"{told}: {error.strerror}") from None
+
+
 def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
     """This machine as a backend has it, which is opened for that and closed.
 
     On a CPU policies may plan with half of the RAM for each tier; a GPU's host has what is free. Raises InputError
-    where `nvme` is no folder.
+    where `nvme` is no folder, or takes no files: a measurement would come to it after minutes.
     """
     if nvme is not None and not nvme.is_dir():
         raise InputError(f"there is no folder {nvme} for what schedules keep on NVMe")
+    if nvme is not None:
+        _require_files_in(nvme)
     backend = machine()
     try:
         on_gpu, free = backend.device.type == "cuda", available_memory()

@@ -12,6 +12,7 @@ from megatrain import this_machine
 from megatrain.cpu import CpuBackend
 from megatrain.profile import this_cpu
 from megatrain.this_machine import machine_here, usable_bytes
+from schedules.errors import InputError
 from schedules.op import Stream
 
 GIB = 1 << 30
@@ -51,3 +52,9 @@ def test_a_cpu_is_found_with_half_of_the_ram_for_each_tier() -> None:
     found = machine_here(this_cpu, None)
     assert not found.on_gpu and found.device_bytes == found.host_bytes > 0 and found.optimizer_threads == 1
     assert found.drive is None and found.budget.nvme_bytes == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that takes no files, even from root")
+def test_a_folder_for_the_drive_that_takes_no_files_is_told_before_anything_is_measured() -> None:
+    with pytest.raises(InputError, match="the folder /proc takes no files for what schedules keep on NVMe"):
+        machine_here(CpuBackend, Path("/proc"))
