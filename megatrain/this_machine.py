@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from megatrain.backend import Backend, Task
 from megatrain.cpu import CpuBackend
 from megatrain.ram import available_memory, total_memory
 from schedules.errors import InputError
+from schedules.files import require_folder
 from schedules.op import Kind, Op, Phase, Stream, Tier
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget
@@ -98,15 +98,6 @@ class Here:
         return replace(self.budget, device_bytes=device, host_bytes=host)
 
 
-def _require_files_in(nvme: Path) -> None:
-    try:
-        with tempfile.TemporaryFile(dir=nvme):
-            pass
-    except OSError as error:
-        told = f"the folder {nvme} takes no files for what schedules keep on NVMe"
-        raise InputError(f"{told}: {error.strerror}") from None
-
-
 def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here:
     """This machine as a backend has it, which is opened for that and closed.
 
@@ -116,7 +107,7 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
     if nvme is not None and not nvme.is_dir():
         raise InputError(f"there is no folder {nvme} for what schedules keep on NVMe")
     if nvme is not None:
-        _require_files_in(nvme)
+        require_folder(nvme)
     backend = machine()
     try:
         on_gpu, free = backend.device.type == "cuda", available_memory()

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatrain.adam import Adam
 from megatrain.demo import POLICIES
 from megatrain.measured_parts import claim
+from megatrain.preflight import require_drive
 from megatrain.profile import measure, time_ops, workspaces
 from megatrain.representatives import covering, shapes_between
 from megatrain.session import train
@@ -169,13 +170,16 @@ def profile_and_run(
     the runs. What is in `folder` is not measured or run again.
 
     Raises:
-        InputError: ops cannot be computed in the grid's way here, or there is no such policy or precision.
+        InputError: ops cannot be computed in the grid's way here, there is no such policy or precision, or no folder on
+            a drive where a schedule needs one.
         Refused: what is in `folder` is of another machine, drive, way or grid; or what `train` refuses.
     """
     here = machine_here(partial(backend_of, grid.backend), grid.nvme)
     grid.way.require(on_gpu=here.on_gpu)
     calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
     schedules = grid.points()
+    for schedule in schedules:
+        require_drive(verify(schedule), grid.nvme)
     claim(folder, here, grid.way, grid.measured())  # not before it is known that there is something to measure
     machine, parts, path = partial(backend_of, grid.backend), folder / "parts", folder / "profile.json"
     found: dict[str, list[Trace]] = {name_of(schedule): [] for schedule in schedules}

@@ -217,6 +217,15 @@ def test_an_interrupted_grid_goes_on_and_its_page_says_all(tmp_path: Path, monke
     assert (tmp_path / "predicted_measured.png").is_file()
 
 
+def test_a_schedule_that_lacks_a_drive_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What was refused would else be another grid's folder."""
+    with pytest.raises(InputError, match=r"zero_infinity for tiny keeps .* on NVMe: give a folder on a drive"):
+        validate.profile_and_run(
+            small(policies=("zero_infinity",)), tmp_path, lambda done, note: None, lambda done, note: None
+        )
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
