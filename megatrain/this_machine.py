@@ -104,9 +104,9 @@ def machine_here(machine: Callable[[], Backend[Any]], nvme: Path | None) -> Here
     On a CPU policies may plan with half of the RAM for each tier; a GPU's host has what is free. Raises InputError
     where `nvme` is no folder, or takes no files: a measurement would come to it after minutes.
     """
-    if nvme is not None and not nvme.is_dir():
-        raise InputError(f"there is no folder {nvme} for what schedules keep on NVMe")
     if nvme is not None:
+        if not nvme.is_dir():
+            raise InputError(f"there is no folder {nvme} for what schedules keep on NVMe")
         require_folder(nvme)
     backend = machine()
     try:
