@@ -256,7 +256,8 @@ NO_SHAPE_TELLS = (
     "partial_rotary_factor", "hidden_act", "zero_centered_norms", "scale_embeddings", "query_pre_attn_scalar",
     "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate", "rope_interleave",
-    "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping", *MULTIPLIERS,
+    "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping", "mamba_n_groups", "mamba_d_state",
+    *MULTIPLIERS,
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

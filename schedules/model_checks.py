@@ -27,13 +27,8 @@ _MAY_BE_NONE = (  # counts that may be 0
     "global_head_dim", "num_global_key_value_heads", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state",
     "mamba_d_conv",
 )  # fmt: skip
-OF_MAMBA = (
-    "mamba_n_heads",
-    "mamba_d_head",
-    "mamba_n_groups",
-    "mamba_d_state",
-    "mamba_d_conv",
-)  # what a state space needs
+# What a state space needs.
+OF_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 OF_LINEAR = (  # what linear attention needs
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",

@@ -377,6 +377,7 @@ def test_a_model_that_a_config_would_describe_as_another_is_told(odd: ModelSpec,
         ("smollm3", {"no_rope_layers": [0, 1]}, "no_rope_layers is"),
         ("smollm3", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is gelu_pytorch_tanh, not silu"),
         ("deepseek-v3", {"n_group": 4, "topk_group": 2}, "n_group is 4, not 2; topk_group is 2, not 1"),
+        ("granite-4", {"mamba_n_groups": 4, "mamba_d_state": 5}, "mamba_n_groups is 4, not 2; mamba_d_state is 5, not"),
         ("deepseek-v3", {"qk_nope_head_dim": 10, "qk_rope_head_dim": 10}, "qk_nope_head_dim is 10, not 12; qk_rope"),
     ],
 )

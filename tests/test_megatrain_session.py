@@ -473,4 +473,5 @@ def test_what_is_reserved_of_nothing_on_a_drive_needs_none() -> None:
         "streamed", presets.load("tiny"), Workload(micro_batch_size=1, seq_len=16, precision="fp32"), MEMORY
     )
     nothing = Buffer(name="nothing", tier=Tier.NVME, nbytes=0)
-    session.train(verify(replace(built, buffers=(*built.buffers, nothing))), steps=1, hyper=Adam(lr=1e-3))
+    run = session.train(verify(replace(built, buffers=(*built.buffers, nothing))), steps=1, hyper=Adam(lr=1e-3))
+    assert len(run.losses) == 1
