@@ -145,3 +145,29 @@ def right_backward(
     d_sums = d_sums + F.pad(d_end[..., None], (CHUNK - 1, 0))
     d_k = dw * (beta * grown)[..., None] + left * rest[..., None]
     return read * grown[..., None], d_k, du * beta[..., None], d_sums, (du * v).sum(-1) + along
+
+
+# ---- the norm and gate of what is returned, as tokens
+
+
+def gated_norm_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of o over its last dimension, times silu(z), in o's type; and 1 / sqrt(mean(o^2) + eps)."""
+    wide = torch.promote_types(o.dtype, torch.float32)
+    rstd = torch.rsqrt(o.to(wide).square().mean(-1, keepdim=True) + eps)
+    return (o * rstd).mul_(weight.to(wide)).mul_(F.silu(z.to(wide))).to(o.dtype), rstd
+
+
+def gated_norm_backward(
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of o and z, in their type, and of weight, in rstd's, summed over all but its own dimension."""
+    wide = rstd.dtype
+    gate, normed = F.silu(z.to(wide)), o * rstd
+    d_gate = (dy * normed).mul_(weight.to(wide))
+    dz = torch.ops.aten.silu_backward(d_gate, z.to(wide)).to(z.dtype)
+    del d_gate
+    d_scaled = gate.mul_(dy)
+    d_weight = (d_scaled * normed).flatten(0, -2).sum(0)
+    d_normed = d_scaled.mul_(weight.to(wide))
+    mean = (d_normed * normed).mean(-1, keepdim=True)
+    return d_normed.sub_(normed.mul_(mean)).mul_(rstd).to(o.dtype), dz, d_weight

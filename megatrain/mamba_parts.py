@@ -151,3 +151,29 @@ def values_backward(
     d_skip = (d * x).sum((0, 2, 3)).view(batch, -1).sum(0)
     found = d_x + d * widened(skip).repeat(batch)[:, None, None] + left * (step * rest)[..., None]
     return found, d_step, d_sums, d_skip
+
+
+# ---- the norm and gate of what is returned, as tokens
+
+
+def norm_of_gated_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of o times silu(z) over the last dimension, in o's type; and its factors. `weight` has the last two."""
+    wide = torch.promote_types(o.dtype, torch.float32)
+    gated = F.silu(z.to(wide)).mul_(o)
+    rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return gated.mul_(rstd).mul_(weight.to(wide)).to(o.dtype), rstd
+
+
+def norm_of_gated_backward(
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of o and z, in their type, and of weight, in rstd's, summed over all but its own dimensions."""
+    wide = rstd.dtype
+    gate = F.silu(z.to(wide))
+    normed = (gate * o).mul_(rstd)
+    d_weight = (normed * dy).flatten(0, -3).sum(0)
+    d = dy * weight.to(wide)
+    mean = (d * normed).mean(-1, keepdim=True)
+    d = d.sub_(normed.mul_(mean)).mul_(rstd)
+    dz = torch.ops.aten.silu_backward(d * o, z.to(wide)).to(z.dtype)
+    return d.mul_(gate).to(o.dtype), dz, d_weight

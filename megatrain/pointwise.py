@@ -170,52 +170,6 @@ def keys_values_backward(dk: Tensor, dv: Tensor, cos: Tensor, back: Tensor, nope
     return torch.cat((dk[..., :nope], dv), dim=-1), last_turned(of_key, cos, back).to(dk.dtype)
 
 
-def gated_norm_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of o over its last dimension, times silu(z), in o's type; and 1 / sqrt(mean(o^2) + eps)."""
-    wide = torch.promote_types(o.dtype, torch.float32)
-    rstd = torch.rsqrt(o.to(wide).square().mean(-1, keepdim=True) + eps)
-    return (o * rstd).mul_(weight.to(wide)).mul_(F.silu(z.to(wide))).to(o.dtype), rstd
-
-
-def gated_norm_backward(
-    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of o and z, in their type, and of weight, in rstd's, summed over all but its own dimension."""
-    wide = rstd.dtype
-    gate, normed = F.silu(z.to(wide)), o * rstd
-    d_gate = (dy * normed).mul_(weight.to(wide))
-    dz = torch.ops.aten.silu_backward(d_gate, z.to(wide)).to(z.dtype)
-    del d_gate
-    d_scaled = gate.mul_(dy)
-    d_weight = (d_scaled * normed).flatten(0, -2).sum(0)
-    d_normed = d_scaled.mul_(weight.to(wide))
-    mean = (d_normed * normed).mean(-1, keepdim=True)
-    return d_normed.sub_(normed.mul_(mean)).mul_(rstd).to(o.dtype), dz, d_weight
-
-
-def norm_of_gated_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of o times silu(z) over the last dimension, in o's type; and its factors. `weight` has the last two."""
-    wide = torch.promote_types(o.dtype, torch.float32)
-    gated = F.silu(z.to(wide)).mul_(o)
-    rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    return gated.mul_(rstd).mul_(weight.to(wide)).to(o.dtype), rstd
-
-
-def norm_of_gated_backward(
-    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of o and z, in their type, and of weight, in rstd's, summed over all but its own dimensions."""
-    wide = rstd.dtype
-    gate = F.silu(z.to(wide))
-    normed = (gate * o).mul_(rstd)
-    d_weight = (normed * dy).flatten(0, -3).sum(0)
-    d = dy * weight.to(wide)
-    mean = (d * normed).mean(-1, keepdim=True)
-    d = d.sub_(normed.mul_(mean)).mul_(rstd)
-    dz = torch.ops.aten.silu_backward(d * o, z.to(wide)).to(z.dtype)
-    return d.mul_(gate).to(o.dtype), dz, d_weight
-
-
 def opened_forward(y: Tensor, gate: Tensor) -> Tensor:
     """y * sigmoid(gate)."""
     return torch.sigmoid(gate).mul_(y)
@@ -344,10 +298,10 @@ class Pointwise:
     rotation: Callable[[Tensor, Tensor, Tensor], Tensor] = rotation
     neighbours_turned: Callable[[Tensor, Tensor, Tensor], Tensor] = neighbours_turned
     last_turned: Callable[..., Tensor] = last_turned
-    gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = gated_norm_forward
-    gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = gated_norm_backward
-    norm_of_gated_forward: Callable[..., tuple[Tensor, Tensor]] = norm_of_gated_forward
-    norm_of_gated_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = norm_of_gated_backward
+    gated_norm_forward: Callable[..., tuple[Tensor, Tensor]] = delta_parts.gated_norm_forward
+    gated_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = delta_parts.gated_norm_backward
+    norm_of_gated_forward: Callable[..., tuple[Tensor, Tensor]] = mamba_parts.norm_of_gated_forward
+    norm_of_gated_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = mamba_parts.norm_of_gated_backward
     opened_forward: Callable[[Tensor, Tensor], Tensor] = opened_forward
     opened_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = opened_backward
     weighed_forward: Callable[[Tensor, Tensor], Tensor] = weighed_forward
