@@ -41,8 +41,11 @@ class LinearAttention:
     eps: float
     pointwise: Pointwise = PLAIN
 
-    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived) -> Tensor:
-        """x [batch, seq, hidden] -> the same shape. What can be made again is told to `derived`."""
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
+        """x [batch, seq, hidden] -> the same shape. What can be made again is told to `derived`.
+
+        Without `output` the last product is not made.
+        """
         projections = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
         mixed, z, b, a = linears(params, projections, x, in_fp8=None)
         own = (params[f"linear_attn.{name}"] for name in OWN)
@@ -58,7 +61,7 @@ class LinearAttention:
 
         with derived(y, make, o, z, weight):
             del o, z
-            return linear(params, "linear_attn.out_proj", y.flatten(2))
+            return linear(params, "linear_attn.out_proj", y.flatten(2), output=output)
 
 
 class _Rule(torch.autograd.Function):

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.autograd import sink_of
-from megatrain.linear import unread, wide_product
+from megatrain.linear import linear, unread, wide_product
 from megatrain.pointwise import PLAIN, Pointwise
+from schedules.model import OF_LATENT, TO_LATENT
 from schedules.workspace import EXPERTS_CHUNK
 
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
@@ -38,8 +39,10 @@ class Mixture:
     `chosen` experts per token, of the best `chosen_groups` of so many `groups`, weighted as in `route`; `correction`
     names the parameter that it takes, None where there is none. The router is `wide` where it multiplies in fp32. In
     gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are
-    clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what `hidden_act` has for it.
-    `router` and `modules` are what parameters are called; `each` is what the router weights each expert by, if it does.
+    clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what `hidden_act` has for it; not
+    `gated`, each has one matrix before, and the square of what is positive between. Experts of a `latent` vector are
+    given it, and return one, in place of a hidden state. `router` and `modules` are what parameters are called; `each`
+    is what the router weights each expert by, if it does.
     """
 
     chosen: int
@@ -51,6 +54,8 @@ class Mixture:
     chosen_groups: int = 1
     wide: bool = False
     hidden_act: str = "silu"
+    gated: bool = True
+    latent: bool = False
     router: str = "mlp.gate"
     modules: str = "mlp.experts"
     each: str | None = None
@@ -62,7 +67,13 @@ class Mixture:
         What multiplies no matrix is told to `derived`, which may have backward make it again. Without `output` the
         experts' outputs are not added up.
         """
-        return self.of_scores(params, x, self.scores(params, x), derived, output=output)
+        scores = self.scores(params, x)
+        if not self.latent:
+            return self.of_scores(params, x, scores, derived, output=output)
+        given = linear(params, TO_LATENT, x)
+        found = self.of_scores(params, given, scores, derived)
+        del given  # a forward that saves nothing can free it here
+        return linear(params, OF_LATENT, found, output=output)
 
     def scores(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """What the router makes of x [..., hidden]: [T, n]."""
@@ -89,7 +100,7 @@ class Mixture:
         )
         copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
         with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
-            both = self._product(params, "gate_up_proj", copies, expert, order)
+            both = self._product(params, "gate_up_proj" if self.gated else "up_proj", copies, expert, order)
         forward, backward = self._between()
         product = _Gated.apply(both, forward, backward)  # type: ignore[no-untyped-call]
         again = derived(product, forward, both)
@@ -102,6 +113,8 @@ class Mixture:
     def _between(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
         """What is done between an expert's two matrices, and its gradient."""
         p = self.pointwise
+        if not self.gated:
+            return p.squared_forward, p.squared_backward
         if self.interleaved:
             return p.clamped_forward, p.clamped_backward
         if self.hidden_act == "silu":

@@ -40,7 +40,13 @@ def global_name(model: ModelSpec, i: int, name: str) -> str:
     """What transformers calls a parameter of layer i."""
     if model.is_block(i):
         return f"model.layers.{i}.{model.family.module_name(name)}"
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.startswith("lm_head.") else f"model.{model.family.module_name(name)}"
+
+
+def _file_name(model: ModelSpec, i: int, name: str) -> str:
+    """What files call it."""
+    found = global_name(model, i, name)
+    return f"{model.family.root}{found.removeprefix('model')}" if found.startswith("model.") else found
 
 
 def adapter_name(model: ModelSpec, i: int, name: str, *, seeing: bool = False) -> str:
@@ -70,15 +76,15 @@ def file_shapes(model: ModelSpec, i: int, *, stacked: bool | None = None) -> dic
     one_by_one = not (experts.as_in_gpt_oss or (experts.stacked if stacked is None else stacked))
     for name, shape in model.stored_shapes(i).items():
         if not (one_by_one and model.is_of_experts(name)):
-            whole = global_name(model, i, _in_files(model, name))
+            whole = _file_name(model, i, _in_files(model, name))
             rows, *rest = shape
             found[whole] = (found.get(whole, (0,))[0] + rows, *rest)
             continue
-        both = name.endswith("gate_up_proj")
+        parts = (down,) if name.endswith("down_proj") else (gate, up) if model.gated_mlp else (up,)
         for e in range(shape[0]):
-            for part in (gate, up) if both else (down,):
+            for part in parts:
                 expert = f"{experts.place}.experts.{e}.{part}.weight"
-                found[global_name(model, i, expert)] = (shape[1] // 2 if both else shape[1], shape[2])
+                found[_file_name(model, i, expert)] = (shape[1] // len(parts), shape[2])
     return found
 
 
@@ -156,7 +162,8 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     files = {name: files[there] for name, there in stored.items()}
     may_be_transposed = config is not None and sees(config) in TRANSPOSED
     transposed = set[str]()
-    stacked = any(name.endswith(f".{_in_files(model, f'{model.experts.modules}.gate_up_proj')}") for name in files)
+    first = model.family.module_name(_in_files(model, f"{model.experts.modules}.{model.expert_first}"))
+    stacked = any(name.endswith(f".{first}") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
     for name in wanted:
         if name not in files:
@@ -257,7 +264,7 @@ NO_SHAPE_TELLS = (
     "sigmoid_router", "routed_scaling_factor", "n_group", "topk_group", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "shared_expert_gate", "rope_interleave",
     "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping", "mamba_n_groups", "mamba_d_state",
-    *MULTIPLIERS,
+    "mamba_dt_min", *MULTIPLIERS,
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",

@@ -75,6 +75,25 @@ def gated(gate: Tensor, up: Tensor, hidden_act: str, pointwise: Pointwise = PLAI
     return _Gate.apply(gate, up, hidden_act, pointwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Squared(torch.autograd.Function):
+    """Saves its input."""
+
+    @staticmethod
+    def forward(ctx: Any, up: Tensor, pointwise: Pointwise) -> Tensor:
+        ctx.save_for_backward(up)
+        ctx.pointwise = pointwise
+        return pointwise.squared_forward(up.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.pointwise.squared_backward(grads[0], *ctx.saved_tensors), None
+
+
+def squared(up: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
+    """The square of what is positive, element by element."""
+    return _Squared.apply(up, pointwise)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Opened(torch.autograd.Function):
     """y times the sigmoid of a gate; saves both."""
 

@@ -39,8 +39,11 @@ class StateSpace:
     eps: float
     pointwise: Pointwise = PLAIN
 
-    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived) -> Tensor:
-        """x [batch, seq, hidden] -> the same shape. What can be made again is told to `derived`."""
+    def forward(self, params: Mapping[str, Tensor], x: Tensor, derived: Derived, *, output: bool = True) -> Tensor:
+        """x [batch, seq, hidden] -> the same shape. What can be made again is told to `derived`.
+
+        Without `output` the last product is not made.
+        """
         z, mixed, dt = linears(params, PROJECTIONS, x, fused="mamba.in_proj", in_fp8=None)
         own = (params[f"mamba.{name}"] for name in OWN)
         o = _Scan.apply(mixed, dt, self.widths, self.pointwise, *own)  # type: ignore[no-untyped-call]
@@ -56,7 +59,7 @@ class StateSpace:
 
         with derived(y, make, o, z, weight):
             del o, z
-            return linear(params, "mamba.out_proj", y.flatten(2))
+            return linear(params, "mamba.out_proj", y.flatten(2), output=output)
 
 
 class _Scan(torch.autograd.Function):
@@ -114,6 +117,7 @@ class _Heads:
     rate: Tensor  # A_log [heads]
     skip: Tensor  # D
     bias: Tensor  # dt_bias
+    least: float  # of a step
     rows: slice
     place: slice  # among all heads
 
@@ -156,7 +160,16 @@ def _parts(
                 b=b.some(rows, groups),
                 c=c.some(rows, groups),
                 heads=tuple(
-                    _Heads(x.some(rows, place), dt[rows, :, place], rate[place], skip[place], bias[place], rows, place)
+                    _Heads(
+                        x=x.some(rows, place),
+                        dt=dt[rows, :, place],
+                        rate=rate[place],
+                        skip=skip[place],
+                        bias=bias[place],
+                        least=widths.least_step,
+                        rows=rows,
+                        place=place,
+                    )
                     for place in places
                 ),
             )
@@ -202,7 +215,7 @@ class _Chunks:
 
     def __init__(self, heads: _Heads, pairs: _Pairs, pointwise: Pointwise) -> None:
         self.heads, self.pairs, self.pointwise = heads, pairs, pointwise
-        self.step, self.sums = pointwise.mamba_steps(heads.dt, heads.rate, heads.bias)
+        self.step, self.sums = pointwise.mamba_steps(heads.dt, heads.rate, heads.bias, heads.least)
         of, groups = heads.x, pairs.groups
         self.x, self.entering = pointwise.mamba_values(of.x, of.taps, of.bias, self.step, self.sums, groups)
         self.p = pointwise.mamba_decayed(pairs.scores, self.sums, self.step)
@@ -251,7 +264,7 @@ class _Chunks:
         )
         del d, left, carried
         _write(pointwise, d_x, heads.x, into.x)
-        gates = heads.dt, heads.rate, heads.bias
+        gates = heads.dt, heads.rate, heads.bias, heads.least
         d_dt, d_rate, d_bias = pointwise.mamba_steps_backward(d_step + more_step, d_sums + more_sums, *gates)
         into.dt.copy_(d_dt)
         into.rate.add_(d_rate)

@@ -35,24 +35,25 @@ def by_head(x: Tensor, dim: int) -> Tensor:
 # ---- steps and decays
 
 
-def steps(dt: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def steps(dt: Tensor, rate: Tensor, bias: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Steps, and decays summed since their chunk began; of dt [batch, seq, heads], rate and bias [heads].
 
-    A step is softplus(dt + bias), a decay -exp(rate) times that.
+    A step is softplus(dt + bias), `least` where that is less, a decay -exp(rate) times that.
     """
-    step = F.softplus(widened(dt) + widened(bias))
+    step = F.softplus(widened(dt) + widened(bias)).clamp(min=least)
     return chunked(step), chunked(step * -widened(rate).exp()).cumsum(-1)
 
 
 def steps_backward(
-    d_step: Tensor, d_sums: Tensor, dt: Tensor, rate: Tensor, bias: Tensor
+    d_step: Tensor, d_sums: Tensor, dt: Tensor, rate: Tensor, bias: Tensor, least: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of dt in its type, of rate and bias in d_sums'."""
     batch, seq = dt.shape[:2]
     d_decay, slope = tokens(summed_after(d_sums), batch, seq), -widened(rate).exp()
     shifted = widened(dt) + widened(bias)
-    d_rate = (d_decay * slope * F.softplus(shifted)).sum((0, 1))
-    d_dt = (tokens(d_step, batch, seq) + d_decay * slope) * shifted.sigmoid()
+    free = F.softplus(shifted)
+    d_rate = (d_decay * slope * free.clamp(min=least)).sum((0, 1))
+    d_dt = (tokens(d_step, batch, seq) + d_decay * slope) * shifted.sigmoid() * (free >= least)
     return d_dt.to(dt.dtype), d_rate, d_dt.sum((0, 1))
 
 

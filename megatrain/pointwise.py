@@ -90,6 +90,16 @@ def geglu_halves_backward(dy: Tensor, both: Tensor) -> Tensor:
     return torch.cat(geglu_backward(dy, *both.chunk(2, dim=-1)), dim=-1)
 
 
+def squared_forward(up: Tensor) -> Tensor:
+    """The square of what is positive."""
+    return F.relu(up).square_()
+
+
+def squared_backward(dy: Tensor, up: Tensor) -> Tensor:
+    """The gradient of `up`."""
+    return F.relu(up).mul_(dy).mul_(2)
+
+
 CLAMP, SLOPE = GPT_OSS_ACTIVATION["swiglu_limit"], GPT_OSS_ACTIVATION["swiglu_alpha"]
 
 
@@ -290,6 +300,8 @@ class Pointwise:
     halves_backward: Callable[[Tensor, Tensor], Tensor] = halves_backward
     geglu_halves_forward: Callable[[Tensor], Tensor] = geglu_halves_forward
     geglu_halves_backward: Callable[[Tensor, Tensor], Tensor] = geglu_halves_backward
+    squared_forward: Callable[[Tensor], Tensor] = squared_forward
+    squared_backward: Callable[[Tensor, Tensor], Tensor] = squared_backward
     clamped_forward: Callable[[Tensor], Tensor] = clamped_forward
     clamped_backward: Callable[[Tensor, Tensor], Tensor] = clamped_backward
     weighted_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = weighted_sum

@@ -26,7 +26,7 @@ from megatrain.embed import Embed
 from megatrain.experts import Mixture
 from megatrain.head import Head
 from megatrain.latent import Expansion
-from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, times, weighed
+from megatrain.layer_parts import gated, mlp_again, norm_beside, opened, rms_norm, rotate, squared, times, weighed
 from megatrain.linear import added, linear, linears
 from megatrain.mamba import StateSpace
 from megatrain.pointwise import PLAIN, Pointwise
@@ -76,8 +76,10 @@ def sinks(flat: Tensor, shapes: Mapping[str, tuple[int, ...]], *, accumulate: bo
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
     """A decoder block: grouped-query or latent attention with rotary embedding, linear attention or a state space, then
-    a gated MLP or a mixture.
+    an MLP or a mixture; or one of the two.
 
+    attends, has_mlp: which of them.
+    gated_mlp: the MLP has a gate.
     residual_multiplier: of what attention and the MLP add.
     rotary: the tables of rotary embedding on the device; None without it.
     rotates_neighbours: even dimensions are turned with the next.
@@ -92,6 +94,9 @@ class Block:
 
     head_dim: int
     norms: Norms
+    attends: bool = True
+    has_mlp: bool = True
+    gated_mlp: bool = True
     eps: float
     norm_offset: float = 0.0
     hidden_act: str = "silu"
@@ -124,17 +129,26 @@ class Block:
 
         Without `output` only what backward reads is computed, and the result has no values.
         """
-        norms = self.norms
-        x, branch = self._before(x, params, norms.before_attention, lambda y: self._attention(params, y))
-        x = added(x, self._after(branch, params, norms.after_attention), True, times=self.residual_multiplier)
-        del branch  # or it would take memory while the MLP runs
-        read = output or norms.after_mlp is not None
+        if self.attends:
+            x = self._attended(params, x, output or self.has_mlp)
+        if self.has_mlp:
+            x = self._through_mlp(params, x, output)
+        return x if LAYER_SCALAR not in params else times(x, params[LAYER_SCALAR], output=output)
+
+    def _attended(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
+        """x, and what attention adds to it."""
+        before, after, *_ = self.norms
+        x, branch = self._before(x, params, before, lambda y: self._attention(params, y, output or after is not None))
+        return added(x, self._after(branch, params, after), output, times=self.residual_multiplier)
+
+    def _through_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
+        """x, and what the MLP adds to it, or experts do."""
+        *_, before, after = self.norms
         if self.mixture is not None and self.mixture.each is not None:
             x, branch = self._beside_mlp(params, x)
         else:
-            x, branch = self._before(x, params, norms.before_mlp, lambda y: self._mlp(params, y, read))
-        y = added(x, self._after(branch, params, norms.after_mlp), output, times=self.residual_multiplier)
-        return y if LAYER_SCALAR not in params else times(y, params[LAYER_SCALAR], output=output)
+            x, branch = self._before(x, params, before, lambda y: self._mlp(params, y, output or after is not None))
+        return added(x, self._after(branch, params, after), output, times=self.residual_multiplier)
 
     def _before(
         self, x: Tensor, params: Mapping[str, Tensor], norm: str | None, branch: Callable[[Tensor], Tensor]
@@ -177,7 +191,7 @@ class Block:
     def _mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         if self.mixture is not None:
             y = self.mixture.forward(params, x, self._derived, output=output)
-            if f"{SHARED}.gate_proj.weight" in params:
+            if f"{SHARED}.up_proj.weight" in params:
                 return added(y, self._whole_mlp(params, x, output, SHARED), output)
             if f"{SHARED_GATE}.weight" not in params:
                 return y
@@ -190,6 +204,13 @@ class Block:
         return mlp_again(x, own, self._whole_mlp, chunk=self.mlp_chunk, output=output)
 
     def _whole_mlp(self, params: Mapping[str, Tensor], x: Tensor, output: bool, place: str = "mlp") -> Tensor:
+        if not self.gated_mlp:
+            up = linear(params, f"{place}.up_proj", x)
+            product = squared(up, self.pointwise)
+            derived = self._derived(product, self.pointwise.squared_forward, up)
+            del up
+            with derived:
+                return linear(params, f"{place}.down_proj", product, output=output)
         names = f"{place}.gate_proj", f"{place}.up_proj"
         gate, up = linears(params, names, x, fused=f"{place}.gate_up_proj", in_fp8=self.in_fp8)
         product = gated(gate, up, self.hidden_act, self.pointwise)
@@ -198,9 +219,9 @@ class Block:
         with derived:
             return linear(params, f"{place}.down_proj", product, output=output, in_fp8=self.in_fp8)
 
-    def _attention(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def _attention(self, params: Mapping[str, Tensor], x: Tensor, output: bool) -> Tensor:
         if self.linear is not None:
-            return self.linear.forward(params, x, self._derived)
+            return self.linear.forward(params, x, self._derived, output=output)
         gate: Tensor | None = None
         if self.expansion is None:
             q, k, v, gate = self._projected(params, x)
@@ -209,11 +230,11 @@ class Block:
         y = self.attention.forward(q, k, v, params.get("self_attn.sinks"))
         del q, k, v  # a forward that saves nothing can free them here
         if gate is None:
-            return linear(params, "self_attn.o_proj", y.flatten(2), in_fp8=self.in_fp8)
+            return linear(params, "self_attn.o_proj", y.flatten(2), output=output, in_fp8=self.in_fp8)
         product = opened(y, gate, self.pointwise)
         with self._derived(product, self.pointwise.opened_forward, y, gate):
             del y, gate
-            return linear(params, "self_attn.o_proj", product.flatten(2))
+            return linear(params, "self_attn.o_proj", product.flatten(2), output=output)
 
     def _projected(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys, values [batch, seq, heads, head_dim], and what gates attention's output, if anything does."""
@@ -303,7 +324,8 @@ def templates(
     local = of_all if own is None else turns(model, seq_len, device, dtype, theta=own)
     block = Block(
         head_dim=model.head_dim,
-        norms=model.norms,
+        norms=model.norms(0),
+        gated_mlp=model.gated_mlp,
         eps=model.rms_norm_eps,
         norm_offset=model.norm_offset,
         hidden_act=model.hidden_act,
@@ -324,6 +346,9 @@ def templates(
             kind: replace(
                 block,
                 head_dim=model.heads(i).dim,
+                norms=model.norms(i),
+                attends=model.has_attention(i),
+                has_mlp=model.has_mlp(i),
                 of_values=_of_values(model, i, device, dtype),
                 attention=_attention(model, i, seq_len, device, dtype),
                 linear=_linear(model, i, pointwise),
@@ -395,6 +420,8 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         wide=model.experts.wide_router,
         interleaved=model.experts.as_in_gpt_oss,
         hidden_act=model.hidden_act,
+        gated=model.gated_mlp,
+        latent=model.moe_latent_size > 0,
         router=model.experts.router,
         modules=model.experts.modules,
         each=OF_EACH_EXPERT if model.experts_beside_mlp else None,

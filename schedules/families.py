@@ -14,6 +14,7 @@ from schedules.family import Experts, Family
 GPT_OSS_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 # A Granite multiplies embeddings, what a block's two branches add, and products of queries and keys; it divides logits.
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+SQUARED = "relu2"  # the activation of an MLP without a gate
 _HYBRID: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "head_dim": 256,
@@ -576,6 +577,45 @@ FAMILIES: dict[str, Family] = {
         windows="some",
         experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
     ),
+    "NemotronHForCausalLM": Family(
+        model_type="nemotron_h",
+        defaults={
+            "max_position_embeddings": 4096,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": SQUARED,
+            "intermediate_size": 21504,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_dt_min": 0.001,
+            "moe_shared_expert_intermediate_size": 7688,
+            "moe_latent_size": 0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        fixed={"one_branch": True, "gated_mlp": False, "sigmoid_router": True},
+        rotated="none",
+        modules={
+            "input_layernorm": "norm",
+            "self_attn": "mixer",
+            "mamba": "mixer",
+            "mlp": "mixer",
+            "embed_tokens": "embeddings",
+            "norm": "norm_f",
+        },
+        root="backbone",
+        experts=Experts(
+            count="n_routed_experts",
+            shared_width="moe_shared_expert_intermediate_size",
+            wide_router=True,
+        ),
+        predicts_more="apart",
+    ),
     "SolarOpenForCausalLM": Family(
         model_type="solar_open",
         defaults={
@@ -601,7 +641,7 @@ FAMILIES: dict[str, Family] = {
 # The architecture that config.json's model_type means.
 MODEL_TYPES = {family.model_type: architecture for architecture, family in FAMILIES.items()}
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gates
 ENCODERS = (
     "Albert", "Bert", "Deberta", "DebertaV2", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
 )  # fmt: skip

@@ -63,11 +63,12 @@ class Family:
     kv_for_each: there are as many key-value heads as query heads where config.json is silent.
     windows: which blocks have the window that config.json states; where `windows_switched`, none if it does not switch
         it on apart.
-    rotated: which blocks have rotary embedding, "switched" all or none; `partly_rotated`: of each head a part may be
-        turned.
+    rotated: which blocks have rotary embedding, "switched" all or none as config.json says; `partly_rotated`: of each
+        head a part may be turned.
     late_queries: queries are multiplied that come later than the original length of their rotary embedding.
     norms: what a block calls its norms, in the order of `schedules.model.Norms`, where the usual names are others.
-    modules: what a block calls modules of its MLP, where the usual names are others.
+    modules: what a layer calls its modules, where the usual names are others.
+    root: what files call the decoder.
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
     bends_logits: its config.json may say towards which number logits are bent.
@@ -82,18 +83,19 @@ class Family:
     kv_for_each: bool = False
     windows: Literal["none", "some", "all"] = "none"
     windows_switched: bool = False
-    rotated: Literal["all", "in windows", "listed", "switched"] = "all"
+    rotated: Literal["all", "none", "in windows", "listed", "switched"] = "all"
     partly_rotated: bool = False
     late_queries: bool = False
     norms: tuple[str, str, str, str] | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    root: str = "model"
     experts: Experts | None = None
     interleaved: bool = False
     bends_logits: bool = False
     predicts_more: Literal["no", "as a block", "apart"] = "no"
 
     def module_name(self, name: str) -> str:
-        """What transformers calls a parameter of a block within it."""
+        """What transformers calls a parameter of a layer within it, or beside all blocks."""
         for ours, theirs in self.modules.items():
             if name.startswith(f"{ours}."):
                 return theirs + name.removeprefix(ours)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from schedules.model import MLP_PROJECTIONS, ModelSpec
+from schedules.model import OF_LATENT, ModelSpec
 from schedules.op import Phase
 from schedules.workload import Workload
 
@@ -25,7 +25,8 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     and as many, of values' dimensions, for PV, over the pairs the causal mask leaves; of linear attention see
     `schedules.delta`, of state spaces `schedules.mamba`. Norms, rotary, softmax and biases are not counted, as is usual
     for MFU (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). The embedding is a lookup: 0. The head multiplies by
-    the vocabulary whether or not its matrix is tied. Adapters are matrices like others.
+    the vocabulary whether or not its matrix is tied. Adapters are matrices like others; so are a router and what makes
+    experts' inputs, and a hidden state of their outputs.
     """
     tokens, h = workload.tokens_per_microbatch, model.hidden_size
     if i == model.embed:
@@ -33,9 +34,11 @@ def forward_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     if i == model.head:
         return 2 * tokens * h * model.vocab_size
     projections = sum(map(math.prod, model.attention_matrices(i)))
-    mlp = MLP_PROJECTIONS * h * model.mlp_width(i)
-    if model.has_experts(i):  # the router is a matrix of h x experts
-        mlp += h * (model.num_experts + model.shared_expert_gate)
+    mlp = model.mlp_matrices * h * model.mlp_width(i)
+    if model.has_experts(i):
+        of_chosen = model.mlp_width(i) - model.shared_width
+        mlp += h * (model.num_experts + model.shared_expert_gate + 2 * model.moe_latent_size)
+        mlp -= model.mlp_matrices * (h - model.expert_input) * of_chosen
     matrices = projections + mlp + _adapter_params(model, i, workload)
     return 2 * tokens * matrices + attention_flops(model, i, workload)
 
@@ -52,6 +55,8 @@ def attention_flops(model: ModelSpec, i: int, workload: Workload) -> int:
 def attention_padding(model: ModelSpec, i: int) -> float:
     """Times the FLOPs of block i's attention that are multiplied: values as wide as keys, whatever of that is zeros."""
     heads = model.heads(i)
+    if not heads.count:
+        return 1.0
     return 2 * heads.q_width / (heads.q_width + heads.attended_width)
 
 
@@ -76,7 +81,7 @@ def recomputed_flops(model: ModelSpec, i: int, workload: Workload) -> int:
         return 0
     model.require_recompute("mlp")
     again = 2 * model.hidden_size * model.mlp_width(i)
-    again += _adapter_params(model, i, workload, "mlp.") - _adapter_params(model, i, workload, f"mlp.{BEFORE_OUTPUT}")
+    again += _adapter_params(model, i, workload, "mlp.") - _adapter_params(model, i, workload, "mlp.down_proj.lora_B.")
     return 2 * workload.tokens_per_microbatch * again
 
 
@@ -84,20 +89,34 @@ def unread_flops(model: ModelSpec, i: int, workload: Workload) -> int:
     """The part of block i's forward FLOPs that only its output needs, and nothing that it keeps.
 
     The last product of the MLP, an adapter's second matrix beside it included; all of the MLP where backward
-    computes it again; of experts those that are shared alone. None where backward reads that output, as it does that
-    of experts with a gate.
+    computes it again; of experts those that are shared alone, and what makes a hidden state of the others' outputs.
+    None where backward reads that output, as it does that of experts with a gate.
     """
     if model.post_norm or model.shared_expert_gate:
         return 0
-    if model.has_experts(i):
-        matrix, last = model.hidden_size * model.shared_width, f"{model.shared_place}.{BEFORE_OUTPUT}"
-    else:
-        matrix, last = model.hidden_size * model.mlp_width(i), f"mlp.{BEFORE_OUTPUT}"
     if workload.recompute == "mlp":
-        per_token = MLP_PROJECTIONS * matrix + _adapter_params(model, i, workload, "mlp.")
-    else:
-        per_token = matrix + _adapter_params(model, i, workload, last)
-    return 2 * workload.tokens_per_microbatch * per_token
+        matrix = model.mlp_matrices * model.hidden_size * model.mlp_width(i)
+        return 2 * workload.tokens_per_microbatch * (matrix + _adapter_params(model, i, workload, "mlp."))
+    of_adapters = sum(_adapter_params(model, i, workload, f"{last}.lora_B.") for last in _last_projections(model, i))
+    return 2 * workload.tokens_per_microbatch * (last_width(model, i) * model.hidden_size + of_adapters)
+
+
+def last_width(model: ModelSpec, i: int) -> int:
+    """Elements of one token that block i's last products are of, which only its output needs."""
+    if model.has_experts(i):
+        return model.shared_width + model.moe_latent_size
+    if model.has_mlp(i):
+        return model.mlp_width(i)
+    return model.attention_matrices(i)[-1][1]
+
+
+def _last_projections(model: ModelSpec, i: int) -> tuple[str, ...]:
+    """What those are called."""
+    if model.has_experts(i):
+        return f"{model.shared_place}.down_proj", OF_LATENT
+    if model.has_mlp(i):
+        return ("mlp.down_proj",)
+    return ("self_attn.o_proj" if model.recurrence(i) is None else "mamba.out_proj",)
 
 
 def loss_flops(model: ModelSpec, workload: Workload) -> int:
@@ -113,9 +132,6 @@ def model_flops_per_step(model: ModelSpec, workload: Workload) -> int:
     if workload.task == "train":
         once += sum(backward_flops(model, i, workload) for i in inner)
     return workload.accumulation * once
-
-
-BEFORE_OUTPUT = "down_proj.lora_B."  # the adapter's matrix that only the output of an MLP needs
 
 
 def _adapter_params(model: ModelSpec, i: int, workload: Workload, of: str = "") -> int:

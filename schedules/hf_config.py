@@ -6,14 +6,17 @@ What it leaves unsaid is in `schedules.families`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from schedules.families import ENCODER_DECODERS, ENCODERS, FAMILIES, MODEL_TYPES, MULTIPLIERS
 from schedules.family import Family
 from schedules.hf_experts import read_experts, written_experts
+from schedules.hf_nemotron import ARCHITECTURE as NEMOTRON
+from schedules.hf_nemotron import with_own_names, with_usual_names
 from schedules.hf_rope import partial_factor, read_rope, split_ropes
 from schedules.model_checks import (
+    EXPERTS,
     FULL,
     LINEAR,
     OF_LINEAR,
@@ -59,6 +62,8 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     architecture = _architecture(config, name)
     if architecture == "Qwen2MoeForCausalLM" and config.get("qkv_bias") is not None:
         config = {**config, "attention_bias": config["qkv_bias"]}
+    if architecture == NEMOTRON:
+        config = with_usual_names(config, name)
     family = FAMILIES[architecture]
     settings = dict(family.defaults)
     # an explicit null means "the default" for most fields, but "none" for these
@@ -107,7 +112,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         **family.fixed,
         **_biases(family, settings),
         **latent,
-        **(read_experts(architecture, family.experts, settings, need) if family.experts else {}),
+        **_experts(architecture, settings, need),
         **windows,
         **(_global_heads(settings, windows["layer_types"], name) if family.two_heads else {}),
         **({"final_logit_softcapping": settings.get("final_logit_softcapping") or None} if family.bends_logits else {}),
@@ -173,9 +178,11 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
         config["final_logit_softcapping"] = spec.get("final_logit_softcapping")
     if family.hybrid:
         config |= {key: spec[key] for key in (*OF_LINEAR, *OF_MAMBA) if spec.get(key)}
-    if family.of_mamba:
+    if "mamba_expand" in family.defaults:
         config.setdefault("mamba_n_heads", 1)  # silent, it would ask for more than may share what no block has
         config["mamba_expand"] = config["mamba_n_heads"] * spec.get("mamba_d_head", 0) // spec["hidden_size"] or 1
+    if "mamba_dt_min" in family.defaults:
+        config["mamba_dt_min"] = spec.get("mamba_dt_min") or 0.0
     config |= {key: spec.get(key, 1.0) for key in MULTIPLIERS if key in family.defaults}
     if family.hybrid or (family.windows == "some" and not family.windows_switched):
         config["layer_types"] = spec["layer_types"] or [FULL] * spec["num_hidden_layers"]
@@ -201,7 +208,7 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if family.latent:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
-    return config
+    return with_own_names(config) if architecture == NEMOTRON else config
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
@@ -241,6 +248,15 @@ def _biases(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     if "attention_bias" in stated:
         stated.setdefault("attention_out_bias", family.out_bias and stated["attention_bias"])
     return stated
+
+
+def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str], Any]) -> dict[str, Any]:
+    family = FAMILIES[architecture]
+    if family.experts is None:
+        return {}
+    if family.fixed.get("one_branch") and EXPERTS not in settings["layer_types"]:
+        return {"sigmoid_router": False}  # in place of what is fixed where there are some
+    return read_experts(architecture, family.experts, settings, need)
 
 
 def _latent(architecture: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -284,6 +300,11 @@ def _state_spaces(architecture: str, settings: Mapping[str, Any], blocks: int, n
     if LINEAR not in types:
         return {"layer_types": types}
     found = {key: settings[key] for key in OF_MAMBA}
+    of_family = FAMILIES[architecture].defaults
+    if "mamba_dt_min" in of_family:
+        found["mamba_dt_min"] = settings["mamba_dt_min"] or None
+    if "mamba_expand" not in of_family:
+        return {"layer_types": types, **found}
     keys = ("mamba_n_heads", "mamba_expand", "hidden_size")
     heads, expand, hidden = (whole_number(key, settings[key], name) for key in keys)
     if found["mamba_d_head"] == "auto":
@@ -333,7 +354,7 @@ def _rotated(architecture: str, settings: Mapping[str, Any], blocks: int, name: 
         return tuple(int(kind == SLIDING) for kind in types)
     if family.rotated == "all" or settings.get("position_embedding_type") == "rope":
         return ()
-    if family.rotated == "switched":
+    if family.rotated in ("none", "switched"):
         return (0,) * blocks
     if "no_rope_layers" in settings:
         found = tuple(_listed("no_rope_layers", settings["no_rope_layers"], name)[:blocks])  # no more is read

@@ -9,6 +9,9 @@ from schedules.families import FAMILIES, GPT_OSS_ACTIVATION
 from schedules.family import Experts
 from schedules.model_checks import ModelError, whole_number
 
+# What some families' config.json says of how experts are chosen, and of what they are given.
+_CHOICE = ("routed_scaling_factor", "n_group", "topk_group", "moe_latent_size")
+
 
 def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) -> dict[str, Any]:
     """What a `config.json` says of the experts of a model, given as ModelSpec.to_dict has it."""
@@ -18,6 +21,8 @@ def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) 
         config[names.switch] = spec["num_experts"] > 0
         if not spec["num_experts"]:
             return config | _written_dense(names, spec)
+    if not spec["num_experts"]:  # where blocks have one branch each, and none has experts
+        return config
     config |= {
         names.chosen: spec["num_experts_per_tok"],
         names.count: spec["num_experts"],
@@ -27,6 +32,7 @@ def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) 
         config["norm_topk_prob"] = spec["norm_topk_prob"]
     if names.shared_width is not None:
         config[names.shared_width] = spec["n_shared_experts"] * spec["moe_intermediate_size"]
+    config |= {key: spec.get(key, family.defaults[key]) or None for key in _CHOICE if key in family.defaults}
     if names.shared is None:
         return config
     dense = spec.get("first_k_dense_replace", 0)
@@ -80,6 +86,7 @@ def read_experts(
         found["norm_topk_prob"] = settings["norm_topk_prob"]
     if known.shared_width is not None:
         found["n_shared_experts"] = _shared(known.shared_width, settings[known.shared_width], found)
+    found |= {key: settings[key] for key in _CHOICE if key in of_family}
     if known.shared is not None:
         found |= _sharing(architecture, known.shared, settings, need)
     return found

@@ -16,7 +16,7 @@ from schedules.recurrence import CHUNK, convolved_words
 class Mamba2:
     """Heads of `head_dim` values, and groups of them that share what enters a state of `state_dim`, and what reads it.
 
-    `kernel` tokens, its own included, go into each of the convolution's outputs.
+    `kernel` tokens, its own included, go into each of the convolution's outputs. No step is less than `least_step`.
     """
 
     heads: int
@@ -24,6 +24,7 @@ class Mamba2:
     groups: int
     state_dim: int
     kernel: int
+    least_step: float = 0.0
 
     def parameter_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Named as in `ModelSpec.parameter_shapes`."""

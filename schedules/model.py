@@ -23,7 +23,17 @@ from schedules.hf_config import read_config
 from schedules.hf_rope import as_pairs
 from schedules.latent import Latent
 from schedules.mamba import Mamba2
-from schedules.model_checks import LINEAR, OF_MAMBA, PER_BLOCK, SLIDING, ModelError, require_meaning
+from schedules.model_checks import (
+    EXPERTS,
+    FULL,
+    LINEAR,
+    MLP,
+    OF_MAMBA,
+    PER_BLOCK,
+    SLIDING,
+    ModelError,
+    require_meaning,
+)
 from schedules.workload import RECOMPUTED
 
 __all__ = ["ModelError", "ModelSpec", "Recurrence", "is_matrix"]
@@ -31,9 +41,9 @@ __all__ = ["ModelError", "ModelSpec", "Recurrence", "is_matrix"]
 Recurrence = DeltaNet | Mamba2  # what takes the place of attention where a block has a state
 
 FP32 = 4  # bytes
-MLP_PROJECTIONS = 3  # gate, up and down
 SHARED = "mlp.shared_experts"
 SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
+TO_LATENT, OF_LATENT = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"  # of what experts are given, and return
 ROUTERS = (
     "mlp.gate.weight", "mlp.router.weight", "router.proj.weight", "block_sparse_moe.router.weight",
     f"{SHARED_GATE}.weight",
@@ -57,7 +67,8 @@ _LATER = (
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
-    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", *OF_MAMBA, *MULTIPLIERS,
+    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "one_branch", "gated_mlp",
+    "moe_latent_size", "mamba_dt_min", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -101,7 +112,11 @@ class ModelSpec:
     blocks without a window have heads of that dimension, `num_global_key_value_heads` for keys and values, and with
     `attention_k_eq_v` one projection for both. `value_norm` is an RMSNorm without a weight over each value head; with
     `layer_scalar` what a block returns is multiplied by a number that no gradient changes. Logits beyond
-    `final_logit_softcapping` are bent towards it.
+    `final_logit_softcapping` are bent towards it. With `one_branch` a block has attention or an MLP, not both, and
+    `layer_types` names those without attention "mlp" or "moe". Without `gated_mlp` an MLP, and each expert, is two
+    matrices and the square of what is positive between them. With a `moe_latent_size` experts are given that many
+    numbers, and return as many: one projection makes them, another a hidden state of what they add up to. Steps of a
+    state space are no less than `mamba_dt_min`.
     Raises ModelError when a value has no meaning.
     """
 
@@ -178,6 +193,10 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
+    one_branch: bool = False
+    gated_mlp: bool = True
+    moe_latent_size: int = 0
+    mamba_dt_min: float | None = None
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -290,8 +309,23 @@ class ModelSpec:
         """Whether block i has rotary embedding."""
         return not self.no_rope_layers or bool(self.no_rope_layers[i])
 
+    def has_attention(self, i: int) -> bool:
+        """Whether layer i has attention, or what takes its place, if it is a block."""
+        return not self.one_branch or (i in self.blocks and self.layer_types[i] in (FULL, LINEAR))
+
+    def has_mlp(self, i: int) -> bool:
+        """Whether layer i has an MLP, or a mixture of experts, if it is a block."""
+        return not self.one_branch or (i in self.blocks and self.layer_types[i] in (MLP, EXPERTS))
+
+    @property
+    def branches(self) -> int:
+        """How many of the two each block has."""
+        return 1 if self.one_branch else 2
+
     def has_experts(self, i: int) -> bool:
         """Whether layer i is a block with a mixture of experts."""
+        if self.one_branch:
+            return i in self.blocks and self.layer_types[i] == EXPERTS
         return self.num_experts > 0 and self.first_k_dense_replace <= i < self.num_hidden_layers
 
     def layer_kind(self, i: int) -> str:
@@ -306,11 +340,13 @@ class ModelSpec:
         return {}
 
     def _block_kind(self, i: int) -> str:
+        if not self.has_attention(i):
+            return f"block.{self.layer_types[i]}"
         kind = "block" if self.window(i) is None else "block.sliding"
         recurrence = self.recurrence(i)
         if recurrence is not None:
             kind = "block.linear"
-        if self.num_experts and not self.has_experts(i):
+        if self.num_experts and not self.has_experts(i) and self.has_mlp(i):
             kind += ".dense"
         return kind if recurrence is not None or self.has_rope(i) else f"{kind}.no_rope"
 
@@ -322,9 +358,15 @@ class ModelSpec:
         dense = sum(i < self.first_k_dense_replace for i in chosen)
         return replace(self, num_hidden_layers=len(chosen), first_k_dense_replace=dense, **per_block)
 
-    @property
-    def norms(self) -> Norms:
-        """Of every block. "post_attention" is before the MLP where nothing is normalised after attention."""
+    def norms(self, i: int) -> Norms:
+        """Of block i. "post_attention" is before the MLP where nothing is normalised after attention."""
+        if self.one_branch:
+            return Norms(
+                before_attention="input_layernorm" if self.has_attention(i) else None,
+                after_attention=None,
+                before_mlp="input_layernorm" if self.has_mlp(i) else None,
+                after_mlp=None,
+            )
         before_mlp = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
         if self.family.norms is not None:
             return Norms(*self.family.norms)
@@ -363,13 +405,16 @@ class ModelSpec:
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
-        """The modes of recompute, see Workload, that blocks have: experts' products are not made a chunk at a time."""
-        return tuple(mode for mode in RECOMPUTED if not (mode == "mlp" and self.num_experts))
+        """The modes of recompute, see Workload, that blocks have: neither experts' products are made a chunk at a time,
+        nor an MLP's that is a block or has no gate."""
+        whole = self.num_experts > 0 or self.one_branch or not self.gated_mlp
+        return tuple(mode for mode in RECOMPUTED if not (mode == "mlp" and whole))
 
     def require_recompute(self, mode: str) -> None:
         """Raises ModelError where blocks do not have this mode of recompute."""
         if mode not in self.recompute_modes:
-            raise ModelError(f"{self.name}: experts are not computed again inside a block, only what is pointwise")
+            what = "experts" if self.num_experts else "MLPs that are blocks, or have no gate,"
+            raise ModelError(f"{self.name}: {what} are not computed again inside a block, only what is pointwise")
 
     def is_block(self, i: int) -> bool:
         """Whether layer i is a decoder block. Raises ModelError when there is no layer i."""
@@ -390,12 +435,16 @@ class ModelSpec:
         if i == self.head:
             return {"norm.weight": (h,)} | ({} if self.tie_word_embeddings else {"lm_head.weight": (v, h)})
         self.layer_name(i)  # raises for a layer that is not there
-        norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms]
-        mlp = self._expert_shapes() if self.has_experts(i) else self._mlp_shapes("mlp", self.intermediate_size)
+        norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms(i)]
+        mlp: dict[str, tuple[int, ...]] = {}
+        if self.has_mlp(i):
+            mlp = self._expert_shapes() if self.has_experts(i) else self._mlp_shapes("mlp", self.intermediate_size)
         scalar: dict[str, tuple[int, ...]] = {LAYER_SCALAR: (1,)} if self.layer_scalar else {}
         return norms[0] | self._attention_shapes(i) | norms[1] | norms[2] | mlp | norms[3] | scalar
 
     def _attention_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        if not self.has_attention(i):
+            return {}
         if (recurrence := self.recurrence(i)) is not None:
             return recurrence.parameter_shapes(self.hidden_size)
         if self.latent is not None:
@@ -421,14 +470,15 @@ class ModelSpec:
     def _mlp_shapes(self, place: str, f: int) -> dict[str, tuple[int, ...]]:
         h = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
-        for part, (rows, columns) in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
+        gate = {"gate": (f, h)} if self.gated_mlp else {}
+        for part, (rows, columns) in {**gate, "up": (f, h), "down": (h, f)}.items():
             shapes[f"{place}.{part}_proj.weight"] = (rows, columns)
             if self.mlp_bias:
                 shapes[f"{place}.{part}_proj.bias"] = (rows,)
         return shapes
 
     def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
-        n, h, f = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        n, h, f, wide = self.num_experts, self.hidden_size, self.moe_intermediate_size, self.expert_input
         # gpt-oss calls its gate a router and stores expert matrices as (in, out), the others as (out, in)
         transposed = self.experts.as_in_gpt_oss
         router, modules = self.experts.router, self.experts.modules
@@ -440,17 +490,35 @@ class ModelSpec:
             shapes |= {f"{norm}.weight": (h,) for norm in (AFTER_MLP, BEFORE_EXPERTS, AFTER_EXPERTS)}
         if self.score_correction is not None:
             shapes[self.score_correction] = (n,)
-        shapes[f"{modules}.gate_up_proj"] = (n, h, 2 * f) if transposed else (n, 2 * f, h)
+        if self.moe_latent_size:
+            shapes |= {f"{TO_LATENT}.weight": (wide, h), f"{OF_LATENT}.weight": (h, wide)}
+        first, rows = self.expert_first, 2 * f if self.gated_mlp else f
+        shapes[f"{modules}.{first}"] = (n, wide, rows) if transposed else (n, rows, wide)
         if self.expert_bias:
-            shapes[f"{modules}.gate_up_proj_bias"] = (n, 2 * f)
-        shapes[f"{modules}.down_proj"] = (n, f, h) if transposed else (n, h, f)
+            shapes[f"{modules}.{first}_bias"] = (n, rows)
+        shapes[f"{modules}.down_proj"] = (n, f, wide) if transposed else (n, wide, f)
         if self.expert_bias:
-            shapes[f"{modules}.down_proj_bias"] = (n, h)
+            shapes[f"{modules}.down_proj_bias"] = (n, wide)
         if self.n_shared_experts:
             shapes |= self._mlp_shapes(self.shared_place, self.shared_width)
         if self.shared_expert_gate:
             shapes[f"{SHARED_GATE}.weight"] = (1, h)
         return shapes
+
+    @property
+    def expert_first(self) -> str:
+        """What the first matrix of each expert is called, of all in one tensor."""
+        return "gate_up_proj" if self.gated_mlp else "up_proj"
+
+    @property
+    def expert_input(self) -> int:
+        """Elements that an expert is given of a token, and returns."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Of an MLP, and of each expert: gate, up and down."""
+        return 3 if self.gated_mlp else 2
 
     @property
     def shared_place(self) -> str:
@@ -524,8 +592,10 @@ class ModelSpec:
         return sum(self.params(i) for i in self.layers)
 
     def heads(self, i: int) -> Heads:
-        """Those of block i's attention. Raises ModelError when there is no block i."""
+        """Those of block i's attention, none where it has none. Raises ModelError when there is no block i."""
         of_windows, of_others = self._heads
+        if not self.has_attention(i):
+            return self._no_heads
         return of_others if self.window(i) is None else of_windows
 
     @cached_property
@@ -548,6 +618,10 @@ class ModelSpec:
             values_are_keys=self.attention_k_eq_v,
         )
         return heads, others
+
+    @cached_property
+    def _no_heads(self) -> Heads:
+        return replace(self._heads[1], count=0, of_keys=0)
 
     @cached_property
     def latent(self) -> Latent | None:
@@ -579,6 +653,7 @@ class ModelSpec:
                 groups=self.mamba_n_groups,
                 state_dim=self.mamba_d_state,
                 kernel=self.mamba_d_conv,
+                least_step=self.mamba_dt_min or 0.0,
             )
         return DeltaNet(
             key_heads=self.linear_num_key_heads,
@@ -611,7 +686,12 @@ class ModelSpec:
         return int(self.head_dim * self.partial_rotary_factor)
 
     def mlp_width(self, i: int) -> int:
-        """Intermediate elements of one token in block i: of all its experts together, where there are experts."""
+        """Intermediate elements of one token in block i: of all its experts together, where there are experts.
+
+        0 without an MLP.
+        """
+        if not self.has_mlp(i):
+            return 0
         if self.has_experts(i):
             return self.num_experts_per_tok * self.moe_intermediate_size + self.shared_width
         return self.intermediate_size

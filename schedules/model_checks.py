@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from schedules.errors import InputError
-from schedules.families import ACTIVATIONS, FAMILIES
+from schedules.families import ACTIVATIONS, FAMILIES, SQUARED
 from schedules.whole_numbers import fault
 from schedules.words import plain
 
@@ -19,13 +19,14 @@ class ModelError(InputError):
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+MLP, EXPERTS = "mlp", "moe"  # where blocks have one branch each
 PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
 _MAY_BE_NONE = (  # counts that may be 0
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "global_head_dim", "num_global_key_value_heads", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state",
-    "mamba_d_conv",
+    "mamba_d_conv", "moe_latent_size",
 )  # fmt: skip
 # What a state space needs.
 OF_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
@@ -79,10 +80,12 @@ def require_meaning(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: fused_projections with biases or experts are not supported")
     if model.fused_gate_up and (model.mlp_bias or model.fused_projections):
         raise ModelError(f"{model.name}: fused_gate_up with mlp_bias or fused_projections is not supported")
+    if not model.gated_mlp and (model.fused_gate_up or model.fused_projections or model.hidden_act != SQUARED):
+        raise ModelError(f"{model.name}: an MLP without a gate has a matrix of its own, and the activation {SQUARED!r}")
     gpt_oss = model.num_experts and model.experts.as_in_gpt_oss
     recurrence = "a state space" if model.mamba_n_heads else "linear attention"
     silu_alone = "gpt-oss' experts" if gpt_oss else recurrence if LINEAR in model.layer_types else ""
-    if model.hidden_act not in ACTIVATIONS or (silu_alone and model.hidden_act != "silu"):
+    if model.gated_mlp and (model.hidden_act not in ACTIVATIONS or (silu_alone and model.hidden_act != "silu")):
         known = f"'silu' with {silu_alone}" if silu_alone else " and ".join(map(repr, ACTIVATIONS))
         raise ModelError(f"{model.name}: hidden_act {model.hidden_act!r} is not supported, only {known}")
     if model.scale_embeddings and model.embedding_multiplier != 1:
@@ -116,7 +119,7 @@ def _check_experts(model: ModelSpec) -> None:
         usual = {field.name: field.default for field in fields(model)}
         for key in (
             "sigmoid_router", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
-            "shared_expert_gate",
+            "shared_expert_gate", "moe_latent_size",
         ):  # fmt: skip
             if getattr(model, key) != usual[key]:
                 raise ModelError(f"{model.name}: {key} is {getattr(model, key)}, and num_experts is 0")
@@ -135,6 +138,12 @@ def _check_experts(model: ModelSpec) -> None:
         )
     if model.shared_expert_gate and not model.n_shared_experts:
         raise ModelError(f"{model.name}: shared_expert_gate needs n_shared_experts")
+    for key in ("router_bias", "expert_bias", "shared_expert_gate") if not model.gated_mlp else ():
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: {key} of experts without a gate between their matrices is not supported")
+    if (model.experts.as_in_gpt_oss or model.experts.beside_mlp) and (model.moe_latent_size or not model.gated_mlp):
+        what = "a moe_latent_size" if model.moe_latent_size else "no gated_mlp"
+        raise ModelError(f"{model.name}: {what} in a {model.architecture} is not supported")
     _check_groups(model)
     if model.first_k_dense_replace > model.num_hidden_layers:
         raise ModelError(
@@ -189,9 +198,11 @@ def _check_latent(model: ModelSpec) -> None:
 
 
 def _check_attention(model: ModelSpec) -> None:
-    if unknown := [kind for kind in model.layer_types if kind not in (FULL, SLIDING, LINEAR)]:
-        known = f"{FULL!r}, {SLIDING!r} or {LINEAR!r}"
-        raise ModelError(f"{model.name}: layer_types holds {unknown[0]!r}, not {known}")
+    kinds = (FULL, LINEAR, MLP, EXPERTS) if model.one_branch else (FULL, SLIDING, LINEAR)
+    if unknown := [kind for kind in model.layer_types if kind not in kinds]:
+        *others, last = map(repr, kinds)
+        raise ModelError(f"{model.name}: layer_types holds {unknown[0]!r}, not {', '.join(others)} or {last}")
+    _check_branches(model)
     if any(has not in (0, 1) for has in model.no_rope_layers):
         raise ModelError(f"{model.name}: no_rope_layers must have a 0 or a 1 for each block")
     for key in PER_BLOCK:
@@ -203,6 +214,25 @@ def _check_attention(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
     _check_linear(model)
     _check_global(model)
+
+
+def _check_branches(model: ModelSpec) -> None:
+    """Blocks that have attention or an MLP, not both."""
+    if not model.one_branch:
+        return
+    if not model.layer_types:
+        raise ModelError(f"{model.name}: layer_types must say of each block with one_branch what it has")
+    if EXPERTS in model.layer_types and not model.num_experts:
+        raise ModelError(f"{model.name}: layer_types names {EXPERTS!r}, and num_experts is 0")
+    others = (
+        "post_norm", "sliding_window", "kv_lora_rank", "global_head_dim", "layer_scalar", "first_k_dense_replace",
+        *OF_LINEAR,
+    )  # fmt: skip
+    for key in others:
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: one_branch with {key} is not supported")
+    if model.residual_multiplier != 1:
+        raise ModelError(f"{model.name}: one_branch with a residual_multiplier is not supported")
 
 
 def _check_global(model: ModelSpec) -> None:
@@ -243,6 +273,8 @@ def _check_linear(model: ModelSpec) -> None:
     for key in OF_LINEAR if of_mamba else ():
         if getattr(model, key):
             raise ModelError(f"{model.name}: {key} in a model with state spaces is not supported")
+    if not of_mamba and model.mamba_dt_min is not None:
+        raise ModelError(f"{model.name}: mamba_dt_min is {model.mamba_dt_min}, and there is no state space")
     if of_mamba and model.mamba_n_heads % model.mamba_n_groups:
         raise ModelError(
             f"{model.name}: {model.mamba_n_heads} heads of a state space are not {model.mamba_n_groups} groups of the "

@@ -25,12 +25,14 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       what latent attention compresses queries, keys and values to; and of that what has a norm, normalised, read by
                the projections that expand it, unless computed again
       2h       attention's and the MLP's output before their norms, with post_norm only
-      h        residual sum after attention, the second norm's input or the MLP's
+      h        residual sum after attention, the second norm's input or the MLP's, unless a block is one of the two
       h        its normalised value, read by gate and up, or by the router, unless that is frozen and no expert is
                shared; unless computed again; with pre_norm only
       k h      copies of that, one per choice, with experts only; unless computed again
-      3f       gate, up, and their product, shared experts' too; 2f if the product is computed again, none if all is
-      k h      the experts' outputs, weighted by the router, with experts only
+      3f       gate, up, and their product, shared experts' too, without a gate 2f; f less if the product is computed
+               again, none if all is
+      k h      the experts' outputs, weighted by the router, with experts only; of a latent vector in place of h these
+               two, and what they add up to, and if the copies are computed again what they are of
       h + 1    the shared experts' output and its gate, with a shared_expert_gate only
       3h       with experts beside an MLP what the two return, before their norms, and what the router is given,
                normalised, unless it is frozen or that is computed again
@@ -44,18 +46,20 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
         return 0
     h, f, k = model.hidden_size, model.mlp_width(i), model.num_experts_per_tok
     elements, words = _kept_by_attention(model, i, workload)
-    elements += h + {"none": 3 * f, "pointwise": 2 * f, "mlp": 0}[workload.recompute]
-    words += 2 * (model.pre_norm + model.post_norm)
+    elements += (model.branches - 1) * h
+    elements += {"none": model.mlp_matrices, "pointwise": model.mlp_matrices - 1, "mlp": 0}[workload.recompute] * f
+    words += model.branches * (model.pre_norm + model.post_norm)
     if model.pre_norm and workload.recompute == "none":
-        by_router_alone = model.has_experts(i) and not model.n_shared_experts
-        elements += h if by_router_alone and workload.lora_rank is not None else 2 * h
+        by_router_alone = model.has_experts(i) and not (model.n_shared_experts or model.moe_latent_size)
+        elements += (model.branches - (by_router_alone and workload.lora_rank is not None)) * h
     if model.post_norm:
         elements += 2 * h
     if model.experts_beside_mlp:
         elements += 2 * h + (h if workload.recompute == "none" and workload.lora_rank is None else 0)
         words += 4
     if model.has_experts(i):
-        elements += (2 if workload.recompute == "none" else 1) * k * h
+        elements += (2 if workload.recompute == "none" else 1) * k * model.expert_input
+        elements += (1 if workload.recompute == "none" else 2) * model.moe_latent_size
         elements += h + 1 if model.shared_expert_gate else 0
         words += model.num_experts + 3 * k
     if workload.lora_rank is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from schedules import fp8
+from schedules.flops import last_width
 from schedules.model import FP32, ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.saved import hidden_bytes
@@ -40,8 +41,9 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
     3h + q+k+v  q, k, v projections; of latent attention those that compress and those that expand
     q+k+v + a   attention reads q, k, v and writes its output
     a + h       o projection
-    2h + 2f     gate and up; with experts their input is one copy per choice, and a router comes before
-    f + h       down; with experts one output per choice
+    2h + 2f     gate and up, without a gate half of that; with experts their input is one copy per choice, and a router
+                comes before
+    f + h       down; with experts one output per choice; h and a latent vector to make their inputs, and of outputs
     3h          shared experts' gate, up and down, whose width is in f
     and all weights, read once; adapters move their input and output and what lies between. Backward: twice the
     activations, since each product has two in its backward, the weights read and their gradients written. What runs
@@ -67,9 +69,11 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         heads = model.heads(i)
         attended = heads.q_width + heads.k_width + heads.v_width + heads.attended_width
     elements, weights = sum(map(sum, model.attention_matrices(i))) + attended, model.params(i) * b.weight
-    elements += 3 * h + 3 * f
+    elements += model.mlp_matrices * (h + f) if model.has_mlp(i) else 0
     if model.has_experts(i):
-        elements += h + model.num_experts + 3 * (model.num_experts_per_tok - 1) * h + _of_shared(model, i)
+        of_chosen = model.num_experts_per_tok * model.expert_input - h
+        elements += h + model.num_experts + model.mlp_matrices * (of_chosen + (h if model.n_shared_experts else 0))
+        elements += 2 * (h + model.moe_latent_size) if model.moe_latent_size else 0
         elements += h + 1 if model.shared_expert_gate else 0
     trained = params(model, workload, i)
     if workload.lora_rank is not None:
@@ -84,12 +88,13 @@ def product_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, *,
         elements = 2 * elements + (2 * h + 2 * f if again else 0)
         weights += trained * b.grad + (2 * h * f * b.weight if again else 0)
     if phase == Phase.RECOMPUTE and not output:
+        last = last_width(model, i)
         if not model.keeps_mlp_output(i):
-            elements -= h + f + (2 * h + 2 * f if again else 0)
-            weights -= (3 if again else 1) * h * f * b.weight
-        elif _of_shared(model, i) and not (model.post_norm or model.shared_expert_gate):
-            elements -= h + model.shared_width
-            weights -= h * model.shared_width * b.weight
+            elements -= h + last + (2 * h + 2 * f if again else 0)
+            weights -= (3 if again else 1) * h * last * b.weight
+        elif last and not (model.post_norm or model.shared_expert_gate):
+            elements -= h * ((model.n_shared_experts > 0) + (model.moe_latent_size > 0)) + last
+            weights -= h * last * b.weight
     return tokens * elements * b.activation + weights
 
 
@@ -100,7 +105,7 @@ def pointwise_bytes(
 
     Forward of a block, per token, in activation elements, and its backward:
     4h          8h             two norms of inputs, read and written; gradient, input and what the input's gradient is
-                               added to read, the sum written
+                               added to read, the sum written; in blocks of one branch half of this and of the next two
     4h          6h             two norms of outputs, read and written; gradient and input read, their gradient written
     6h          0 or 6h        two residual sums, whose gradients are those of the norms' inputs, or where these have no
                                norm sums, too
@@ -110,8 +115,9 @@ def pointwise_bytes(
     of a recurrence in place of these what it moves, see `schedules.delta` and `schedules.mamba`, and the gated norm:
                                3a, 5a
     3f          5f             activation and product: gate and up read, product written; its gradient, gate and up
-                               read, both gradients written
-    (k + 1)h    (k + 4)h       with experts copies of the input for k choices; their gradients summed, and the router's
+                               read, both gradients written; without a gate 2f and 3f
+    (k + 1)h    (k + 4)h       with experts copies of the input, or of its latent vector, for k choices; their gradients
+                               summed, and the router's
     (k + 1)h    2(k + 1)h      with experts the sum of what was chosen; outputs' and weights' gradients
     2h          2h             with a layer_scalar what is returned; and its gradient
     3h          3h             with shared experts the sum with their output; of their input's gradient and the others'
@@ -143,17 +149,19 @@ def pointwise_bytes(
         if workload.task == "evaluate":
             return logits * FP32 + 2 * hidden
         return 2 * logits * (b.activation if fused else FP32) + 8 * hidden
-    copied = summed = h + model.num_experts_per_tok * h if model.has_experts(i) else 0
-    shared = _of_shared(model, i)
+    copied = summed = (1 + model.num_experts_per_tok) * model.expert_input if model.has_experts(i) else 0
+    shared = 3 * h if model.n_shared_experts and model.has_experts(i) else 0
     gated = h if model.shared_expert_gate and model.has_experts(i) else 0
     normed = _normed_in_attention(model, i)
     turned, turned_back = _turned_elements(model, i)
     heads = model.heads(i)
     if (gate := heads.gate_width) and model.recurrence(i) is None:
         turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + heads.q_width)
-    norms = 2 * (model.pre_norm + model.post_norm) * h + (4 * h if model.experts_beside_mlp else 0)
+    branches, of_mlp = model.branches, model.mlp_matrices * f
+    norms = branches * (model.pre_norm + model.post_norm) * h + (4 * h if model.experts_beside_mlp else 0)
     scaled = 2 * h if model.layer_scalar else 0
-    elements = 2 * norms + 6 * h + turned + 2 * normed + 3 * f + copied + summed + shared + 2 * gated + scaled
+    sums = 3 * branches * h
+    elements = 2 * norms + sums + turned + 2 * normed + of_mlp + copied + summed + shared + 2 * gated + scaled
     nbytes = elements * b.activation
     if not fused:
         nbytes += _unfused_block_bytes(model, i, b.activation)
@@ -161,10 +169,10 @@ def pointwise_bytes(
         if fused:
             # the gradients of one input: the router's, experts' and those' that are given all tokens
             added = 0 if model.experts_beside_mlp else shared + (3 * h if model.has_experts(i) else 0)
-            of_norms = (8 if model.pre_norm else 6) * h + (6 * h if model.post_norm else 0)
+            of_norms = branches * ((4 if model.pre_norm else 3) * h + (3 * h if model.post_norm else 0))
             of_norms += 14 * h if model.experts_beside_mlp else 0  # four more, two of which add to their input's
             of_experts = copied + added + 2 * summed + 6 * gated
-            elements = of_norms + turned_back + 3 * normed + 5 * f + of_experts
+            elements = of_norms + turned_back + 3 * normed + (5 if model.gated_mlp else 3) * f + of_experts
             nbytes = elements * b.activation
         else:
             nbytes *= 2
@@ -174,10 +182,11 @@ def pointwise_bytes(
         if workload.recompute != "none":
             recurrence = model.recurrence(i)
             opened = heads.gate_width if recurrence is None else recurrence.value_width
-            normed_again = (4 * h if model.pre_norm else 0) + (4 * h if model.experts_beside_mlp else 0)
-            nbytes += (normed_again + 3 * (f + opened) + copied) * b.activation
+            normed_again = (2 * branches * h if model.pre_norm else 0) + (4 * h if model.experts_beside_mlp else 0)
+            nbytes += (normed_again + of_mlp + 3 * opened + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
-        unread = summed + shared + 2 * gated + (3 * f if workload.recompute == "mlp" else 0)
+        unread = shared + 2 * gated + (0 if model.moe_latent_size else summed)
+        unread += of_mlp if workload.recompute == "mlp" else 0
         nbytes -= (3 * h + scaled + (0 if model.post_norm else unread)) * b.activation
     moved = 2 * _of_experts(model, workload, i) * b.grad if phase == Phase.BACKWARD else 0
     if (recurrence := model.recurrence(i)) is not None:
@@ -222,11 +231,6 @@ def _turned_elements(model: ModelSpec, i: int) -> tuple[int, int]:
     return moved + 2 * pass_of_one, moved + 4 * pass_of_one
 
 
-def _of_shared(model: ModelSpec, i: int) -> int:
-    """Elements per token that shared experts' products move as wide as a hidden state; the sum with others' as many."""
-    return 3 * model.hidden_size if model.n_shared_experts and model.has_experts(i) else 0
-
-
 def _of_experts(model: ModelSpec, workload: Workload, i: int) -> int:
     """Elements of the gradients of block i's experts' matrices."""
     trained = shapes(model, workload, i).items()
@@ -241,7 +245,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     norm     per element: to fp32, squared, mean, scaled, back, times weight: 24 bytes of fp32 passes and 4 a (in
              fp32 28 in all, for nothing is cast), of which a fused kernel needs 2 a
     rotary   x cos, minus half, concatenated, x sin, sum: 10 elements for 2 when fused
-    gate     activation and product apart: 5 elements for 3 when fused
+    gate     activation and product apart: 5 elements for 3 when fused; without one activation and square, 4 for 2
     """
     h, f, heads = model.hidden_size, model.mlp_width(i), model.heads(i)
     q, k = heads.q_width, heads.k_width
@@ -249,7 +253,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     if (latent := model.latent) is not None:
         q, k = latent.heads * latent.rope, latent.rope  # that are turned
     elements = (8 * (q + k) if model.has_rope(i) else 0) + 2 * f
-    norms = 2 * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
+    norms = model.branches * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
     norms += 4 * h if model.experts_beside_mlp else 0
     if (recurrence := model.recurrence(i)) is not None:
         return norms * norm + 2 * f * a + FP32 * recurrence.unfused_words

@@ -52,7 +52,8 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
     input, q, k, v, rotated q and k, output) and in the MLP (residual, norm, gate, up, product). Recompute
     saves all but q and k before rotary and the two branches' outputs, the second only with an `output`.
     Without rotary embedding q and k are there once; of latent attention see `_beside_attention`. Experts add their
-    copies of the hidden state, and beside an MLP their input.
+    copies of the hidden state, and beside an MLP their input; of a latent vector in its place that, and their sum.
+    Without a gate an MLP has two as wide as itself.
     Embedding: none forward, and what sorting the tokens takes is ignored; backward, where gradients have 16 bits, the
     fp32 terms of some columns, sorted, and sums, and where they have 32 its terms if they are scaled. The optimizer's
     step: see `schedules.optimizer`.
@@ -91,11 +92,12 @@ def workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, 
 def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Workload, output: bool) -> int:
     h, f = model.hidden_size, model.mlp_width(i)
     tokens, a = workload.tokens_per_microbatch, workload.bytes.activation
-    wide = 3 * f
+    wide = model.mlp_matrices * f
     recurrence = model.recurrence(i)
     if model.has_experts(i):  # then those that are shared, or in backward before, beside what the others returned
         chosen, beside = f - model.shared_width, h * (bool(model.n_shared_experts) + model.experts_beside_mlp)
-        wide = beside + max(3 * chosen + 2 * model.num_experts_per_tok * h, 3 * model.shared_width)
+        copied = 2 * (model.num_experts_per_tok * model.expert_input + model.moe_latent_size)
+        wide = beside + max(model.mlp_matrices * chosen + copied, model.mlp_matrices * model.shared_width)
     if workload.recompute == "mlp":
         return _chunked_workspace_bytes(model, i, phase, workload, output)
     if phase == Phase.BACKWARD:

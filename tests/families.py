@@ -190,6 +190,32 @@ GRANITE4_MOE = replace(
     intermediate_size=24,
     n_shared_experts=2,
 )
+NEMOTRON_H = replace(
+    TINY,
+    architecture="NemotronHForCausalLM",
+    num_hidden_layers=4,
+    one_branch=True,
+    layer_types=("linear_attention", "mlp", "full_attention", "mlp"),
+    no_rope_layers=(0, 0, 0, 0),
+    gated_mlp=False,
+    hidden_act="relu2",
+    mamba_n_heads=4,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=10,
+    mamba_d_conv=3,
+    mamba_dt_min=0.6,
+)
+NEMOTRON3 = replace(
+    NEMOTRON_H,
+    layer_types=("linear_attention", "moe", "full_attention", "moe"),
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    sigmoid_router=True,
+    routed_scaling_factor=2.5,
+)
 MINISTRAL3 = replace(
     TINY,
     architecture="Ministral3ForCausalLM",
@@ -248,6 +274,21 @@ MODELS = {
         attention_out_bias=True,
         tie_word_embeddings=False,
         **dict.fromkeys(OF_MAMBA, 0),
+    ),
+    "nemotron-h": NEMOTRON_H,
+    "nemotron-3": NEMOTRON3,
+    "nemotron-3, latent, of groups, with all kinds": replace(
+        NEMOTRON3,
+        num_hidden_layers=5,
+        layer_types=("moe", "linear_attention", "mlp", "moe", "full_attention"),
+        no_rope_layers=(0, 0, 0, 0, 0),
+        moe_latent_size=12,
+        num_experts=8,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        norm_topk_prob=False,
+        mamba_dt_min=None,
     ),
     "qwen3-next, not normalised, of heads for each": replace(
         QWEN3_NEXT, norm_topk_prob=False, n_shared_experts=2, linear_num_value_heads=2, linear_value_head_dim=16

@@ -164,7 +164,7 @@ def reference_block(model, p, x):
     def normed(place, x):
         return norm(x, p[f"{place}.weight"]) if place else x
 
-    y = normed(model.norms.before_attention, x)
+    y = normed(model.norms(0).before_attention, x)
     q, k = linear("self_attn.q_proj", y), linear("self_attn.k_proj", y)
     if model.qk_norm_all_heads:
         q, k = norm(q, p["self_attn.q_norm.weight"]), norm(k, p["self_attn.k_norm.weight"])
@@ -184,13 +184,13 @@ def reference_block(model, p, x):
     else:
         scores = scores.softmax(-1)
     y = linear("self_attn.o_proj", torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
-    x = x + normed(model.norms.after_attention, y)
-    y = normed(model.norms.before_mlp, x)
+    x = x + normed(model.norms(0).after_attention, y)
+    y = normed(model.norms(0).before_mlp, x)
     if model.num_experts:
-        return x + normed(model.norms.after_mlp, reference_experts(model, p, y))
+        return x + normed(model.norms(0).after_mlp, reference_experts(model, p, y))
     gate = activation(model.hidden_act, linear("mlp.gate_proj", y))
     y = linear("mlp.down_proj", gate * linear("mlp.up_proj", y))
-    return x + normed(model.norms.after_mlp, y)
+    return x + normed(model.norms(0).after_mlp, y)
 
 
 def reference_experts(model, p, x):

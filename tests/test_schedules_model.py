@@ -14,7 +14,7 @@ from families import MODELS as SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import presets
+from schedules import hf_nemotron, presets
 from schedules.families import FAMILIES
 from schedules.flops import (
     attended_pairs,
@@ -112,6 +112,9 @@ ROUNDED = {
     "granite-4.0-h-micro": 3.19e9,
     "granite-4.0-h-tiny": 6.94e9,
     "granite-4.0-h-small": 32.2e9,
+    "nemotron-nano-9b-v2": 8.89e9,
+    "nemotron-3-nano-30b-a3b": 31.6e9,
+    "nemotron-3-super-120b-a12b": 120.6e9,
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
@@ -182,6 +185,8 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
         ("deepseek-v3", ["block", "block.dense"]),
         ("qwen3.5-9b", ["block", "block.linear"]),
         ("granite-4.0-h-tiny", ["block.linear", "block.no_rope"]),
+        ("nemotron-nano-9b-v2", ["block.linear", "block.mlp", "block.no_rope"]),
+        ("nemotron-3-super-120b-a12b", ["block.linear", "block.moe", "block.no_rope"]),
     ],
 )
 def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
@@ -570,6 +575,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1, 1, 1.5, 2], "long_factor": [
 OLMO3 = {"architectures": ["Olmo3ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 8}
 GRANITE4 = {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0, "mamba_n_heads": 4}
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*"}
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 8, "hidden_size_per_layer_input": 0}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 4, "num_experts_per_tok": 2}
@@ -725,6 +731,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             {**GRANITE4, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 70},
             "shared_intermediate_size 70 is no multiple of moe_intermediate_size, 48",
         ),
+        ({**NEMOTRON, "hybrid_override_pattern": "MX"}, "must be letters of 'M\\*-E', not 'MX'"),
+        ({**NEMOTRON, "hybrid_override_pattern": "M*-"}, "3 blocks are named, num_hidden_layers is 2"),
+        ({**NEMOTRON, "hybrid_override_pattern": None}, "must be letters of 'M\\*-E', not None"),
+        ({**NEMOTRON, "layers_block_type": "ME"}, "layers_block_type must be a list, not 'ME'"),
+        ({**NEMOTRON, "layers_block_type": ["mamba", "conv"]}, "layer_types holds 'conv', not 'full_attention', 'lin"),
+        ({**NEMOTRON, "mlp_hidden_act": "silu"}, "an MLP without a gate has .* the activation 'relu2'"),
+        ({**NEMOTRON, "mlp_bias": True}, "mlp_bias of a NemotronHForCausalLM must be False, not True"),
+        ({**NEMOTRON, "tie_word_embeddings": True}, "tie_word_embeddings of a NemotronHForCausalLM must be False, not"),
+        ({**NEMOTRON, "hybrid_override_pattern": "ME"}, "lacks 'n_routed_experts'"),
         ({**GPT_OSS, "hidden_act": "gelu_pytorch_tanh"}, "'silu' with gpt-oss' experts"),
         ({**GEMMA4, "global_head_dim": 15}, "partial_rotary_factor 1.0 turns 15 of 15 dimensions"),
         ({**GEMMA4, "global_head_dim": 6}, "partial_rotary_factor 0.25 turns 0 of 3 pairs of dimensions"),
@@ -1033,6 +1048,8 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         stated = {"n_routed_experts": 4, "n_shared_experts": 1}
     if architecture == "GraniteMoeHybridForCausalLM":  # whose shared experts are else no whole number of others
         stated = {"shared_intermediate_size": 11008}
+    if architecture == hf_nemotron.ARCHITECTURE:
+        stated = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
     theirs = getattr(transformers, architecture).config_class(**stated)
     silent = {key: value for key, value in theirs.to_dict().items() if key in (*REQUIRED, *OURS_NEED)}
     silent |= {key: 0.0 for key in NOT_DONE if getattr(theirs, key, None)}  # else they would be refused
@@ -1053,10 +1070,14 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         assert getattr(ours, field) == (getattr(theirs, field, None) or getattr(spec(), field)), field
     dense = [kind == "dense" for kind in getattr(theirs, "mlp_layer_types", None) or ()]
     assert ours.first_k_dense_replace == (sum(dense) or getattr(theirs, "first_k_dense_replace", 0))
+    named = hf_nemotron.NAMES if architecture == hf_nemotron.ARCHITECTURE else {}
     for field in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window"):
-        said = getattr(theirs, field, None)
+        said = getattr(theirs, named.get(field, field), None)
         assert getattr(ours, field) == (said or None if field == "sliding_window" else said), field
-    assert ours.hidden_act == (getattr(theirs, "hidden_act", None) or theirs.hidden_activation)
+    activation = named.get("hidden_act", "hidden_act")
+    assert ours.hidden_act == (getattr(theirs, activation, None) or theirs.hidden_activation)
+    for field, theirs_is in named.items():
+        assert getattr(ours, field, True) == getattr(theirs, theirs_is), field
     assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     if ours.num_experts:  # a class without the field may have experts whose shares always add up to one
         assert ours.norm_topk_prob == getattr(theirs, "norm_topk_prob", ours.norm_topk_prob)
@@ -1066,6 +1087,9 @@ def test_a_silent_config_means_what_it_means_to_transformers(architecture: str) 
         assert ours.head_dim == windowed.head_dim
     elif whole:
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    if FAMILIES[architecture].rotated == "none":
+        assert not any(map(ours.has_rope, ours.blocks)) and not hasattr(theirs, "rope_parameters")
+        return
     rope = {"rope_type": "default", **dict(ours.rope_scaling), "rope_theta": ours.rope_theta}
     full = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     if architecture == "Mistral4ForCausalLM":
@@ -1167,6 +1191,10 @@ def test_a_config_that_is_written_is_read_again(architecture: str, scaling: dict
         more |= {"n_group": 1}
     if FAMILIES[architecture].of_mamba:
         more |= {"mamba_n_heads": 4, "shared_intermediate_size": 2 * config["intermediate_size"]}
+    if architecture == hf_nemotron.ARCHITECTURE:
+        more |= {"mamba_n_groups": 2, "hybrid_override_pattern": "ME", "moe_shared_expert_intermediate_size": 32}
+        more |= {"rope_scaling": None}
+        scaling = {}
     if architecture == "Ministral3ForCausalLM":
         more["rope_scaling"] = scaling = dict(SMALL["ministral3"].rope_scaling)
     if scaling and architecture == "Phi3ForCausalLM":
@@ -1239,6 +1267,28 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
             if not model.num_experts
             else {"num_local_experts": 0},
+        ],
+        "NemotronHForCausalLM": [
+            {"hybrid_override_pattern": "M-*-" * (model.num_hidden_layers // 4)},
+            {"hybrid_override_pattern": "*-*-" * (model.num_hidden_layers // 4)},
+            {"layers_block_type": ["attention"] + ["mamba"] * (model.num_hidden_layers - 1)},
+            {"n_groups": 4},
+            {"conv_kernel": 3},
+            {"mamba_head_dim": 32},
+            {"time_step_min": 0.0},
+            {"time_step_min": 0.01},
+            {"intermediate_size": 512},
+            *(
+                [
+                    {"n_group": 4, "topk_group": 2},
+                    {"moe_latent_size": None if model.moe_latent_size else 7},
+                    {"norm_topk_prob": False},
+                    {"routed_scaling_factor": 1.5},
+                    {"moe_shared_expert_intermediate_size": 3 * model.moe_intermediate_size},
+                ]
+                if model.num_experts
+                else []
+            ),
         ],
         "SeedOssForCausalLM": [{"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}],
         "Gemma3ForCausalLM": [
@@ -1323,6 +1373,9 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "qwen3.5-35b-a3b",
         "granite-4.0-h-micro",
         "granite-4.0-h-tiny",
+        "nemotron-nano-9b-v2",
+        "nemotron-3-nano-30b-a3b",
+        "nemotron-3-super-120b-a12b",
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
@@ -1336,6 +1389,10 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         if listed in config:  # those that end at a Granite's first attention
             last = config[listed].index("attention") if "attention" in config[listed] else 1
             config[listed] = config[listed][last - 1 : last + 1]
+    if "hybrid_override_pattern" in config:  # which ends at the first attention, with an MLP or experts before it
+        pattern = config["hybrid_override_pattern"]
+        kinds = pattern.partition("*")[0][-3:] + "*"
+        config |= {"hybrid_override_pattern": kinds, "num_hidden_layers": len(kinds)}
     model = ModelSpec.from_hf_config(config, name)
     theirs_class = getattr(transformers, model.architecture)
     with torch.device("meta"):
@@ -1352,7 +1409,8 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     }
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}
     assert model.total_params == sum(value.numel() for value in kept.values())
-    attention = theirs.model.layers[-1].self_attn  # the first of a Qwen3.5 has linear attention
+    last = theirs.model.layers[-1]  # the first of a Qwen3.5 has linear attention
+    attention = last.mixer if model.one_branch else last.self_attn
     dim = model.heads(model.head - 1).dim
     assert dim == (attention.head_dim if model.latent is None else attention.qk_head_dim)
     windows = [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in theirs.model.layers]

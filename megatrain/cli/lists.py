@@ -71,16 +71,20 @@ def models(
 
 def _shape(spec: ModelSpec) -> list[list[str]]:
     sliding = [window for i in spec.blocks if (window := spec.window(i)) is not None]
-    plain = [i for i in spec.blocks if not spec.has_rope(i) and spec.recurrence(i) is None]
+    attend = [i for i in spec.blocks if spec.has_attention(i) and spec.recurrence(i) is None]
+    plain = [i for i in attend if not spec.has_rope(i)]
     mlp = f"{spec.intermediate_size:,} wide"
     if spec.num_experts:
         each = f"{spec.num_experts} experts, each {spec.moe_intermediate_size:,} wide"
+        each += f" and given {spec.moe_latent_size:,} numbers" if spec.moe_latent_size else ""
         mlp = f"{each}, {spec.num_experts_per_tok} for a token"
         if spec.topk_group < spec.n_group:
             mlp += f", from {spec.topk_group} of {spec.n_group} groups,"
         if spec.n_shared_experts:
             mlp += f" and {spec.n_shared_experts} for all"
     sizes = Counter(spec.params(i) for i in spec.blocks)
+    if spec.one_branch:
+        mlp += f", in {sum(map(spec.has_mlp, spec.blocks))} blocks without attention"
     blocks = ", ".join(f"{count} of {params:,}" for params, count in sizes.items()) + " parameters"
     if dense := spec.first_k_dense_replace:
         blocks += f", the first {dense} without experts"
