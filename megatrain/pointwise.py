@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain import delta_parts, mamba_parts, recurrence_parts
+from schedules import recurrence
 from schedules.families import GPT_OSS_ACTIVATION
 
 
@@ -379,12 +380,38 @@ def by_rows(function: Callable[..., Tensor], *, read_anywhere: int = 0) -> Calla
     return call
 
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def by_tokens(function: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """The same gradients of a gated norm, of some tokens at a time: of all at once they would take gigabytes in fp32."""
+
+    @functools.wraps(function)
+    def call(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor) -> Gradients:
+        of_tokens = [t.flatten(0, 1) for t in (dy, o, z, rstd)]
+        count = max(1, recurrence.AT_ONCE // o[0, 0].numel())
+        if len(of_tokens[0]) <= count:
+            return function(dy, o, z, weight, rstd)
+        do, dz = (t.new_empty(t.flatten(0, 1).shape) for t in (o, z))
+        d_weight = torch.zeros_like(weight, dtype=rstd.dtype)
+        for start in range(0, len(do), count):
+            part = slice(start, start + count)
+            dy_, o_, z_, rstd_ = (t[part] for t in of_tokens)
+            do[part], dz[part], more = function(dy_, o_, z_, weight, rstd_)
+            d_weight += more
+        return do.view_as(o), dz.view_as(z), d_weight
+
+    return call
+
+
 ROWS = 8192
 FUSED = Pointwise()  # what a compiler makes kernels of
 PLAIN = replace(
     FUSED,
     halves_backward=by_rows(halves_backward),
     geglu_halves_backward=by_rows(geglu_halves_backward),
+    gated_norm_backward=by_tokens(delta_parts.gated_norm_backward),
+    norm_of_gated_backward=by_tokens(mamba_parts.norm_of_gated_backward),
     clamped_forward=by_rows(clamped_forward),
     clamped_backward=by_rows(clamped_backward),
     weighted_sum=by_rows(weighted_sum, read_anywhere=1),

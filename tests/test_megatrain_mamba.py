@@ -46,7 +46,7 @@ def token_by_token(widths: Mamba2, of: list[Tensor]) -> Tensor:
     x = torch.unflatten(x, -1, (-1, widths.head_dim))
     of_group = widths.heads // widths.groups
     b, c = (torch.unflatten(t, -1, (widths.groups, -1)).repeat_interleave(of_group, dim=2) for t in (b, c))
-    step = F.softplus(dt + bias)
+    step = F.softplus(dt + bias).clamp(min=widths.least_step)
     decay = (-rate.exp() * step).exp()
     state, found = mixed.new_zeros(len(mixed), widths.heads, widths.state_dim, widths.head_dim), []
     for t in range(seq):
@@ -64,8 +64,11 @@ def token_by_token(widths: Mamba2, of: list[Tensor]) -> Tensor:
         pytest.param(2, 3, compiled("aot_eager"), marks=pytest.mark.slow),
     ],
 )
-def test_chunks_are_the_scan_token_by_token_and_so_are_gradients(groups: int, seq: int, pointwise: Pointwise) -> None:
-    widths = Mamba2(heads=4, head_dim=5, groups=groups, state_dim=6, kernel=4)
+@pytest.mark.parametrize("least", [0.0, 0.7])
+def test_chunks_are_the_scan_token_by_token_and_so_are_gradients(
+    groups: int, seq: int, pointwise: Pointwise, least: float
+) -> None:
+    widths = Mamba2(heads=4, head_dim=5, groups=groups, state_dim=6, kernel=4, least_step=least)
     of = given_to(widths, 2, seq)
     found, right = scan(widths, of, pointwise), token_by_token(widths, of)
     torch.testing.assert_close(found, right)

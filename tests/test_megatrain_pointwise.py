@@ -15,6 +15,7 @@ from megatrain import pointwise as parts
 from megatrain.autograd import backward, forward
 from megatrain.pointwise import FUSED, PLAIN, Pointwise, _compiled, compiled, rotation
 from megatrain.template import sinks, templates, views
+from schedules import recurrence
 from schedules.model import ModelSpec
 from schedules.op import Phase
 from schedules.saved import saved_bytes
@@ -103,6 +104,20 @@ def test_some_rows_at_a_time_give_what_all_do(
     torch.testing.assert_close(getattr(PLAIN, name)(*args), getattr(FUSED, name)(*args))
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 5, 11])
+@pytest.mark.parametrize(("name", "weight"), [("gated_norm_backward", (6,)), ("norm_of_gated_backward", (2, 6))])
+def test_some_tokens_of_a_gated_norm_at_a_time_give_what_all_do(
+    monkeypatch: pytest.MonkeyPatch, name: str, weight: tuple[int, ...], tokens: int
+) -> None:
+    shapes = *((3, tokens, 2, 6) for _ in range(3)), weight, (3, tokens, 2, 1)
+    args = [torch.randn(shape) for shape in shapes]
+    right = getattr(FUSED, name)(*args)
+    monkeypatch.setattr(recurrence, "AT_ONCE", 4 * 2 * 6)
+    assert getattr(PLAIN, name) is not getattr(FUSED, name)
+    for ours, theirs in zip(getattr(PLAIN, name)(*args), right, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class Traffic(TorchDispatchMode):
     """Bytes of large tensors that functions between products, and sums outside of them, read and write."""
 
@@ -145,6 +160,9 @@ EXPERTS = dataclasses.replace(
 )
 
 
+ONE_BRANCH = dataclasses.replace(
+    MODEL, one_branch=True, layer_types=("full_attention",), gated_mlp=False, hidden_act="relu2"
+)
 BESIDE_MLP = dataclasses.replace(
     EXPERTS, architecture="Gemma4ForCausalLM", n_shared_experts=2, intermediate_size=80, post_norm=True
 )
@@ -167,6 +185,17 @@ BESIDE_MLP = dataclasses.replace(
         dataclasses.replace(MODEL, value_norm=True),
         dataclasses.replace(MODEL, layer_scalar=True),
         BESIDE_MLP,
+        ONE_BRANCH,
+        dataclasses.replace(ONE_BRANCH, layer_types=("mlp",)),
+        dataclasses.replace(
+            EXPERTS,
+            n_shared_experts=1,
+            moe_latent_size=32,
+            one_branch=True,
+            layer_types=("moe",),
+            gated_mlp=False,
+            hidden_act="relu2",
+        ),
     ],
     ids=[
         "qk_norm",
@@ -182,12 +211,15 @@ BESIDE_MLP = dataclasses.replace(
         "values normalised",
         "multiplied",
         "experts beside an MLP",
+        "attention alone",
+        "an MLP alone",
+        "latent experts alone",
     ],
 )
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:
     workload = dataclasses.replace(WORKLOAD, recompute=recompute)
     tokens, h = workload.tokens_per_microbatch, model.hidden_size
-    traffic = Traffic(smallest=tokens * model.heads(0).k_width)
+    traffic = Traffic(smallest=tokens * MODEL.heads(0).k_width)
     layers = templates(
         model,
         seq_len=8,
@@ -199,7 +231,9 @@ def test_what_is_counted_between_products_is_what_is_read_and_written(model: Mod
     shapes, block = model.parameter_shapes(0), layers.blocks[model.layer_kind(0)]
     params, grads = views(torch.randn(model.params(0)), shapes), torch.empty(model.params(0))
     x, dy = torch.randn(2, 8, h), torch.randn(2, 8, h)
-    copied = 4 * tokens * (1 + model.num_experts_per_tok) * h if model.num_experts else 0  # by indexing
+    copied = (
+        4 * tokens * (1 + model.num_experts_per_tok) * model.expert_input if model.num_experts else 0
+    )  # by indexing
     again = copied if recompute == "pointwise" else 0
     (_, saved), there = traffic.of(lambda: forward(block, params, x))
     assert there + copied == pointwise_bytes(model, 0, Phase.FORWARD, workload)
