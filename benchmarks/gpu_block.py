@@ -39,11 +39,13 @@ _DEEPSEEK = replace(
 )
 _QWEN3_5 = presets.load("qwen3.5-0.8b")
 _GRANITE4 = presets.load("granite-4.0-h-micro")
+_NEMOTRON3 = replace(presets.load("nemotron-3-super-120b-a12b"), num_experts=8, num_experts_per_tok=2)
 _QWEN3_5_MOE = replace(presets.load("qwen3.5-35b-a3b"), num_experts=8, num_experts_per_tok=2)
 # Both kinds of gpt-oss' blocks, and a window without sinks; experts as both layouts store them, though fewer: eight,
 # since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them;
 # latent attention, of queries, too, to values narrower than keys, and experts that are given all tokens; linear
-# attention; a state space; and attention whose output is gated, with a gated expert that is given all tokens.
+# attention; a state space; attention whose output is gated, with a gated expert that is given all tokens; and experts
+# of a latent vector, without a gate between their matrices, in a block of nothing else.
 UNTIMED = (
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-20b without a window", sliding_window=None, layer_types=()),
@@ -52,6 +54,7 @@ UNTIMED = (
     replace(_QWEN3_5.of_blocks([0]), name="qwen3.5-0.8b, linear attention"),
     replace(_GRANITE4.of_blocks([0]), name="granite-4.0-h-micro, a state space"),
     replace(_QWEN3_5_MOE.of_blocks([3]), name="qwen3.5-35b-a3b, gated attention and experts"),
+    replace(_NEMOTRON3.of_blocks([1]), name="nemotron-3-super-120b-a12b, experts alone"),
 )
 WAYS = (PLAINLY, Way(fused=True), Way(graphs=True))
 SEQUENCES, LENGTH = 2, 1024
@@ -173,6 +176,11 @@ def _computed(
 
 
 def _relative(found: Tensor, right: Tensor) -> float:
-    """The size of the difference over that of the right values; infinite where there are NaN."""
-    error = float((found.float() - right.float()).norm() / right.float().norm())
-    return error if error == error else float("inf")
+    """The size of the difference over that of the right values; infinite where there are NaN.
+
+    What is zero on both sides, as the gradient of a router's bias, is right.
+    """
+    error, size = (float(t.norm()) for t in (found.float() - right.float(), right.float()))
+    if error == 0.0:
+        return 0.0
+    return error / size if size > 0 and error == error else float("inf")

@@ -103,6 +103,8 @@ def small(model: ModelSpec) -> ModelSpec:
     if model.latent is not None:
         sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
         sizes |= {"num_key_value_heads": 8}
+    if model.moe_latent_size:
+        sizes["moe_latent_size"] = 32
     if isinstance(model.recurrence(0), DeltaNet):
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
