@@ -44,8 +44,8 @@ _QWEN3_5_MOE = replace(presets.load("qwen3.5-35b-a3b"), num_experts=8, num_exper
 # Both kinds of gpt-oss' blocks, and a window without sinks; experts as both layouts store them, though fewer: eight,
 # since a router's bias of other than whole 16 bytes would shift the matrices behind it to where products refuse them;
 # latent attention, of queries, too, to values narrower than keys, and experts that are given all tokens; linear
-# attention; a state space; attention whose output is gated, with a gated expert that is given all tokens; and experts
-# of a latent vector, without a gate between their matrices, in a block of nothing else.
+# attention; a state space; attention whose output is gated, with a gated expert that is given all tokens; and a state
+# space of several groups before experts of a latent vector, without a gate between their matrices.
 UNTIMED = (
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-20b without a window", sliding_window=None, layer_types=()),
@@ -54,7 +54,7 @@ UNTIMED = (
     replace(_QWEN3_5.of_blocks([0]), name="qwen3.5-0.8b, linear attention"),
     replace(_GRANITE4.of_blocks([0]), name="granite-4.0-h-micro, a state space"),
     replace(_QWEN3_5_MOE.of_blocks([3]), name="qwen3.5-35b-a3b, gated attention and experts"),
-    replace(_NEMOTRON3.of_blocks([1]), name="nemotron-3-super-120b-a12b, experts alone"),
+    replace(_NEMOTRON3.of_blocks([0]), name="nemotron-3-super-120b-a12b, a state space and latent experts"),
 )
 WAYS = (PLAINLY, Way(fused=True), Way(graphs=True))
 SEQUENCES, LENGTH = 2, 1024

@@ -39,7 +39,7 @@ class WeightsError(InputError):
 def global_name(model: ModelSpec, i: int, name: str) -> str:
     """What transformers calls a parameter of layer i."""
     if model.is_block(i):
-        return f"model.layers.{i}.{model.family.module_name(name)}"
+        return f"model.layers.{model.layer_number(i, name)}.{model.family.module_name(name)}"
     return name if name.startswith("lm_head.") else f"model.{model.family.module_name(name)}"
 
 

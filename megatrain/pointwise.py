@@ -384,7 +384,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def by_tokens(function: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The same gradients of a gated norm, of some tokens at a time: of all at once they would take gigabytes in fp32."""
+    """The same gradients of a gated norm, some tokens at a time: those of all at once take gigabytes in fp32."""
 
     @functools.wraps(function)
     def call(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, rstd: Tensor) -> Gradients:

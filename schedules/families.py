@@ -598,10 +598,12 @@ FAMILIES: dict[str, Family] = {
             "n_group": 1,
             "topk_group": 1,
         },
-        fixed={"one_branch": True, "gated_mlp": False, "sigmoid_router": True},
+        fixed={"gated_mlp": False, "sigmoid_router": True},
+        branches_apart=True,
         rotated="none",
         modules={
             "input_layernorm": "norm",
+            "post_attention_layernorm": "norm",
             "self_attn": "mixer",
             "mamba": "mixer",
             "mlp": "mixer",

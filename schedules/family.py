@@ -68,6 +68,8 @@ class Family:
     late_queries: queries are multiplied that come later than the original length of their rotary embedding.
     norms: what a block calls its norms, in the order of `schedules.model.Norms`, where the usual names are others.
     modules: what a layer calls its modules, where the usual names are others.
+    branches_apart: what is attention of one of our blocks, or its MLP, is a layer of its own in its config.json and
+        files, and each may follow its like.
     root: what files call the decoder.
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
@@ -88,6 +90,7 @@ class Family:
     late_queries: bool = False
     norms: tuple[str, str, str, str] | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    branches_apart: bool = False
     root: str = "model"
     experts: Experts | None = None
     interleaved: bool = False

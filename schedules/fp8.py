@@ -31,8 +31,8 @@ def unmet(model: ModelSpec, workload: Workload) -> str | None:
     if model.attn_output_gate or any(model.recurrence(i) is not None for i in model.blocks):
         of = "a state space" if model.mamba_n_heads else "gated or linear attention"
         return f"{model.name}: products of {of} are not made in {workload.matmul}"
-    if model.one_branch or not model.gated_mlp:
-        what = "blocks of one branch" if model.one_branch else "MLPs without a gate"
+    if model.mlp_layer_types or not model.gated_mlp:
+        what = "blocks that lack attention or an MLP" if model.gated_mlp else "MLPs without a gate"
         return f"{model.name}: products of {what} are not made in {workload.matmul}"
     if model.global_head_dim:
         return f"{model.name}: products of blocks with heads of two kinds are not made in {workload.matmul}"

@@ -16,13 +16,13 @@ from schedules.hf_nemotron import ARCHITECTURE as NEMOTRON
 from schedules.hf_nemotron import with_own_names, with_usual_names
 from schedules.hf_rope import partial_factor, read_rope, split_ropes
 from schedules.model_checks import (
-    EXPERTS,
     FULL,
     LINEAR,
     OF_LINEAR,
     OF_MAMBA,
     ORIGINAL,
     SLIDING,
+    SPARSE,
     ModelError,
     require_few_blocks,
     whole_number,
@@ -122,6 +122,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             else {}
         ),
         **{key: settings[key] for key in (*MULTIPLIERS, "query_pre_attn_scalar") if key in family.defaults},
+        **({"mlp_layer_types": tuple(settings["mlp_layer_types"])} if family.branches_apart else {}),
         "no_rope_layers": rotated,
         "partial_rotary_factor": partial_factor(architecture, settings, name),
     }
@@ -208,7 +209,9 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if family.latent:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]
-    return with_own_names(config) if architecture == NEMOTRON else config
+    if architecture == NEMOTRON:
+        return with_own_names({**config, "mlp_layer_types": spec["mlp_layer_types"]})
+    return config
 
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
@@ -254,7 +257,7 @@ def _experts(architecture: str, settings: Mapping[str, Any], need: Callable[[str
     family = FAMILIES[architecture]
     if family.experts is None:
         return {}
-    if family.fixed.get("one_branch") and EXPERTS not in settings["layer_types"]:
+    if family.branches_apart and SPARSE not in settings["mlp_layer_types"]:
         return {"sigmoid_router": False}  # in place of what is fixed where there are some
     return read_experts(architecture, family.experts, settings, need)
 

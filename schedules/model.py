@@ -24,13 +24,12 @@ from schedules.hf_rope import as_pairs
 from schedules.latent import Latent
 from schedules.mamba import Mamba2
 from schedules.model_checks import (
-    EXPERTS,
-    FULL,
     LINEAR,
-    MLP,
+    NONE,
     OF_MAMBA,
     PER_BLOCK,
     SLIDING,
+    SPARSE,
     ModelError,
     require_meaning,
 )
@@ -67,7 +66,7 @@ _LATER = (
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_output_gate", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
-    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "one_branch", "gated_mlp",
+    "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "mlp_layer_types", "gated_mlp",
     "moe_latent_size", "mamba_dt_min", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
@@ -112,11 +111,11 @@ class ModelSpec:
     blocks without a window have heads of that dimension, `num_global_key_value_heads` for keys and values, and with
     `attention_k_eq_v` one projection for both. `value_norm` is an RMSNorm without a weight over each value head; with
     `layer_scalar` what a block returns is multiplied by a number that no gradient changes. Logits beyond
-    `final_logit_softcapping` are bent towards it. With `one_branch` a block has attention or an MLP, not both, and
-    `layer_types` names those without attention "mlp" or "moe". Without `gated_mlp` an MLP, and each expert, is two
-    matrices and the square of what is positive between them. With a `moe_latent_size` experts are given that many
-    numbers, and return as many: one projection makes them, another a hidden state of what they add up to. Steps of a
-    state space are no less than `mamba_dt_min`.
+    `final_logit_softcapping` are bent towards it. `mlp_layer_types` names each block's MLP, "dense" or "sparse", or
+    "none", and so may `layer_types` of attention; empty means that all have both. Without `gated_mlp` an MLP, and each
+    expert, is two matrices and the square of what is positive between them. With a `moe_latent_size` experts are given
+    that many numbers, and return as many: one projection makes them, another a hidden state of what they add up to.
+    Steps of a state space are no less than `mamba_dt_min`.
     Raises ModelError when a value has no meaning.
     """
 
@@ -193,7 +192,7 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
-    one_branch: bool = False
+    mlp_layer_types: tuple[str, ...] = ()
     gated_mlp: bool = True
     moe_latent_size: int = 0
     mamba_dt_min: float | None = None
@@ -311,21 +310,20 @@ class ModelSpec:
 
     def has_attention(self, i: int) -> bool:
         """Whether layer i has attention, or what takes its place, if it is a block."""
-        return not self.one_branch or (i in self.blocks and self.layer_types[i] in (FULL, LINEAR))
+        return not self.layer_types or (i in self.blocks and self.layer_types[i] != NONE)
 
     def has_mlp(self, i: int) -> bool:
         """Whether layer i has an MLP, or a mixture of experts, if it is a block."""
-        return not self.one_branch or (i in self.blocks and self.layer_types[i] in (MLP, EXPERTS))
+        return not self.mlp_layer_types or (i in self.blocks and self.mlp_layer_types[i] != NONE)
 
-    @property
-    def branches(self) -> int:
-        """How many of the two each block has."""
-        return 1 if self.one_branch else 2
+    def branches(self, i: int) -> int:
+        """How many of the two block i has."""
+        return self.has_attention(i) + self.has_mlp(i)
 
     def has_experts(self, i: int) -> bool:
         """Whether layer i is a block with a mixture of experts."""
-        if self.one_branch:
-            return i in self.blocks and self.layer_types[i] == EXPERTS
+        if self.mlp_layer_types:
+            return i in self.blocks and self.mlp_layer_types[i] == SPARSE
         return self.num_experts > 0 and self.first_k_dense_replace <= i < self.num_hidden_layers
 
     def layer_kind(self, i: int) -> str:
@@ -340,15 +338,22 @@ class ModelSpec:
         return {}
 
     def _block_kind(self, i: int) -> str:
-        if not self.has_attention(i):
-            return f"block.{self.layer_types[i]}"
         kind = "block" if self.window(i) is None else "block.sliding"
-        recurrence = self.recurrence(i)
+        attends, recurrence = self.has_attention(i), self.recurrence(i)
         if recurrence is not None:
             kind = "block.linear"
+        if not (attends and self.has_mlp(i)):
+            kind += ".attention_alone" if attends else ".mlp_alone"
         if self.num_experts and not self.has_experts(i) and self.has_mlp(i):
             kind += ".dense"
-        return kind if recurrence is not None or self.has_rope(i) else f"{kind}.no_rope"
+        return kind if recurrence is not None or self.has_rope(i) or not attends else f"{kind}.no_rope"
+
+    def layer_number(self, i: int, name: str) -> int:
+        """The number that transformers has for the layer in which a parameter of block i lies."""
+        if not self.family.branches_apart:
+            return i
+        of_mlp = name.startswith(("mlp.", f"{self.norms(i).before_mlp}."))
+        return sum(map(self.branches, range(i))) + (of_mlp and self.has_attention(i))
 
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
         """The same model with these of its blocks alone, in their order."""
@@ -360,20 +365,13 @@ class ModelSpec:
 
     def norms(self, i: int) -> Norms:
         """Of block i. "post_attention" is before the MLP where nothing is normalised after attention."""
-        if self.one_branch:
-            return Norms(
-                before_attention="input_layernorm" if self.has_attention(i) else None,
-                after_attention=None,
-                before_mlp="input_layernorm" if self.has_mlp(i) else None,
-                after_mlp=None,
-            )
         before_mlp = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
         if self.family.norms is not None:
             return Norms(*self.family.norms)
         return Norms(
-            before_attention="input_layernorm" if self.pre_norm else None,
+            before_attention="input_layernorm" if self.pre_norm and self.has_attention(i) else None,
             after_attention="post_attention_layernorm" if self.post_norm else None,
-            before_mlp=before_mlp if self.pre_norm else None,
+            before_mlp=before_mlp if self.pre_norm and self.has_mlp(i) else None,
             after_mlp="post_feedforward_layernorm" if self.post_norm else None,
         )
 
@@ -406,14 +404,14 @@ class ModelSpec:
     @property
     def recompute_modes(self) -> tuple[str, ...]:
         """The modes of recompute, see Workload, that blocks have: neither experts' products are made a chunk at a time,
-        nor an MLP's that is a block or has no gate."""
-        whole = self.num_experts > 0 or self.one_branch or not self.gated_mlp
+        nor an MLP's that has no gate, or that not all blocks have."""
+        whole = self.num_experts > 0 or self.mlp_layer_types or not self.gated_mlp
         return tuple(mode for mode in RECOMPUTED if not (mode == "mlp" and whole))
 
     def require_recompute(self, mode: str) -> None:
         """Raises ModelError where blocks do not have this mode of recompute."""
         if mode not in self.recompute_modes:
-            what = "experts" if self.num_experts else "MLPs that are blocks, or have no gate,"
+            what = "experts" if self.num_experts else "MLPs without a gate, or that not all blocks have,"
             raise ModelError(f"{self.name}: {what} are not computed again inside a block, only what is pointwise")
 
     def is_block(self, i: int) -> bool:

@@ -19,8 +19,9 @@ class ModelError(InputError):
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-MLP, EXPERTS = "mlp", "moe"  # where blocks have one branch each
-PER_BLOCK = ("layer_types", "no_rope_layers")  # fields with a value for each block, or empty
+DENSE, SPARSE = "dense", "sparse"  # of MLPs: experts
+NONE = "none"  # of either
+PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")  # fields with a value for each block, or empty
 _MAY_BE_NONE = (  # counts that may be 0
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
@@ -198,11 +199,11 @@ def _check_latent(model: ModelSpec) -> None:
 
 
 def _check_attention(model: ModelSpec) -> None:
-    kinds = (FULL, LINEAR, MLP, EXPERTS) if model.one_branch else (FULL, SLIDING, LINEAR)
-    if unknown := [kind for kind in model.layer_types if kind not in kinds]:
-        *others, last = map(repr, kinds)
-        raise ModelError(f"{model.name}: layer_types holds {unknown[0]!r}, not {', '.join(others)} or {last}")
-    _check_branches(model)
+    attention = (FULL, SLIDING, LINEAR, *((NONE,) if model.mlp_layer_types else ()))
+    for key, kinds in (("layer_types", attention), ("mlp_layer_types", (DENSE, SPARSE, NONE))):
+        if unknown := [kind for kind in getattr(model, key) if kind not in kinds]:
+            *others, last = map(repr, kinds)
+            raise ModelError(f"{model.name}: {key} holds {unknown[0]!r}, not {', '.join(others)} or {last}")
     if any(has not in (0, 1) for has in model.no_rope_layers):
         raise ModelError(f"{model.name}: no_rope_layers must have a 0 or a 1 for each block")
     for key in PER_BLOCK:
@@ -212,27 +213,28 @@ def _check_attention(model: ModelSpec) -> None:
             )
     if SLIDING in model.layer_types and model.sliding_window is None:
         raise ModelError(f"{model.name}: layer_types asks for sliding attention without a sliding_window")
+    _check_branches(model)
     _check_linear(model)
     _check_global(model)
 
 
 def _check_branches(model: ModelSpec) -> None:
-    """Blocks that have attention or an MLP, not both."""
-    if not model.one_branch:
+    """Blocks of which some may lack attention, or an MLP."""
+    if not model.mlp_layer_types:
         return
-    if not model.layer_types:
-        raise ModelError(f"{model.name}: layer_types must say of each block with one_branch what it has")
-    if EXPERTS in model.layer_types and not model.num_experts:
-        raise ModelError(f"{model.name}: layer_types names {EXPERTS!r}, and num_experts is 0")
+    if bare := [i for i in model.blocks if not model.branches(i)]:
+        raise ModelError(f"{model.name}: block {bare[0]} has neither attention nor an MLP")
+    if SPARSE in model.mlp_layer_types and not model.num_experts:
+        raise ModelError(f"{model.name}: mlp_layer_types holds {SPARSE!r}, and num_experts is 0")
     others = (
         "post_norm", "sliding_window", "kv_lora_rank", "global_head_dim", "layer_scalar", "first_k_dense_replace",
         *OF_LINEAR,
     )  # fmt: skip
     for key in others:
         if getattr(model, key):
-            raise ModelError(f"{model.name}: one_branch with {key} is not supported")
+            raise ModelError(f"{model.name}: mlp_layer_types with {key} are not supported")
     if model.residual_multiplier != 1:
-        raise ModelError(f"{model.name}: one_branch with a residual_multiplier is not supported")
+        raise ModelError(f"{model.name}: mlp_layer_types with a residual_multiplier are not supported")
 
 
 def _check_global(model: ModelSpec) -> None:

@@ -46,12 +46,12 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
         return 0
     h, f, k = model.hidden_size, model.mlp_width(i), model.num_experts_per_tok
     elements, words = _kept_by_attention(model, i, workload)
-    elements += (model.branches - 1) * h
+    elements += (model.branches(i) - 1) * h
     elements += {"none": model.mlp_matrices, "pointwise": model.mlp_matrices - 1, "mlp": 0}[workload.recompute] * f
-    words += model.branches * (model.pre_norm + model.post_norm)
+    words += model.branches(i) * (model.pre_norm + model.post_norm)
     if model.pre_norm and workload.recompute == "none":
         by_router_alone = model.has_experts(i) and not (model.n_shared_experts or model.moe_latent_size)
-        elements += (model.branches - (by_router_alone and workload.lora_rank is not None)) * h
+        elements += (model.branches(i) - (by_router_alone and workload.lora_rank is not None)) * h
     if model.post_norm:
         elements += 2 * h
     if model.experts_beside_mlp:

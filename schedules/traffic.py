@@ -157,7 +157,7 @@ def pointwise_bytes(
     heads = model.heads(i)
     if (gate := heads.gate_width) and model.recurrence(i) is None:
         turned, turned_back = turned + 3 * gate, turned_back + 5 * gate + 2 * (gate + heads.q_width)
-    branches, of_mlp = model.branches, model.mlp_matrices * f
+    branches, of_mlp = model.branches(i), model.mlp_matrices * f
     norms = branches * (model.pre_norm + model.post_norm) * h + (4 * h if model.experts_beside_mlp else 0)
     scaled = 2 * h if model.layer_scalar else 0
     sums = 3 * branches * h
@@ -253,7 +253,7 @@ def _unfused_block_bytes(model: ModelSpec, i: int, a: int) -> int:
     if (latent := model.latent) is not None:
         q, k = latent.heads * latent.rope, latent.rope  # that are turned
     elements = (8 * (q + k) if model.has_rope(i) else 0) + 2 * f
-    norms = model.branches * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
+    norms = model.branches(i) * (model.pre_norm + model.post_norm) * h + _normed_in_attention(model, i)
     norms += 4 * h if model.experts_beside_mlp else 0
     if (recurrence := model.recurrence(i)) is not None:
         return norms * norm + 2 * f * a + FP32 * recurrence.unfused_words

@@ -111,7 +111,7 @@ def _block_workspace_bytes(model: ModelSpec, i: int, phase: Phase, workload: Wor
         per_token = max((_beside_attention(model, i) + (2 if output else 1) * h) * a, h * a + chunks)
     else:
         normed = h if model.pre_norm else 0
-        of_norm = 5 * h * a  # that is not compiled
+        of_norm = 0 if model.has_mlp(i) else 5 * h * a  # that is not compiled, where no MLP takes more
         per_token = max(normed * a + _attention_bytes(model, i, workload), (normed + h + wide) * a, of_norm)
     return tokens * per_token
 

@@ -193,10 +193,10 @@ GRANITE4_MOE = replace(
 NEMOTRON_H = replace(
     TINY,
     architecture="NemotronHForCausalLM",
-    num_hidden_layers=4,
-    one_branch=True,
-    layer_types=("linear_attention", "mlp", "full_attention", "mlp"),
-    no_rope_layers=(0, 0, 0, 0),
+    num_hidden_layers=3,
+    layer_types=("linear_attention", "linear_attention", "full_attention"),
+    mlp_layer_types=("dense", "none", "dense"),
+    no_rope_layers=(0, 0, 0),
     gated_mlp=False,
     hidden_act="relu2",
     mamba_n_heads=4,
@@ -208,7 +208,7 @@ NEMOTRON_H = replace(
 )
 NEMOTRON3 = replace(
     NEMOTRON_H,
-    layer_types=("linear_attention", "moe", "full_attention", "moe"),
+    mlp_layer_types=("sparse", "none", "sparse"),
     num_experts=4,
     num_experts_per_tok=2,
     moe_intermediate_size=24,
@@ -280,7 +280,8 @@ MODELS = {
     "nemotron-3, latent, of groups, with all kinds": replace(
         NEMOTRON3,
         num_hidden_layers=5,
-        layer_types=("moe", "linear_attention", "mlp", "moe", "full_attention"),
+        layer_types=("none", "linear_attention", "none", "full_attention", "linear_attention"),
+        mlp_layer_types=("sparse", "dense", "sparse", "none", "sparse"),
         no_rope_layers=(0, 0, 0, 0, 0),
         moe_latent_size=12,
         num_experts=8,

@@ -160,9 +160,7 @@ EXPERTS = dataclasses.replace(
 )
 
 
-ONE_BRANCH = dataclasses.replace(
-    MODEL, one_branch=True, layer_types=("full_attention",), gated_mlp=False, hidden_act="relu2"
-)
+APART = dataclasses.replace(MODEL, mlp_layer_types=("dense",), gated_mlp=False, hidden_act="relu2")
 BESIDE_MLP = dataclasses.replace(
     EXPERTS, architecture="Gemma4ForCausalLM", n_shared_experts=2, intermediate_size=80, post_norm=True
 )
@@ -185,14 +183,14 @@ BESIDE_MLP = dataclasses.replace(
         dataclasses.replace(MODEL, value_norm=True),
         dataclasses.replace(MODEL, layer_scalar=True),
         BESIDE_MLP,
-        ONE_BRANCH,
-        dataclasses.replace(ONE_BRANCH, layer_types=("mlp",)),
+        APART,
+        dataclasses.replace(APART, mlp_layer_types=("none",)),
+        dataclasses.replace(APART, layer_types=("none",)),
         dataclasses.replace(
             EXPERTS,
             n_shared_experts=1,
             moe_latent_size=32,
-            one_branch=True,
-            layer_types=("moe",),
+            mlp_layer_types=("sparse",),
             gated_mlp=False,
             hidden_act="relu2",
         ),
@@ -211,9 +209,10 @@ BESIDE_MLP = dataclasses.replace(
         "values normalised",
         "multiplied",
         "experts beside an MLP",
+        "an MLP without a gate",
         "attention alone",
         "an MLP alone",
-        "latent experts alone",
+        "latent experts without gates",
     ],
 )
 def test_what_is_counted_between_products_is_what_is_read_and_written(model: ModelSpec, recompute: str) -> None:

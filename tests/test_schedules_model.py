@@ -185,8 +185,8 @@ def test_layers_add_up_and_come_back_from_json(name: str) -> None:
         ("deepseek-v3", ["block", "block.dense"]),
         ("qwen3.5-9b", ["block", "block.linear"]),
         ("granite-4.0-h-tiny", ["block.linear", "block.no_rope"]),
-        ("nemotron-nano-9b-v2", ["block.linear", "block.mlp", "block.no_rope"]),
-        ("nemotron-3-super-120b-a12b", ["block.linear", "block.moe", "block.no_rope"]),
+        ("nemotron-nano-9b-v2", ["block.linear", "block.linear.attention_alone", "block.no_rope"]),
+        ("nemotron-3-super-120b-a12b", ["block.linear", "block.linear.attention_alone", "block.no_rope"]),
     ],
 )
 def test_layers_of_one_kind_cost_the_same(name: str, kinds: list[str]) -> None:
@@ -732,10 +732,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
             "shared_intermediate_size 70 is no multiple of moe_intermediate_size, 48",
         ),
         ({**NEMOTRON, "hybrid_override_pattern": "MX"}, "must be letters of 'M\\*-E', not 'MX'"),
-        ({**NEMOTRON, "hybrid_override_pattern": "M*-"}, "3 blocks are named, num_hidden_layers is 2"),
+        ({**NEMOTRON, "hybrid_override_pattern": "M*-"}, "3 layers are named, num_hidden_layers is 2"),
+        ({**NEMOTRON, "hybrid_override_pattern": ""}, "must be letters of 'M\\*-E', not ''"),
         ({**NEMOTRON, "hybrid_override_pattern": None}, "must be letters of 'M\\*-E', not None"),
         ({**NEMOTRON, "layers_block_type": "ME"}, "layers_block_type must be a list, not 'ME'"),
-        ({**NEMOTRON, "layers_block_type": ["mamba", "conv"]}, "layer_types holds 'conv', not 'full_attention', 'lin"),
+        ({**NEMOTRON, "layers_block_type": ["mamba", "conv"]}, "layers_block_type holds 'conv', not one of linear_att"),
+        ({**NEMOTRON, "layers_block_type": [["mamba"], 1]}, r"layers_block_type holds \"\['mamba'\]\", not one of"),
         ({**NEMOTRON, "mlp_hidden_act": "silu"}, "an MLP without a gate has .* the activation 'relu2'"),
         ({**NEMOTRON, "mlp_bias": True}, "mlp_bias of a NemotronHForCausalLM must be False, not True"),
         ({**NEMOTRON, "tie_word_embeddings": True}, "tie_word_embeddings of a NemotronHForCausalLM must be False, not"),
@@ -1269,9 +1271,11 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             else {"num_local_experts": 0},
         ],
         "NemotronHForCausalLM": [
-            {"hybrid_override_pattern": "M-*-" * (model.num_hidden_layers // 4)},
-            {"hybrid_override_pattern": "*-*-" * (model.num_hidden_layers // 4)},
-            {"layers_block_type": ["attention"] + ["mamba"] * (model.num_hidden_layers - 1)},
+            *({"hybrid_override_pattern": p, "num_hidden_layers": 6} for p in ("M-*M--", "*-*-*-", "*M*MMM", "-M-M--")),
+            {
+                "layers_block_type": ["attention", "mamba", "moe" if model.num_experts else "mlp"],
+                "num_hidden_layers": 3,
+            },
             {"n_groups": 4},
             {"conv_kernel": 3},
             {"mamba_head_dim": 32},
@@ -1400,8 +1404,8 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     ours = {
         ("lm_head.weight" if key == "lm_head.weight" else f"model.{prefix}{model.family.module_name(key)}"): shape
         for i in model.layers
-        for prefix in [f"layers.{i}." if i in model.blocks else ""]
         for key, shape in model.stored_shapes(i).items()
+        for prefix in [f"layers.{model.layer_number(i, key)}." if i in model.blocks else ""]
     }
     kept = {
         **dict(theirs.named_parameters()),
@@ -1410,7 +1414,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}
     assert model.total_params == sum(value.numel() for value in kept.values())
     last = theirs.model.layers[-1]  # the first of a Qwen3.5 has linear attention
-    attention = last.mixer if model.one_branch else last.self_attn
+    attention = last.mixer if model.family.branches_apart else last.self_attn
     dim = model.heads(model.head - 1).dim
     assert dim == (attention.head_dim if model.latent is None else attention.qk_head_dim)
     windows = [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in theirs.model.layers]
@@ -1418,7 +1422,8 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         "MistralForCausalLM",
         "Ministral3ForCausalLM",
         "Phi3ForCausalLM",
-    ):  # which build the window into their mask
+        "NemotronHForCausalLM",
+    ):  # which build the window into their mask, or have none
         assert windows == [model.window(i) for i in model.blocks]
 
 

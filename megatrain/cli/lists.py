@@ -13,6 +13,7 @@ from megatrain.cli.bars import stages
 from megatrain.cli.options import Json, Set, machine_of, print_json, require_outputs
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
+from schedules.model_checks import NONE
 
 if TYPE_CHECKING:
     from schedules.model import ModelSpec
@@ -83,8 +84,8 @@ def _shape(spec: ModelSpec) -> list[list[str]]:
         if spec.n_shared_experts:
             mlp += f" and {spec.n_shared_experts} for all"
     sizes = Counter(spec.params(i) for i in spec.blocks)
-    if spec.one_branch:
-        mlp += f", in {sum(map(spec.has_mlp, spec.blocks))} blocks without attention"
+    if NONE in spec.mlp_layer_types:
+        mlp += f", in {sum(map(spec.has_mlp, spec.blocks))} blocks"
     blocks = ", ".join(f"{count} of {params:,}" for params, count in sizes.items()) + " parameters"
     if dense := spec.first_k_dense_replace:
         blocks += f", the first {dense} without experts"
