@@ -109,7 +109,7 @@ def small(model: ModelSpec) -> ModelSpec:
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
     elif model.recurrence(0) is not None:
-        sizes |= {"intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+        sizes |= {"intermediate_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
         sizes["mamba_n_groups"] = min(model.mamba_n_groups, 2)
     return dataclasses.replace(model, **sizes, head_dim=16, sliding_window=model.window(0) and 4)
 
