@@ -41,7 +41,7 @@ def with_usual_names(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     attention before it make a block of ours. Raises ModelError for what no block does.
     """
     for key, usual in _USUAL.items():
-        if config.get(key, usual) != usual:
+        if config.get(key) not in (None, usual):
             raise ModelError(f"{name}: {key} of a {ARCHITECTURE} must be {usual!r}, not {config[key]!r}")
     pattern = _pattern(config, name)
     if config.get("num_hidden_layers", len(pattern)) != len(pattern):

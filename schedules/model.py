@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from schedules.delta import DeltaNet
@@ -352,8 +353,13 @@ class ModelSpec:
         """The number that transformers has for the layer in which a parameter of block i lies."""
         if not self.family.branches_apart:
             return i
-        of_mlp = name.startswith(("mlp.", f"{self.norms(i).before_mlp}."))
-        return sum(map(self.branches, range(i))) + (of_mlp and self.has_attention(i))
+        of_mlp = name.startswith("mlp.") or name == f"{self.norms(i).before_mlp}.weight"
+        return self._branches_before[i] + (of_mlp and self.has_attention(i))
+
+    @cached_property
+    def _branches_before(self) -> list[int]:
+        """Of each block, those of the blocks before it."""
+        return list(accumulate(map(self.branches, self.blocks), initial=0))
 
     def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
         """The same model with these of its blocks alone, in their order."""

@@ -861,6 +861,32 @@ def test_multipliers_and_fused_matrices_are_refused_where_they_have_no_meaning(
         dataclasses.replace(spec(), **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_layer_types": ("dense",)}, "mlp_layer_types names 1 blocks, num_hidden_layers is 2"),
+        ({"mlp_layer_types": ("dense", "moe")}, "mlp_layer_types holds 'moe', not 'dense', 'sparse' or 'none'"),
+        ({"layer_types": ("none", "full_attention")}, "layer_types holds 'none', not 'full_attention', 'sliding_att"),
+        (
+            {"layer_types": ("full_attention", "none"), "mlp_layer_types": ("none", "none")},
+            "block 1 has neither attention nor an MLP",
+        ),
+        ({"mlp_layer_types": ("none", "sparse")}, "mlp_layer_types holds 'sparse', and num_experts is 0"),
+        ({"mlp_layer_types": ("none", "dense"), "post_norm": True}, "mlp_layer_types with post_norm are not supported"),
+        ({"mlp_layer_types": ("none", "dense"), "residual_multiplier": 2.0}, "with a residual_multiplier are not"),
+        ({"gated_mlp": False}, "an MLP without a gate has a matrix of its own, and the activation 'relu2'"),
+        ({"gated_mlp": False, "hidden_act": "relu2", "fused_gate_up": True}, "an MLP without a gate has a matrix of"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported, only"),
+        ({"moe_latent_size": 4}, "moe_latent_size is 4, and num_experts is 0"),
+    ],
+)
+def test_blocks_without_attention_or_an_mlp_or_a_gate_are_refused_where_they_have_no_meaning(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        dataclasses.replace(spec(), **changes)
+
+
 def test_what_experts_need_is_refused_without_them() -> None:
     for key in ("n_group", "topk_group"):
         with pytest.raises(ModelError, match=f"{key} is 2, and num_experts is 0"):
@@ -870,6 +896,12 @@ def test_what_experts_need_is_refused_without_them() -> None:
 def test_bad_experts_and_windows_say_what_is_wrong() -> None:
     with pytest.raises(ModelError, match="not between 1 and num_experts"):
         experts(num_experts_per_tok=9)
+    ungated = {"gated_mlp": False, "hidden_act": "relu2"}
+    with pytest.raises(ModelError, match="router_bias of experts without a gate between their matrices"):
+        dataclasses.replace(experts(), **ungated, router_bias=True)
+    gpt_oss = spec(**GPT_OSS)
+    with pytest.raises(ModelError, match="a moe_latent_size in a GptOssForCausalLM is not supported"):
+        dataclasses.replace(gpt_oss, moe_latent_size=4)
     with pytest.raises(ModelError, match="needs moe_intermediate_size"):
         dataclasses.replace(experts(), moe_intermediate_size=0)
     with pytest.raises(ModelError, match="layer_types names 1 blocks"):
