@@ -19,6 +19,7 @@ from megatrain.way import Way
 from schedules.op import Op, Phase, Tier
 from schedules.schedule import Schedule
 from sim.machine import Gpu, HardwareProfile, Host, Issue, Link, Links, Measured, Nvme, Readings, Table, Value
+from sim.profile_coverage import layer_name
 from sim.signature import timed
 
 EXTREMES = 0.05  # of the samples, left out at either end
@@ -34,15 +35,17 @@ class _Ops:
 
     samples: dict[str, list[float]]
     workspace: dict[str, int]
+    layers: dict[str, int]  # what was timed of -> its parameters
     copies: dict[str, list[tuple[int, float]]]  # direction -> (bytes, ns)
     adam: list[tuple[str, Op, float]]  # precision, op on the host, ns
     gaps: list[float]
 
 
 def _gather(found: Sequence[tuple[Schedule, Mapping[str, Any]]]) -> _Ops:
-    ops = _Ops(samples={}, workspace={}, copies={"h2d": [], "d2h": []}, adam=[], gaps=[])
+    ops = _Ops(samples={}, workspace={}, layers={}, copies={"h2d": [], "d2h": []}, adam=[], gaps=[])
     for schedule, part in found:
-        durations = np.array(part["durations_ns"], dtype=float)
+        model, durations = schedule.model, np.array(part["durations_ns"], dtype=float)
+        ops.layers.update({layer_name(model, i): model.params(i) for i in model.layers})
         medians = np.median(durations, axis=0)
         ops.gaps.extend(np.median(np.array(part["gaps_ns"], dtype=float), axis=0))
         for name, nbytes in part["workspace"].items():
@@ -223,6 +226,7 @@ def _measured(
         op_times=table({k: _typical(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
         op_noise=table({k: _noise(v) for k, v in ops.samples.items()}, "ns", "each op alone, in place"),
         workspace=table(ops.workspace, "bytes", "peak of what torch allocates during the op and frees after"),
+        layers=table(ops.layers, "params", "counted"),
         links=several("links", "B/s"),
         dram=several("dram", "B/s"),
         adam=several("adam", "params/s"),

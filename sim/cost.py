@@ -19,7 +19,7 @@ from schedules.traffic import product_bytes
 from schedules.workload import PRECISIONS, Workload
 from sim.interpolation import between
 from sim.machine import HardwareProfile, Nvme, Value
-from sim.profile_coverage import command, covered, lacks_kind
+from sim.profile_coverage import command, covered, is_of_another, lacks_kind
 from sim.signature import in_words, is_timed, needs_time, signature, tabulated
 
 # Resources, each of capacity 1. Ops that use one together share it.
@@ -257,11 +257,12 @@ def _measured(op: Op, schedule: Schedule, profile: HardwareProfile) -> float | N
 def _unmeasured(op: Op, schedule: Schedule, profile: HardwareProfile) -> Unmeasured:
     key = signature(op, schedule.model, schedule.workload)
     lacks, known = lacks_kind(profile, key), schedule.policy in policies.names()
+    other = is_of_another(profile, schedule.model, op.layer)
     return Unmeasured(
         signature=key,
         kind=in_words(key) if lacks else "",
         machine=profile.name,
-        covered=covered(profile),
+        covered=f"another model called {schedule.model.name}" if other else covered(profile),
         command=command(schedule.model.name, [schedule.workload], to_measure(schedule), profile, alone=lacks and known),
         workload=schedule.workload,
     )
@@ -280,7 +281,7 @@ def _tabulated_ns(op: Op, schedule: Schedule, profile: HardwareProfile) -> float
     """The measured time of an op in ns, None if the profile has none. A part of a layer takes its part of the time."""
     if profile.mode == "datasheet" or profile.measured is None or profile.measured.op_times is None:
         return None
-    if not is_timed(op, schedule):
+    if not is_timed(op, schedule) or is_of_another(profile, schedule.model, op.layer):
         return None
     table, key = profile.measured.op_times, signature(op, schedule.model, schedule.workload)
     time_ns = tabulated(table, key, schedule.workload, between)

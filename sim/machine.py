@@ -200,6 +200,9 @@ class Measured:
         Table | None, _table("ns", "half of what the middle two thirds of an op's durations span, by signature")
     ] = None
     workspace: Annotated[Table | None, _table("bytes", "transient device memory of a compute op, by signature")] = None
+    layers: Annotated[
+        Table | None, _table("params", "parameters of the layers whose ops were timed, by model and kind of layer")
+    ] = None
     links: Annotated[Readings | None, _readings("B/s", "copies by direction/bytes/what runs beside")] = None
     dram: Annotated[
         Readings | None, _readings("B/s", "host memory, read and written, by what/threads/what runs beside")

@@ -21,6 +21,7 @@ from sim.cost import Demand, demands, peak_flops
 from sim.engine import simulate
 from sim.interpolation import largest_of_lines
 from sim.machine import HardwareProfile
+from sim.profile_coverage import is_of_another
 from sim.signature import signature, tabulated
 from sim.units import scaled
 
@@ -299,7 +300,7 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile, estimated: 
     if op.layer is None:
         return 0
     table = profile.measured.workspace if profile.measured else None
-    if table is not None:
+    if table is not None and not is_of_another(profile, schedule.model, op.layer):
         key = signature(op, schedule.model, schedule.workload)
         measured = tabulated(table, key, schedule.workload, largest_of_lines)
         if measured is not None:

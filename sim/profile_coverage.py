@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from schedules.model import ModelSpec
 from schedules.workload import ADAMW, RECOMPUTED, Workload
 from sim.machine import SHAPE, HardwareProfile
 
@@ -26,6 +27,22 @@ def covered(profile: HardwareProfile) -> str:
     for (model, element), found in shapes.items():
         alike.setdefault((model, _listed(sorted(found))), []).append(element.replace("/", ", "))
     return "; ".join(f"{model} at {at} in {' and '.join(kinds)}" for (model, at), kinds in alike.items()) or "no model"
+
+
+def layer_name(model: ModelSpec, i: int) -> str:
+    """What a layer's size stands under in a profile: its model and kind, as signatures begin."""
+    return f"{model.name}/{model.layer_kind(i)}"
+
+
+def is_of_another(profile: HardwareProfile, model: ModelSpec, i: int | None) -> bool:
+    """Whether layers of that name had another size when they were timed: two models may have one name.
+
+    Profiles from before tell no sizes.
+    """
+    sizes = profile.measured.layers if profile.measured else None
+    if sizes is None or i is None:
+        return False
+    return sizes.values.get(layer_name(model, i), model.params(i)) != model.params(i)
 
 
 def lacks_kind(profile: HardwareProfile, signature: str) -> bool:

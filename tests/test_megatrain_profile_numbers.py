@@ -353,6 +353,9 @@ def test_a_profile_has_the_lines_means_and_medians_of_what_was_read(on_gpu: bool
     alone = next(key for key, times in of_key.items() if len(times) == 1)
     assert told.op_noise.values[alone] == 0
     assert told.workspace.values == {"op": 7, "other": 9}
+    model = SCHEDULE.model
+    assert told.layers is not None
+    assert told.layers.values == {f"{model.name}/{model.layer_kind(i)}": model.params(i) for i in model.layers}
     assert told.host is not None and told.host.values["woken"] == (110, 200, 290)
     assert told.links is not None and told.links.values[f"d2h/{readings.SIZES[-1]}/both"] == (
         2 * 10**9,

@@ -16,10 +16,10 @@ from schedules.op import Tier
 from schedules.workload import RECOMPUTED, MemoryBudget, Workload
 from sim import hardware, whatif
 from sim.cost import MissingCost
-from sim.machine import HardwareProfile
+from sim.machine import HardwareProfile, Table
 from sim.plan import Plan, plan
 from sim.prediction import memory_of, predict
-from sim.profile_coverage import command, covered
+from sim.profile_coverage import command, covered, layer_name
 from sim.room import Room
 from sim.signature import in_words
 
@@ -70,6 +70,24 @@ def test_a_missing_time_is_told_with_what_there_is_and_the_whole_command() -> No
     assert str(told.value).endswith("megatrain profile tiny --batch 8 --seq 1024 --precision bf16 --out FILE")
     again = pickle.loads(pickle.dumps(told.value))
     assert (str(again), again.what) == (str(told.value), told.value.what)
+
+
+def test_times_of_another_model_of_the_same_name_are_not_taken() -> None:
+    """A configuration may have been edited since, or lie in a folder that is called as another's."""
+    older = timed(TINY, [step(4)])
+    assert older.measured is not None
+    sizes = {layer_name(TINY, i): TINY.params(i) for i in TINY.layers}
+    layers = Table(values=sizes, unit="params", source="counted")
+    profile = replace(older, measured=replace(older.measured, layers=layers))
+    room = memory_of(profile)
+    shorter, wider = replace(TINY, num_hidden_layers=2), replace(TINY, intermediate_size=8 * TINY.intermediate_size)
+    same = policies.build("streamed", shorter, step(4), room)
+    assert predict(same, profile).period_ns == predict(same, older).period_ns
+    other = policies.build("streamed", wider, step(4), room)
+    with pytest.raises(MissingCost, match=r"no measured time for tiny/block/.*; it covers another model called tiny;"):
+        predict(other, profile)
+    (row,) = compare.rows(wider, ["streamed"], profile, step(4))
+    assert row.fits is None and "another model called tiny" in row.reason
 
 
 @pytest.mark.parametrize(
