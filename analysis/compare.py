@@ -178,11 +178,14 @@ def frame(found: Iterator[Row] | Sequence[Row]) -> pd.DataFrame:
 
     table = pd.DataFrame([asdict(row) for row in found], columns=COLUMNS)
     step = ["model", "machine", "source", "micro_batch_size", "accumulation", "seq_len"]
-    step += ["optimizer", "matmul", "trains"]
+    step += ["optimizer", "recompute", "matmul", "grad_clip", "trains"]
     known = table["policy"].eq(BASELINE) & table["tokens_per_s"].notna()
     of_baseline = table.index.to_series().where(known)
-    any_state = of_baseline.groupby([table[name] for name in step]).transform("first")
-    same_state = of_baseline.groupby([table[name] for name in [*step, "precision"]]).transform("first")
+
+    def first_of_all_with(same: list[str]) -> pd.Series[Any]:
+        return of_baseline.groupby([table[name] for name in same], dropna=False).transform("first")
+
+    any_state, same_state = first_of_all_with(step), first_of_all_with([*step, "precision"])
     baseline = same_state.fillna(any_state)
     table["ratio_to_zero3_offload"] = table["tokens_per_s"] / baseline.map(table["tokens_per_s"])
     table["baseline"] = baseline.map(table["label"]).where(table["ratio_to_zero3_offload"].notna(), "")

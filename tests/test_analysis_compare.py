@@ -118,11 +118,11 @@ def test_ratios_are_to_zero3_offload_of_the_same_model_and_step(comparison: pd.D
         pd.testing.assert_series_equal(by_policy["ratio_to_zero3_offload"], expected, check_names=False)
 
 
-def test_ratios_are_to_the_baseline_on_the_same_machine_and_of_the_same_length() -> None:
-    names, long = ["zero3_offload", "resident"], replace(STEP, seq_len=128)
-    steps = ((H200, STEP), (load("gh200"), STEP), (H200, long))
+def test_ratios_are_to_the_baseline_on_the_same_machine_and_of_the_same_step() -> None:
+    names, others = ["zero3_offload", "resident"], ({"seq_len": 128}, {"grad_clip": 1.0}, {"recompute": "mlp"})
+    steps = ((H200, STEP), (load("gh200"), STEP), *((H200, replace(STEP, **other)) for other in others))
     ratios = frame([row for machine, step in steps for row in rows(TINY, names, machine, step)])
-    assert ratios["ratio_to_zero3_offload"].tolist()[::2] == [1.0] * 3
+    assert ratios["ratio_to_zero3_offload"].tolist()[::2] == [1.0] * 5
 
 
 def test_without_the_baseline_there_is_no_ratio() -> None:
