@@ -170,14 +170,17 @@ def profile_and_run(
     the runs. What is in `folder` is not measured or run again.
 
     Raises:
-        InputError: ops cannot be computed in the grid's way here, there is no such policy or precision, or no folder on
-            a drive where a schedule needs one.
+        InputError: ops cannot be computed in the grid's way here, there is no such policy or precision, two points have
+            one name, or there is no folder on a drive where a schedule needs one.
         Refused: what is in `folder` is of another machine, drive, way or grid; or what `train` refuses.
     """
     here = machine_here(partial(backend_of, grid.backend), grid.nvme)
     grid.way.require(on_gpu=here.on_gpu)
     calibrated = {model.name: grid.schedules(model, grid.calibrated) for model in grid.models}
     schedules = grid.points()
+    names = [name_of(schedule) for schedule in schedules]
+    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):  # one run would be two
+        raise InputError(f"two points are called {twice}: name each model, policy and shape once, and rename a file")
     for schedule in schedules:
         require_drive(verify(schedule), grid.nvme)
     claim(folder, here, grid.way, grid.measured())  # not before it is known that there is something to measure

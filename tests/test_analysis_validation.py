@@ -227,6 +227,23 @@ def test_a_schedule_that_lacks_a_drive_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("change", "twice"),
+    [
+        ({"models": (presets.load("tiny"), replace(presets.load("demo"), name="tiny"))}, "tiny-resident-3x32"),
+        ({"policies": ("resident", "streamed", "streamed slots=2")}, "tiny-streamed-3x32"),  # by default it has two
+        ({"held_out": ((3, 32), (2, 48), (3, 32))}, "tiny-resident-3x32"),
+    ],
+)
+def test_what_could_not_be_told_apart_is_refused_before_anything_is_measured(
+    change: dict[str, object], twice: str, tmp_path: Path
+) -> None:
+    """One run would count as two rounds without noise, or as another model's."""
+    with pytest.raises(InputError, match=f"two points are called {twice}: "):
+        validate.profile_and_run(small(**change), tmp_path, lambda done, note: None, lambda done, note: None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"calibrated": ((1, 16), (4, 16), (2, 32), (8, 64))}, "profiled shapes: 1x16, 4x16, 2x32, 4x64"),
