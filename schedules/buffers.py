@@ -14,7 +14,7 @@ from schedules.op import Access, Buffer, Tier
 from schedules.ring import Ring
 from schedules.tensor import Part, describe, named, parse
 from schedules.whole_numbers import fault
-from schedules.words import one_of
+from schedules.words import one_of, own_name
 from schedules.workload import Workload
 
 Held = tuple[str, str]  # a buffer and the tensor in it
@@ -108,6 +108,8 @@ class Buffers:
 
     def buffer(self, name: str, tier: Tier = Tier.DEVICE) -> str:
         """Declare a buffer; its size follows from what is put into it."""
+        if name not in self._tiers:
+            own_name(name, "a buffer")
         tier = one_of(Tier, tier, f"buffer {name}")
         if self._tiers.setdefault(name, tier) != tier:
             raise ProgramError(f"buffer {name} is on tier {self._tiers[name]}, not {tier}")

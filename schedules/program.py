@@ -23,7 +23,7 @@ from schedules.ring import Ring
 from schedules.schedule import Knob, Schedule
 from schedules.tensor import Part, describe, parse
 from schedules.whole_numbers import fault
-from schedules.words import listed, one_of
+from schedules.words import listed, one_of, own_name
 from schedules.workload import Workload
 
 Keep = Literal["all", "input", "nothing"]
@@ -338,7 +338,7 @@ class Program(Buffers):
         reads = [held(grad, "norm([...])") for grad in grads]
         writes: list[Held] = []
         self._add_to(tensors.NORM, self.buffer("norm", Tier.HOST), reads, writes)
-        self._update(name, Phase.NORM, None, stream, reads, writes)
+        self._update(own_name(name, "an op"), Phase.NORM, None, stream, reads, writes)
 
     def scale(self, i: int, *, grad: Held, stream: Stream = Stream.CPU) -> None:
         """Multiply a gradient by the clipping coefficient: a pass over all of it, even if the coefficient is 1."""
@@ -432,7 +432,7 @@ class Program(Buffers):
     def synchronize(self, *until: Held, kind: Kind = Kind.UPDATE, name: str = "H") -> None:
         """The issuing host waits until these (buffer, tensor) pairs are ready."""
         reads = [held(one, "synchronize(...)") for one in until]
-        self._emit(name, kind, Phase.SYNC, Stream.HOST, reads=reads)
+        self._emit(own_name(name, "an op"), kind, Phase.SYNC, Stream.HOST, reads=reads)
 
     # ---- fitting
 

@@ -24,6 +24,13 @@ def one_of(words: type[E], value: E, where: str) -> E:
         raise ProgramError(f"{where}: a {words.__name__.lower()} is {listed(words)}, not {value!r}") from None
 
 
+def own_name(name: str, of: str) -> str:
+    """The name that a policy gave to something, as a file of the schedule can have it. Raises ProgramError."""
+    if not isinstance(name, str) or not name or plain(name) != name:
+        raise ProgramError(f"the name of {of} must be text that can be shown, not {name!r}")
+    return name
+
+
 def listed(words: Iterable[str]) -> str:
     *first, last = map(str, words)
     return f"{', '.join(first)} or {last}"
