@@ -104,6 +104,7 @@ def policy({first} *, name_or_path: int = 1, values: int = 1):
         ("slots: int = '2'", "mine: the default of knob slots must be a whole number, not '2'"),
         ("slots: int = None", "mine: the default of knob slots must be a whole number, not None"),
         ("slots: int = -1", "mine: the default of knob slots must be at least 0, not -1"),
+        ("word: str = 'a\\n'", "mine: the default of knob word must be text that can be shown, not 'a\\n'"),
         ("order: Literal['a', 'b'] = 'c'", "mine: the default of knob order must be 'a' or 'b', not 'c'"),
     ],
 )

@@ -358,6 +358,8 @@ def _check(what: str, value: Knob, knob: inspect.Parameter) -> None:
         raise PolicyError(f"{what} must be at least 0, not {value}")
     if type(value) is float and not math.isfinite(value):
         raise PolicyError(f"{what} must be finite, not {value}")
+    if isinstance(value, str) and plain(value) != value:  # which no file of the schedule could have
+        raise PolicyError(f"{what} must be text that can be shown, not {value!r}")
 
 
 def _parse(name: str, text: str, knob: inspect.Parameter) -> Knob:
