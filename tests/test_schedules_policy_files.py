@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +115,17 @@ def test_a_default_is_of_its_knobs_kind(tmp_path: Path, knob: str, told: str) ->
     with pytest.raises(PolicyError) as raised:
         policies.explain(path)
     assert str(raised.value) == told
+
+
+def test_a_file_is_read_anew_however_soon_it_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same size within a second, by a script that varies a policy: Python tells files apart by these two."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    text = Path("docs/my_policy.py").read_text()
+    for slots in (2, 3):
+        path = written(tmp_path, text.replace("slots: int = 2", f"slots: int = {slots}"))
+        os.utime(path, (1e9, 1e9))
+        assert policies.build(path, TINY, replace(STEP, grad_clip=None), ROOM).knobs == {"slots": slots}
+    assert not list(tmp_path.glob("__pycache__"))
 
 
 @pytest.mark.parametrize("indents", [(8, 12), (8, 10), (8, 8), (6, 8), (12, 14), (8, 9)])
