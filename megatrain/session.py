@@ -235,6 +235,9 @@ def _seldom_collecting_garbage() -> Iterator[Callable[[], None]]:
     Otherwise a full collection would go through them, and hold up every thread for some tenths of a second, every
     twenty to a hundred steps.
     """
+    if gc.get_freeze_count():  # the caller's, who would find them let go with ours, and sees to it alone
+        yield lambda: None
+        return
 
     def settled() -> None:
         gc.collect()

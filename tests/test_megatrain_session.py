@@ -94,11 +94,22 @@ def test_a_checkpoint_on_the_way_that_has_no_room_does_not_end_the_training(
 
 
 def test_what_lives_on_is_not_looked_through_for_garbage_and_is_let_go_in_the_end() -> None:
-    before, seen = gc.get_freeze_count(), list[int]()
-    session.train(
-        verified(), steps=2, hyper=Adam(lr=1e-3), on_step=lambda step, loss, norm: seen.append(gc.get_freeze_count())
-    )
-    assert min(seen) > before + 10_000 and gc.get_freeze_count() <= before
+    seen = list[int]()
+
+    def train() -> None:
+        seen.clear()
+        session.train(verified(), steps=2, hyper=Adam(lr=1e-3), on_step=lambda *of: seen.append(gc.get_freeze_count()))
+
+    gc.unfreeze()  # as everywhere but in tests
+    try:
+        train()
+        assert min(seen) > 10_000 and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    train()
+    # what the caller keeps from it stays so, but for what is no longer needed
+    assert before - 1000 < gc.get_freeze_count() <= before and max(seen) <= before
 
 
 def test_who_goes_on_exports_with_the_tokenizer_that_the_training_began_with(tmp_path: Path) -> None:
