@@ -24,7 +24,7 @@ class Amounts:
         self._model, self._workload = model, workload
         self._nbytes: dict[str, int] = {}
         self._computed: dict[tuple[str, Phase, bool, bool], tuple[int, int]] = {}
-        self._workspace: dict[tuple[str, Phase], int] = {}
+        self._workspace: dict[tuple[str, Phase, bool], int] = {}
         self._updated: dict[tuple[int | None, Phase, Part | None, tuple[str, ...]], tuple[int, int, int]] = {}
 
     def tensor(self, name: str) -> int:
@@ -45,11 +45,11 @@ class Amounts:
             self._computed[key] = flops, nbytes
         return self._computed[key]
 
-    def workspace(self, i: int, phase: Phase) -> int:
+    def workspace(self, i: int, phase: Phase, *, output: bool = True) -> int:
         """Bytes that a compute op on layer i, or the optimizer's step on the device, takes beside its buffers."""
-        key = self._model.layer_kind(i), phase
+        key = self._model.layer_kind(i), phase, output
         if key not in self._workspace:
-            self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload)
+            self._workspace[key] = workspace_bytes(self._model, i, phase, self._workload, output=output)
         return self._workspace[key]
 
     def update(self, i: int | None, phase: Phase, touched: Iterable[str], part: Part | None) -> tuple[int, int, int]:

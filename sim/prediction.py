@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from schedules import tensor as tensors
+from schedules.amounts import amounts_of
 from schedules.errors import Refused
 from schedules.flops import model_flops_per_step
 from schedules.op import Kind, Op, Phase, Tier
 from schedules.schedule import Schedule
 from schedules.trace import Trace
 from schedules.workload import MemoryBudget
-from schedules.workspace import workspace_bytes
 from sim.bound import Bound, bound_of
 from sim.cost import Demand, demands, peak_flops
 from sim.engine import simulate
@@ -309,16 +308,11 @@ def _workspace(op: Op, schedule: Schedule, profile: HardwareProfile, estimated: 
 
 
 def _estimates(schedule: Schedule) -> Callable[[Op], int]:
-    """What tells the bytes of an op's workspace; a layer's ops of one phase and result take the same."""
-
-    @functools.cache
-    def of(layer: int, phase: Phase, output: bool) -> int:
-        return workspace_bytes(schedule.model, layer, phase, schedule.workload, output=output)
+    """What tells the bytes of an op's workspace."""
+    workspace = amounts_of(schedule.model, schedule.workload).workspace
 
     def estimated(op: Op) -> int:
-        if op.layer is None:
-            return 0
-        return of(op.layer, op.phase, op.makes_output)
+        return 0 if op.layer is None else workspace(op.layer, op.phase, output=op.makes_output)
 
     return estimated
 

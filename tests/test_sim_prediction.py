@@ -9,8 +9,9 @@ import pytest
 from strategies import MODEL, bare, round_profile, schedule_of
 
 from schedules import policies, presets
+from schedules.amounts import Amounts
 from schedules.flops import forward_flops
-from schedules.op import Buffer, Kind, Stream, Tier, Wait
+from schedules.op import Buffer, Kind, Phase, Stream, Tier, Wait
 from schedules.schedule import Schedule
 from schedules.workload import MemoryBudget, Workload
 from schedules.workspace import workspace_bytes
@@ -109,6 +110,17 @@ def test_the_peak_is_all_buffers_and_the_largest_workspace(schedule: Schedule) -
     workspace = max(workspace_bytes(schedule.model, layer, phase, schedule.workload) for layer, phase in phases)
     assert workspace > 0
     assert peaks == {**by_tier, Tier.DEVICE: by_tier[Tier.DEVICE] + workspace}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_workspace_of_a_recompute_is_that_of_what_it_makes(first: bool, schedule: Schedule) -> None:
+    """Asked for with and without the block's output, in either order: what was found first is remembered."""
+    model, workload = schedule.model, replace(schedule.workload, recompute="mlp")
+    amounts = Amounts(model, workload)
+    for output in (first, not first):
+        right = workspace_bytes(model, 0, Phase.RECOMPUTE, workload, output=output)
+        assert amounts.workspace(0, Phase.RECOMPUTE, output=output) == right
+    assert right != workspace_bytes(model, 0, Phase.RECOMPUTE, workload, output=first)
 
 
 def test_a_machines_budget_is_all_the_memory_it_has() -> None:
