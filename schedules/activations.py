@@ -18,11 +18,10 @@ _TOLD = 3  # activations never freed, of what may be hundreds
 class ActivationBuffers:
     """Which activation is in which buffer. A buffer given back serves the next of its kind and size.
 
-    `declare` makes a buffer, `nbytes` tells a tensor's size.
+    `nbytes` tells a tensor's size.
     """
 
-    def __init__(self, declare: Callable[[str, Tier], str], nbytes: Callable[[str], int]) -> None:
-        self._declare = declare
+    def __init__(self, nbytes: Callable[[str], int]) -> None:
         self._nbytes = nbytes
         self._free: dict[tuple[str, int], list[str]] = {}  # by kind and size, given back longest ago first
         self._made: dict[str, int] = {}  # kind -> how many buffers
@@ -43,8 +42,11 @@ class ActivationBuffers:
             raise ProgramError(_missing(tensor, gone=tensor in self._gone))
         return self._live[tensor][0]
 
-    def take(self, tensor: str, tier: Tier = Tier.DEVICE) -> str:
-        """A buffer for `tensor`, from now on its place; where it was before is given back."""
+    def take(self, tensor: str, tier: Tier, declare: Callable[[str, Tier], str]) -> str:
+        """A buffer for `tensor`, from now on its place; where it was before is given back.
+
+        `declare` makes one, where none is free.
+        """
         # inputs and their gradients have one size and share their buffers
         cls = "saved" if parse(tensor).cls == tensors.SAVED else "hidden"
         kind = cls if tier == Tier.DEVICE else f"{tier}.{cls}", self._nbytes(tensor)
@@ -53,7 +55,7 @@ class ActivationBuffers:
         else:
             number = self._made.get(kind[0], 0)
             self._made[kind[0]] = number + 1
-            buffer = self._declare(f"{kind[0]}{number}", tier)
+            buffer = declare(f"{kind[0]}{number}", tier)
         if tensor in self._live:
             self.give_back(tensor)
         self._live[tensor] = buffer, kind

@@ -38,7 +38,7 @@ class Frozen:
         self._ring = p.slots("weight", slots)
         self._ends = end_buffers(p, "weight")
         self._whole = p.buffer("whole") if p.workload.quantised is not None else ""
-        self._window = Window([i for i in visits if i not in staying], ahead=slots, fetch=self._fetch)
+        self._window = Window([i for i in visits if i not in staying], ahead=slots)
 
     def kept(self, i: int) -> str:
         """The tensor that layer i's weights are, between steps and on links."""
@@ -50,7 +50,7 @@ class Frozen:
         p = self._program
         if i in self._ends:
             return None if i in self._staying else p.load(p.weight(i), self._ends[i])
-        buffer = None if i in self._staying else self._window.weights(i)
+        buffer = None if i in self._staying else self._window.weights(i, self._fetch)
         if not is_quantised(p.model, i, p.workload):
             return buffer
         if p.holds(self._whole) == p.weight(i):

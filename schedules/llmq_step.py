@@ -42,12 +42,15 @@ class LlmqStep:
         """All micro-batches, and the update."""
         p, blocks = self._program, self._program.model.blocks
         order = visits(self._kept, blocks) * p.workload.accumulation
-        window = Window(order, ahead=2, fetch=lambda i: p.load(p.weight(i), self._block))
+        window = Window(order, ahead=2)
+
+        def fetch(i: int) -> str:
+            return p.load(p.weight(i), self._block)
 
         def weights(i: int) -> str | None:
             if not self._weights:
                 return None
-            return p.load(p.weight(i), self._end[i]) if i in self._end else window.weights(i)
+            return p.load(p.weight(i), self._end[i]) if i in self._end else window.weights(i, fetch)
 
         def done(i: int, buffer: str) -> None:
             if i in self._away:

@@ -46,7 +46,8 @@ class Program(Buffers):
         self._ops: list[Op] = []
         self._names: dict[str, int] = {}
         self._parts_left: dict[int, int] = {}  # layer -> how many parts of its state are yet to be updated
-        self._activations = ActivationBuffers(self._of_activations, self.nbytes)
+        # it knows nothing of the program: in a circle of references ops would live until garbage is looked for
+        self._activations = ActivationBuffers(self._amounts.tensor)
 
     # ---- copies
 
@@ -110,14 +111,14 @@ class Program(Buffers):
         """Move a live activation from the device to the host, or from there to NVMe, and give its buffer back."""
         source = self._activations.where(tensor)
         stream = Stream.NVME_WRITE if tier == Tier.NVME else Stream.D2H
-        self.offload(tensor, out_of=source, into=self._activations.take(tensor, tier), stream=stream)
+        self.offload(tensor, out_of=source, into=self._take(tensor, tier), stream=stream)
         self.discard(source)
 
     def restore(self, tensor: str, *, tier: Tier = Tier.DEVICE) -> None:
         """Bring an evicted activation back to the device, or from NVMe to the host."""
         source = self._activations.where(tensor)
         stream = Stream.NVME_READ if tier == Tier.HOST else Stream.H2D
-        self.prefetch(tensor, into=self._activations.take(tensor, tier), out_of=source, stream=stream)
+        self.prefetch(tensor, into=self._take(tensor, tier), out_of=source, stream=stream)
         self.discard(source)
 
     # ---- compute
@@ -240,7 +241,10 @@ class Program(Buffers):
             self.discard(self._activations.give_back(tensor))
 
     def _new(self, activation: str) -> Held:
-        return self._activations.take(activation), activation
+        return self._take(activation, Tier.DEVICE), activation
+
+    def _take(self, activation: str, tier: Tier) -> str:
+        return self._activations.take(activation, tier, self._of_activations)
 
     def _compute(
         self,

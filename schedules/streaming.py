@@ -72,7 +72,7 @@ class StreamedStep:
         order = visits(kept, model.blocks, turns=workload.accumulation, singly=places.singly) * places.groups
         streamed = [i for i in order if i in places.streamed]
         self.ahead = places.streamed[:slots]
-        self.window = Window(streamed, ahead=len(self.ahead), fetch=self._fetch)
+        self.window = Window(streamed, ahead=len(self.ahead))
         p.keep_on_device(*(p.state(*state) for state in sorted(places.staying)))
         self.staging = Staging(p, places, slots=nvme_slots, ahead=len(self.ahead))
         self.passing = Passing(p, places, self.staging, [i for i in order for _ in range(places.turns(i))])
@@ -122,7 +122,7 @@ class StreamedStep:
             return None
         if i in self.copy:
             return self.program.load(self.program.weight(i), self.copy[i])
-        self.slot = self.window.weights(i)
+        self.slot = self.window.weights(i, self._fetch)
         return self.slot
 
     def _turn(self) -> None:

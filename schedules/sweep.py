@@ -151,19 +151,21 @@ class _Sweep:
 class Window:
     """Blocks' weights, those of the coming visits on their way.
 
-    `visits` are the blocks in the order in which they run; `fetch(i)` loads block i and returns its slot;
-    `ahead` visits, the present one included, are loaded.
+    `visits` are the blocks in the order in which they run; `ahead` visits, the present one included, are loaded.
     """
 
-    def __init__(self, visits: Iterable[int], *, ahead: int, fetch: Callable[[int], str]) -> None:
-        self._visits, self._ahead, self._fetch = deque(visits), ahead, fetch
+    def __init__(self, visits: Iterable[int], *, ahead: int) -> None:
+        self._visits, self._ahead = deque(visits), ahead
         self._loaded: deque[tuple[int, str]] = deque()
 
-    def weights(self, i: int) -> str:
-        """The slot with block i's weights; the visits after it are asked for."""
+    def weights(self, i: int, fetch: Callable[[int], str]) -> str:
+        """The slot with block i's weights; the visits after it are asked for.
+
+        `fetch(i)` loads block i and returns its slot.
+        """
         while self._visits and len(self._loaded) < self._ahead:
             coming = self._visits.popleft()
-            self._loaded.append((coming, self._fetch(coming)))
+            self._loaded.append((coming, fetch(coming)))
         visited, slot = self._loaded.popleft()
         assert visited == i, "blocks run in the order of the visits"
         return slot
@@ -191,12 +193,12 @@ class Streamed:
         self._ring, self._grads = p.slots("weight", slots), p.slots("grad", 2)
         self.ends = (p.model.embed, p.model.head)
         self._end_weights, self._end_grads = end_buffers(p, "weight"), end_buffers(p, "grad")
-        self._window = Window(visits(kept, p.model.blocks) * groups, ahead=slots, fetch=self._block)
+        self._window = Window(visits(kept, p.model.blocks) * groups, ahead=slots)
 
     def weights(self, i: int) -> str:
         """The buffer with layer i's weights."""
         if i not in self.ends:
-            return self._window.weights(i)
+            return self._window.weights(i, self._block)
         buffer = self._end_weights[i]
         return buffer if self._program.holds(buffer) == self._program.weight(i) else self._fetch(i, buffer)
 

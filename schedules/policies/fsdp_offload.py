@@ -74,7 +74,7 @@ def policy(
 
     def run(m: int) -> None:
         """One micro-batch; the host waits for its gradients."""
-        window = Window(visits(kept, model.blocks), ahead=ahead, fetch=fetch)
+        window = Window(visits(kept, model.blocks), ahead=ahead)
 
         def done(i: int, buffer: str) -> None:
             if m < first:
@@ -90,7 +90,7 @@ def policy(
         sweep(
             p,
             [m],
-            weights=lambda i: root[i] if i in root else window.weights(i),
+            weights=lambda i: root[i] if i in root else window.weights(i, fetch),
             grad=lambda i: root_grads[i] if i in root else sums.get(i) or grads.next(),
             done=done,
             kept=kept,
