@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 120.0
@@ -21,6 +26,47 @@ SERVER.set_forkserver_preload(["tests.preloaded"])
 def megatrain(*arguments: str, cwd: Path | None = None) -> CompletedProcess[str]:
     """`megatrain ...`: what it wrote and how it ended. Raises TimeoutExpired."""
     return _forked(_megatrain, ["megatrain", *arguments], cwd or ROOT, os.environ)
+
+
+@dataclass
+class Begun:
+    """A `megatrain ...` that runs, and what it writes."""
+
+    process: BaseProcess
+    stdout: TextIO
+    stderr: TextIO
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self) -> CompletedProcess[str]:
+        """Waits for its end; with what was not yet read."""
+        out, err = ("" if stream.closed else stream.read() for stream in (self.stdout, self.stderr))
+        self.process.join()
+        assert self.process.exitcode is not None
+        return CompletedProcess("megatrain", self.process.exitcode, out, err)
+
+
+@contextmanager
+def begun(*arguments: str) -> Iterator[Begun]:
+    """`megatrain ...` that hears of signals; killed at the end, or after TIMEOUT_S, where it has not ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        for file in files:
+            os.mkfifo(file)
+        more = (ROOT, files, dict(os.environ))
+        process = SERVER.Process(target=_run, args=(_hearing, ["megatrain", *arguments], *more))
+        process.start()
+        late = threading.Timer(TIMEOUT_S, process.kill)
+        late.start()
+        with files[0].open() as out, files[1].open() as err:
+            try:
+                yield Begun(process, out, err)
+            finally:
+                late.cancel()
+                process.kill()
+                process.join()
 
 
 def python(code: str, *arguments: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
@@ -65,6 +111,15 @@ def _megatrain() -> None:
     from megatrain.cli import main
 
     main()
+
+
+def _hearing() -> None:
+    # those of the server may be of files, in which there are places to go to
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup has this
+    _megatrain()
 
 
 def _python(code: str) -> None:

@@ -14,15 +14,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from command import ROOT, megatrain
+from command import ROOT, Begun, begun, megatrain
 from rich.console import Console
 from rich.progress import Progress
 
@@ -370,9 +370,10 @@ def test_a_training_that_diverges_is_json_and_a_no(tmp_path: Path) -> None:
 def test_who_interrupts_a_training_loses_no_step(how: signal.Signals, tmp_path: Path) -> None:
     with _endless(tmp_path, "--every", "5") as run:
         _wait(lambda: list(tmp_path.glob("run/*/training.json")))
-        run.send_signal(how)
-        out, told = run.communicate(timeout=60)
-    assert run.returncode == 130 and "loss" in out
+        run.signal(how)
+        done = run.ended()
+    told = done.stderr
+    assert done.returncode == 130 and "loss" in done.stdout
     log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     saved = tmp_path / "run" / f"step-{log[-1]['step']:08d}"
     assert (
@@ -405,13 +406,13 @@ def test_who_interrupts_before_a_command_begins_is_told_without_a_traceback(wher
 def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
     with _endless(tmp_path, "--accumulation", "80", "--seq", "256") as run:  # a step takes a second or more
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
-        run.send_signal(signal.SIGINT)
+        run.signal(signal.SIGINT)
         _read_until(run, "steps under way")
         time.sleep(TOGETHER_S)
-        run.send_signal(signal.SIGINT)
-        _, told = run.communicate(timeout=60)
-    assert run.returncode == 130
-    assert re.search(r"megatrain: interrupted after step \d+; no checkpoint was saved\n$", told)
+        run.signal(signal.SIGINT)
+        done = run.ended()
+    assert done.returncode == 130
+    assert re.search(r"megatrain: interrupted after step \d+; no checkpoint was saved\n$", done.stderr)
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -419,11 +420,11 @@ def test_who_interrupts_in_a_long_op_is_told_and_then_does_not_wait(tmp_path: Pa
     with _endless(tmp_path, "--seq", "60000") as run:  # an op takes seconds
         _read_until(run, "first step")
         time.sleep(2.0)
-        run.send_signal(signal.SIGINT)
+        run.signal(signal.SIGINT)
         _read_until(run, "ends after the ops under way")
-        run.send_signal(signal.SIGINT)
-        _, told = run.communicate(timeout=60)
-    assert run.returncode == 130 and told == "\nmegatrain: ended in the middle of an op\n"
+        run.signal(signal.SIGINT)
+        done = run.ended()
+    assert done.returncode == 130 and done.stderr == "\nmegatrain: ended in the middle of an op\n"
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -445,11 +446,11 @@ def test_a_signal_while_an_interrupted_process_ends_changes_nothing(interrupted:
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as `timeout` sends it
     with _endless(tmp_path, "--accumulation", "50") as run:
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
-        run.send_signal(signal.SIGTERM)
+        run.signal(signal.SIGTERM)
         _read_until(run, "steps under way")
-        run.send_signal(signal.SIGTERM)
-        _, told = run.communicate(timeout=60)
-    assert run.returncode == 130 and told.endswith(" is kept\n") and list((tmp_path / "run").iterdir())
+        run.signal(signal.SIGTERM)
+        done = run.ended()
+    assert done.returncode == 130 and done.stderr.endswith(" is kept\n") and list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.one_in(2)
@@ -457,16 +458,13 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:  # as
 def test_who_interrupts_what_comes_after_a_training_loses_no_result(how: signal.Signals, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace")  # which waits for a reader
     files = ["--save", str(tmp_path / "run"), "--trace", str(tmp_path / "trace")]
-    command = [sys.executable, "-m", "megatrain", "run", "tiny", "-b", "1", "-s", "16", "--steps", "2", *files]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, cwd=ROOT, preexec_fn=_hears) as run:
-        while not run.stderr.readline().startswith("saved"):
-            pass
+    with begun("run", "tiny", "-b", "1", "-s", "16", "--steps", "2", *files) as run:
+        _read_until(run, "saved")
         time.sleep(1.0)  # until it waits
-        run.send_signal(how)
-        out, told = run.communicate(timeout=60)
-    assert run.returncode == 130 and "loss" in out
-    assert told == f"megatrain: interrupted after step 2; {tmp_path / 'run' / 'step-00000002'} is kept\n"
+        run.signal(how)
+        done = run.ended()
+    assert done.returncode == 130 and "loss" in done.stdout
+    assert done.stderr == f"megatrain: interrupted after step 2; {tmp_path / 'run' / 'step-00000002'} is kept\n"
 
 
 @pytest.mark.parametrize(
@@ -494,11 +492,10 @@ def test_a_training_goes_on_and_saves_where_nobody_hears_it(tmp_path: Path) -> N
     with _endless(tmp_path) as run:  # piped to `tee`, say, which Ctrl-C ends at once
         _wait(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text())
         run.stderr.close()
-        run.send_signal(signal.SIGINT)
-        run.stderr = None
-        out, _ = run.communicate(timeout=60)
+        run.signal(signal.SIGINT)
+        done = run.ended()
     last = json.loads((tmp_path / "log").read_text().splitlines()[-1])["step"]
-    assert run.returncode == 130 and "loss" in out
+    assert done.returncode == 130 and "loss" in done.stdout
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last:08d}"]
 
 
@@ -510,21 +507,12 @@ def test_a_full_drive_under_stderr_stops_no_training(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-@contextmanager
-def _endless(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def _endless(folder: Path, *options: str) -> AbstractContextManager[Begun]:
     step = ["run", "tiny", "-p", "zero_infinity", "-b", "1", "-s", "16", "--nvme", str(folder), *options]
-    files = ["--save", str(folder / "run"), "--log", str(folder / "log"), "--steps", "1000000"]
-    command = [sys.executable, "-m", "megatrain", *step, *files]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, cwd=ROOT, preexec_fn=_hears) as run:
-        try:
-            yield run
-        finally:
-            run.kill()  # one that did not hear would be waited for
+    return begun(*step, "--save", str(folder / "run"), "--log", str(folder / "log"), "--steps", "1000000")
 
 
-def _read_until(run: subprocess.Popen[str], words: str) -> None:
-    assert run.stderr is not None
+def _read_until(run: Begun, words: str) -> None:
     if not any(words in line for line in run.stderr):
         pytest.fail(f"it ended, and did not say {words!r}")
 
@@ -534,11 +522,6 @@ def _wait(until: Callable[[], object]) -> None:
     while not until():
         assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.05)
-
-
-def _hears() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup has this
 
 
 def shown(steps: int, moments: list[float], monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, StringIO]:
@@ -629,7 +612,9 @@ def test_the_version() -> None:
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    """Its commands, and those on training, are parsed; those that only plan are run as they stand."""
+    """Its commands, and those on training, are parsed; those that only plan are run, where they compare all policies of
+    one.
+    """
     text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/training.md"))
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^megatrain (.+)$", text, re.MULTILINE)]
     assert len(commands) >= 5
@@ -640,7 +625,8 @@ def test_every_command_of_the_readme_exists() -> None:
         options = [word for word in command if word.startswith("--")]
         assert all(option in done.stdout for option in options), (command, done.stdout)
         if command[0] in ("simulate", "compare") and not any(word.endswith(".json") for word in command):
-            assert megatrain(*command).returncode == 0, command
+            all_policies = command[0] == "compare" and "-p" not in command
+            assert megatrain(*command, *(["-p", "streamed"] if all_policies else [])).returncode == 0, command
 
 
 def test_the_readme_shows_the_example_policy_as_it_is() -> None:

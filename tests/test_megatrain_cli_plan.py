@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, megatrain
+from command import ROOT, megatrain, python
 from timed_profile import timed
 
 from megatrain import cli, plan_tables
@@ -25,6 +25,7 @@ from sim.plan import plan
 from sim.prediction import memory_of
 
 STEP = ("-t", "256", "-s", "64")
+BESIDE = {**os.environ, "PYTHONPATH": str(ROOT)}
 SHORT = ("-t", "128", "-s", "64")  # half as many ways to split it
 
 
@@ -294,7 +295,7 @@ def test_a_proof_without_a_solver_is_told_before_the_search() -> None:
         "import sys\nsys.modules['ortools'] = None\nfrom megatrain import cli\n"
         "sys.argv = ['megatrain', 'plan', 'tiny', '-t', '256', '-s', '64', '--prove', '5']\ncli.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = python(program, environment=BESIDE)
     assert done.returncode == 2 and "pip install 'megatrain[prove]'" in done.stderr and "tokens/s" not in done.stderr
 
 
@@ -307,7 +308,7 @@ def test_a_plan_that_cannot_be_proven_is_not_lost(tmp_path: Path) -> None:
         f"sys.argv = ['megatrain', 'plan', 'tiny', *{SHORT!r}, '--prove', '5', '-o', {str(file)!r}]\n"
         "cli.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = python(program, environment=BESIDE)
     assert done.returncode == 2 and "an order is proven up to 1" in done.stderr
     assert "throughput" in done.stdout and file.is_file()
 

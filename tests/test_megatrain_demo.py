@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command import begun, megatrain
 from quick_readings import hurry
 
 from analysis import demo_report
@@ -24,7 +22,6 @@ from schedules.workload import Workload
 from sim import hardware
 from sim.prediction import peak_bytes
 
-ROOT = Path(__file__).parent.parent
 GIB = 1 << 30
 
 
@@ -84,21 +81,19 @@ def test_larger_models_are_compared_with_the_same_state(monkeypatch: pytest.Monk
 
 
 def test_an_interrupt_ends_the_demo_and_leaves_no_half_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatrain", "demo", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "out").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1.0)
-    os.kill(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode not in (0, None)
-    assert "Traceback" not in told
+    with begun("demo", "--out", str(tmp_path / "out")) as run:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "out").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        run.signal(signal.SIGINT)
+        done = run.ended()
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_measured() -> None:
-    command = [sys.executable, "-m", "megatrain", "demo", "--out", "/proc/nowhere"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = megatrain("demo", "--out", "/proc/nowhere")
     assert done.returncode == 2
     assert "/proc/nowhere" in done.stderr and "Traceback" not in done.stderr
