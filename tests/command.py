@@ -104,6 +104,8 @@ def _run(
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = argv
+    # that of any process, and not the one by which this came to be: a pool would begin with a server, and all imports
+    multiprocessing.set_start_method(None, force=True)
     run(*more)
 
 
@@ -126,7 +128,6 @@ def _python(code: str) -> None:
     import torch
 
     torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late: torch is there
-    multiprocessing.set_start_method(None, force=True)  # that of any process, and not the one by which this came to be
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
     status = 0
     try:
