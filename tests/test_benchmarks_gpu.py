@@ -365,8 +365,8 @@ def under(folder: Path) -> list[str]:
 def test_rows_of_two_gpus_are_not_mixed(tmp_path: Path) -> None:
     begun = {"runs": [{"gpu": "another GPU"}], "rows": {}}
     (tmp_path / "gpu.json").write_text(json.dumps(begun))
-    words = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=BESIDE, capture_output=True, text=True, timeout=100)
+    code = "import runpy; runpy.run_path('benchmarks/gpu.py', run_name='__main__')"
+    done = python(code, "--rehearse", "--out", str(tmp_path))
     assert done.returncode == 2 and "holds rows of another GPU" in done.stderr and "Traceback" not in done.stderr
     assert json.loads((tmp_path / "gpu.json").read_text()) == begun
 

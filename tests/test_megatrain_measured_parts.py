@@ -133,6 +133,7 @@ def test_what_streams_take_from_one_another_is_read_in_every_round_with_every_mo
 def test_another_list_of_schedules_finds_the_workspace_of_all_its_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hurry(monkeypatch)
     workload = SCHEDULES[0].workload
     first, second = SCHEDULES[0], policies.build("megatrain", MODEL, workload, H100.budget)
     timed: list[str] = []

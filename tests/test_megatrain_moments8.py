@@ -154,10 +154,14 @@ def test_our_kernel_ends_with_the_bits_of_torch(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("signed", [True, False])
 def test_our_kernel_finds_the_code_of_every_float(signed: bool) -> None:
-    """By its upper half and one comparison; all of them between -1 and 1, and those around each limit."""
+    """By its upper half and one comparison.
+
+    Of each half between -1 and 1 the first, the last and 64 more; and those around each limit.
+    """
     found, edges = moments8.native_map(signed, CPU), moments8.limits(signed, CPU)
     ones = torch.ones(1).view(torch.int32)
-    shares = torch.arange(0, ones.item() + 1, 61, dtype=torch.int32).view(torch.float32)
+    some, firsts = (torch.arange(0, ones.item() + 1, step, dtype=torch.int32) for step in (1021, 1 << 16))
+    shares = torch.cat([some, firsts, firsts[1:] - 1]).view(torch.float32)
     shares = torch.cat([shares, edges, edges.nextafter(torch.ones(1)), edges.nextafter(-torch.ones(1))])
     shares = torch.cat([shares, -shares])
     bits = shares.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
