@@ -188,10 +188,17 @@ def require_folder(folder: Path, schedule: Schedule, resumed: Checkpoint | None,
     return needed * max(at_once - len(complete), 0)
 
 
-def require_apart(folder: Path) -> None:
-    """Raises CheckpointError for a folder that is a checkpoint or in one: whatever is written there does not last."""
-    place = folder.resolve()
-    within = [path for path in (place, *place.parents) if STEP.fullmatch(path.name) and (path / LAST).is_file()]
+def require_apart(folder: Path, saves: Path | None = None) -> None:
+    """Raises CheckpointError for a folder that is a checkpoint or in one: whatever is written there does not last.
+
+    So are those in `saves` that have a checkpoint's name: it may come there.
+    """
+    place, to_come = folder.resolve(), None if saves is None else saves.resolve()
+    within = [
+        path
+        for path in (place, *place.parents)
+        if STEP.fullmatch(path.name) and ((path / LAST).is_file() or path.parent == to_come)
+    ]
     if within:
         raise CheckpointError(
             f"{folder} is {'' if within[0] == place else 'in '}a checkpoint, which a later save removes with all that "

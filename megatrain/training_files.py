@@ -96,6 +96,7 @@ class Files:
             needed = checkpoint.require_folder(self.save, schedule, resumed, saves, apart=apart)
             wanted.append(("to save", self.save, needed))
         if self.export is not None:
+            checkpoint.require_apart(self.export, self.save)
             export.require_writable(self.export, schedule.model, schedule.workload)
             wanted.append(("to export", self.export, export.written_bytes(schedule.model, schedule.workload)))
         try:

@@ -9,9 +9,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
@@ -51,22 +52,21 @@ class Begun:
 @contextmanager
 def begun(*arguments: str) -> Iterator[Begun]:
     """`megatrain ...` that hears of signals; killed at the end, or after TIMEOUT_S, where it has not ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        for file in files:
-            os.mkfifo(file)
-        more = (ROOT, files, dict(os.environ))
-        process = SERVER.Process(target=_run, args=(_hearing, ["megatrain", *arguments], *more))
-        process.start()
-        late = threading.Timer(TIMEOUT_S, process.kill)
-        late.start()
-        with files[0].open() as out, files[1].open() as err:
-            try:
-                yield Begun(process, out, err)
-            finally:
-                late.cancel()
-                process.kill()
-                process.join()
+    (out, to_out), (err, to_err) = (SERVER.Pipe(duplex=False) for _ in range(2))
+    more = (ROOT, [to_out, to_err], dict(os.environ))
+    process = SERVER.Process(target=_run, args=(_hearing, ["megatrain", *arguments], *more))
+    process.start()
+    to_out.close()
+    to_err.close()
+    late = threading.Timer(TIMEOUT_S, process.kill)
+    late.start()
+    with out, err, open(out.fileno(), closefd=False) as stdout, open(err.fileno(), closefd=False) as stderr:
+        try:
+            yield Begun(process, stdout, stderr)
+        finally:
+            late.cancel()
+            process.kill()
+            process.join()
 
 
 def python(code: str, *arguments: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
@@ -94,12 +94,15 @@ def _run(
     run: Callable[..., None],
     argv: list[str],
     cwd: Path,
-    files: list[Path],
+    files: Sequence[Path | Connection],
     environment: Mapping[str, str],
     *more: Any,
 ) -> None:
     for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        opened = (
+            file.fileno() if isinstance(file, Connection) else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        )
+        os.dup2(opened, number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

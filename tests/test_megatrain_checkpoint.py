@@ -211,6 +211,11 @@ def test_a_checkpoint_is_found_by_its_own_folder_too(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"{told}, which a later save removes .*: take \S+/checkpoints,"):
             checkpoint.require_folder(place, of, itself, 1)
     assert not within.exists()
+    coming = tmp_path / "checkpoints" / "step-00000004"
+    checkpoint.require_apart(coming)
+    for place, told in ((coming, "is a checkpoint"), (coming / "hf", "is in a checkpoint")):
+        with pytest.raises(CheckpointError, match=rf"{told}, which a later save removes .*: take \S+/checkpoints,"):
+            session.Files(save=tmp_path / "checkpoints", export=place).require_room(of, itself, 2)
     (tmp_path / "checkpoints" / "step-00000002" / checkpoint.LAST).unlink()
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*step-00000002$"):
         checkpoint.read(tmp_path / "checkpoints" / "step-00000002", of)

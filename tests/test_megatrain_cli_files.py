@@ -226,6 +226,8 @@ def test_a_path_is_looked_at_before_the_work(
         ["simulate", "step.json", "--trace={}/step.json"],
         ["build", "tiny", "-p", "step.json slots=3", "--out", "step.json"],
         ["run", "tiny", "--data", "step.json", "--log", "step.json"],
+        ["run", "tiny", "--weights", ".", "--trace", "step.json"],
+        ["run", "tiny", "--adapters", "{}", "--log", "./step.json"],
         ["simulate", "tiny", "--trace", "new.json", "--perfetto", "new.json"],
         ["import", "step.json", "--model", "tiny", "--batch", "1", "--seq", "16", "--out", "."],
     ],

@@ -226,10 +226,13 @@ def require_input(*files: Path) -> None:
             raise InputError(f"cannot read {file}: {'it is a folder' if file.is_dir() else 'there is no such file'}")
 
 
-def require_outputs(*, files: Sequence[Path | None] = (), folders: Sequence[Path | None] = ()) -> None:
+def require_outputs(
+    *, files: Sequence[Path | None] = (), folders: Sequence[Path | None] = (), read: Sequence[Path | None] = ()
+) -> None:
     """Raises InputError unless all that is given can be written: to be asked before the work, not after it.
 
-    A file that the command line names once more is read as well, or written twice: nothing of it would be left.
+    A file that the command line names once more is read as well, or written twice: nothing of it would be left. Nor
+    would be of one that is there already in a folder that is `read`.
     """
     from schedules.files import require_file, require_folder
 
@@ -237,6 +240,8 @@ def require_outputs(*, files: Sequence[Path | None] = (), folders: Sequence[Path
         if file is not None:
             if _named(file) > 1 and (file.is_file() or not file.exists()):  # no terminal, and no /dev/null
                 raise InputError(f"{file} is named twice, and would be written over: give another file to write to")
+            if file.exists() and any(of is not None and file.resolve().parent == of.resolve() for of in read):
+                raise InputError(f"{file} is of a folder that is read, and would be written over: give another file")
             with _exactly(file, file.parent):
                 require_file(file)
     for folder in folders:

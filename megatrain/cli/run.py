@@ -173,7 +173,7 @@ def run(
     from sim.cost import MissingCost
     from sim.prediction import memory_of, predict
 
-    require_outputs(files=[trace, log], folders=[save, export])
+    require_outputs(files=[trace, log], folders=[save, export], read=[weights, adapters])
     profile = machine_of(hardware, None) if hardware else None
     budget = memory_of(profile) if profile else machine_here(partial(backend_of, backend), nvme).budget
     require_left_to_file(target, context)  # before a step is made of them, with defaults that are not the file's
