@@ -415,9 +415,11 @@ def test_a_faster_link_may_make_a_schedule_slower_as_is_told() -> None:
 
 
 def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
-    def adapters(model: str, machine: str, batch: int, room: tuple[str, ...] = (), **knobs: Knob) -> Prediction:
+    def adapters(
+        model: str, machine: str, batch: int, room: tuple[str, ...] = (), seq_len: int = 1024, **knobs: Knob
+    ) -> Prediction:
         profile = hardware.override(hardware.load(machine), room)
-        step = Workload(micro_batch_size=batch, seq_len=1024)
+        step = Workload(micro_batch_size=batch, seq_len=seq_len)
         found = policies.build("lora_streamed", presets.load(model), step, memory_of(profile), **knobs)
         return predict(found, profile)
 
@@ -438,6 +440,14 @@ def test_what_is_said_of_weights_in_4_bits_is_predicted_so() -> None:
     largest = adapters("llama-3.1-405b", "rtx5090", 4, quantised="nf4", nvme=76, activations="inputs", resident=0)
     assert not largest.does_not_fit
     says("docs/training.md", f"predicted to learn at {told(largest)}")
+    on_desktop = adapters(
+        "nemotron-3-super-120b-a12b", "rtx5090", 3, ("host.memory=128GB",), seq_len=4096, quantised="nf4"
+    )
+    half_a_trillion = adapters("nemotron-3-ultra-550b-a55b", "h200", 6, seq_len=4096, quantised="nf4")
+    assert not on_desktop.does_not_fit and not half_a_trillion.does_not_fit
+    says("docs/training.md", f"predicted to learn there at {told(on_desktop)} with 128 GB of host memory")
+    host = half_a_trillion.peak_bytes[Tier.HOST] / 1e9
+    says("docs/training.md", f"at {told(half_a_trillion)} on an H200, in {host:.0f} GB of the host's")
 
 
 def test_losses_by_precision_are_those_stored() -> None:

@@ -115,6 +115,7 @@ ROUNDED = {
     "nemotron-nano-9b-v2": 8.89e9,
     "nemotron-3-nano-30b-a3b": 31.6e9,
     "nemotron-3-super-120b-a12b": 120.6e9,
+    "nemotron-3-ultra-550b-a55b": 550e9,
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
