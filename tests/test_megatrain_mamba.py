@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,14 @@ from torch import Tensor
 from megatrain.mamba import _Scan
 from megatrain.pointwise import PLAIN, Pointwise, compiled
 from megatrain.recurrence import Gated
-from schedules import recurrence
+from schedules import presets, recurrence
+from schedules.flops import attention_flops, forward_flops, op_flops
 from schedules.mamba import Mamba2
+from schedules.op import Phase
 from schedules.recurrence import CHUNK
+from schedules.saved import saved_bytes
+from schedules.traffic import pointwise_bytes, product_bytes
+from schedules.workload import Workload
 
 WIDTHS = Mamba2(heads=4, head_dim=5, groups=2, state_dim=6, kernel=4)
 
@@ -138,6 +145,39 @@ def test_gradients_of_the_gated_norm_are_those_of_what_was_computed(pointwise: P
     gated = o * F.silu(z)
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-6) * weight
     torch.testing.assert_close(Gated.apply(o, z, weight, 1e-6, *norm), normed)
+
+
+def test_a_block_before_latent_experts_is_counted_by_hand() -> None:
+    """Nemotron-3-Super's: a state space, then experts without gates, of a latent vector, one of them for all tokens."""
+    model = presets.load("nemotron-3-super-120b-a12b")
+    h, latent, n, k, f, shared = 4096, 1024, 512, 22, 2688, 5376
+    values, mixed, heads = 128 * 64, 128 * 64 + 2 * 8 * 128, 128
+    work = Workload(micro_batch_size=1, seq_len=300)
+    scan = attention_flops(model, 0, work)
+    of_space = h * (values + mixed + heads) + values * h
+    of_experts = h * n + 2 * h * latent + 2 * latent * k * f + 2 * h * shared
+    assert forward_flops(model, 0, work) == 2 * 300 * (of_space + of_experts) + scan
+    unread = 2 * 300 * h * (shared + latent)
+    assert op_flops(model, 0, Phase.RECOMPUTE, work, output=False) == forward_flops(model, 0, work) - unread
+    kept = 3 * h + mixed + heads + 3 * values + 2 * (k * f + shared) + 2 * k * latent + latent
+    words = 2 + 8 + n + 3 * k
+    assert saved_bytes(model, 0, work) == 300 * (2 * kept + 4 * words)
+    again = replace(work, recompute="pointwise")
+    less = values + 2 * h + k * f + shared + k * latent - latent
+    assert saved_bytes(model, 0, work) - saved_bytes(model, 0, again) == 300 * 2 * less
+    moved = 4 * h + values + mixed + heads + values  # three products of one input each read it, and one more
+    moved += h + n + 2 * (h + latent) + 2 * k * (latent + f) + 2 * (h + shared)
+    assert product_bytes(model, 0, Phase.FORWARD, work) == 2 * (300 * moved + model.params(0))
+    rest = moved - (h + shared) - (h + latent)
+    weights = model.params(0) - h * (shared + latent)
+    assert product_bytes(model, 0, Phase.RECOMPUTE, work, output=False) == 2 * (300 * rest + weights)
+    alone = model.of_blocks([3])
+    assert not alone.has_mlp(0)
+    last = 2 * 300 * (h + values) + 2 * h * values
+    there, short = (product_bytes(alone, 0, Phase.RECOMPUTE, work, output=output) for output in (True, False))
+    assert there - short == last
+    between = (pointwise_bytes(model, 0, Phase.RECOMPUTE, work, output=output) for output in (True, False))
+    assert next(between) - next(between) == 300 * 2 * (3 * h + 3 * h)  # the last sum, and that of shared experts
 
 
 def test_what_the_scan_moves_and_takes_is_counted() -> None:

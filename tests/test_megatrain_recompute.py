@@ -36,6 +36,7 @@ from sim.prediction import peak_bytes
 CPU = torch.device("cpu")
 ROOM = MemoryBudget(device_bytes=10**9, host_bytes=10**10)
 MODEL = small()
+OF_ALL_KINDS = FAMILIES["nemotron-3, latent, of groups, with all kinds"]
 VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projections=True)} | {
     "norms after": replace(MODEL, pre_norm=False, post_norm=True, qk_norm=True, qk_norm_all_heads=True),
     "gemma3": replace(
@@ -52,6 +53,9 @@ VARIANTS = {"plain": MODEL, "fused projections": replace(MODEL, fused_projection
     "experts, some shared": replace(FAMILIES["glm-4.5"], first_k_dense_replace=0),
     "experts, some shared, with a gate": FAMILIES["qwen2-moe"],
     "gated attention": FAMILIES["qwen3.5"].of_blocks([1]),
+    "an MLP without a gate": FAMILIES["nemotron-h"].of_blocks([2]),
+    "attention alone": OF_ALL_KINDS.of_blocks([3]),
+    "experts of a latent vector alone": OF_ALL_KINDS.of_blocks([0]),
     "latent": replace(FAMILIES["deepseek-v3"], first_k_dense_replace=0),
     "latent, values as wide as keys": replace(FAMILIES["glm-4.7-flash"], first_k_dense_replace=0, q_lora_rank=0),
 }
@@ -300,7 +304,7 @@ def test_experts_are_not_computed_again_but_what_is_pointwise_of_them_is() -> No
         (name, mode, rank, matmul)
         for name, mode in MODES
         for rank, matmul in [(None, None), (4, None), (None, "fp8")]
-        if matmul is None or not VARIANTS[name].num_experts
+        if matmul is None or not (VARIANTS[name].num_experts or VARIANTS[name].mlp_layer_types)
     ],
 )
 def test_what_is_counted_is_what_is_multiplied(
