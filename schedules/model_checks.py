@@ -191,11 +191,16 @@ def _check_latent(model: ModelSpec) -> None:
         "no_rope_layers", "query_pre_attn_scalar", "attn_output_gate", "rope_interleave", "attention_multiplier",
         "value_norm",
     )  # fmt: skip
-    for key in others:
-        if getattr(model, key):
-            raise ModelError(f"{model.name}: latent attention with {key} is not supported")
+    _refuse(model, "latent attention", others)
     if model.partial_rotary_factor != 1:
         raise ModelError(f"{model.name}: latent attention turns all of qk_rope_head_dim, not a part of it")
+
+
+def _refuse(model: ModelSpec, what: str, others: tuple[str, ...]) -> None:
+    """Raises ModelError where `what` the model has would stand beside one of these fields."""
+    for key in others:
+        if getattr(model, key):
+            raise ModelError(f"{model.name}: {what} with {key} is not supported")
 
 
 def _check_attention(model: ModelSpec) -> None:
@@ -230,11 +235,9 @@ def _check_branches(model: ModelSpec) -> None:
         "post_norm", "sliding_window", "kv_lora_rank", "global_head_dim", "layer_scalar", "first_k_dense_replace",
         *OF_LINEAR,
     )  # fmt: skip
-    for key in others:
-        if getattr(model, key):
-            raise ModelError(f"{model.name}: mlp_layer_types with {key} are not supported")
+    _refuse(model, "a list of mlp_layer_types", others)
     if model.residual_multiplier != 1:
-        raise ModelError(f"{model.name}: mlp_layer_types with a residual_multiplier are not supported")
+        raise ModelError(f"{model.name}: a list of mlp_layer_types with a residual_multiplier is not supported")
 
 
 def _check_global(model: ModelSpec) -> None:
@@ -255,9 +258,8 @@ def _check_global(model: ModelSpec) -> None:
         raise ModelError(f"{model.name}: a global_head_dim needs a rope_local_base_freq: tables are as wide as heads")
     if model.attention_k_eq_v and not (model.qk_norm and model.value_norm):
         raise ModelError(f"{model.name}: attention_k_eq_v without qk_norm and value_norm is not supported")
-    for key in ("kv_lora_rank", "attention_sinks", "attn_output_gate", "qk_norm_all_heads", "fused_projections"):
-        if getattr(model, key):
-            raise ModelError(f"{model.name}: a global_head_dim in a model with {key} is not supported")
+    others = ("kv_lora_rank", "attention_sinks", "attn_output_gate", "qk_norm_all_heads", "fused_projections")
+    _refuse(model, "a global_head_dim in a model", others)
     if LINEAR in model.layer_types or model.partial_rotary_factor != 1:
         what = "linear attention" if LINEAR in model.layer_types else PARTIAL
         raise ModelError(f"{model.name}: a global_head_dim in a model with {what} is not supported")
@@ -288,9 +290,8 @@ def _check_linear(model: ModelSpec) -> None:
             f"{model.linear_num_key_heads} key heads evenly"
         )
     others = () if of_mamba else ("no_rope_layers", "fused_gate_up")
-    for key in ("kv_lora_rank", "sliding_window", "post_norm", "fused_projections", *others):
-        if getattr(model, key):
-            raise ModelError(f"{model.name}: {what} in a model with {key} is not supported")
+    others = ("kv_lora_rank", "sliding_window", "post_norm", "fused_projections", *others)
+    _refuse(model, f"{what} in a model", others)
     if not model.pre_norm:
         raise ModelError(f"{model.name}: {what} without pre_norm is not supported")
 
