@@ -40,9 +40,9 @@ class Mixture:
     names the parameter that it takes, None where there is none. The router is `wide` where it multiplies in fp32. In
     gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are
     clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what `hidden_act` has for it; not
-    `gated`, each has one matrix before, and the square of what is positive between. Experts of a `latent` vector are
-    given it, and return one, in place of a hidden state. `router` and `modules` are what parameters are called; `each`
-    is what the router weights each expert by, if it does.
+    `gated`, with the square of what is positive between. Experts of a `latent` vector are
+    given it, and return one, in place of a hidden state. `router`, `modules` and, of these, `first` are what parameters
+    are called; `each` is what the router weights each expert by, if it does.
     """
 
     chosen: int
@@ -58,6 +58,7 @@ class Mixture:
     latent: bool = False
     router: str = "mlp.gate"
     modules: str = "mlp.experts"
+    first: str = "gate_up_proj"
     each: str | None = None
     pointwise: Pointwise = PLAIN
 
@@ -100,7 +101,7 @@ class Mixture:
         )
         copies = _Copies.apply(rows, order, self.chosen)  # type: ignore[no-untyped-call]
         with derived(copies, lambda rows, order: rows[order // self.chosen], rows, order):
-            both = self._product(params, "gate_up_proj" if self.gated else "up_proj", copies, expert, order)
+            both = self._product(params, self.first, copies, expert, order)
         forward, backward = self._between()
         product = _Gated.apply(both, forward, backward)  # type: ignore[no-untyped-call]
         again = derived(product, forward, both)

@@ -424,6 +424,7 @@ def _mixture(model: ModelSpec, pointwise: Pointwise) -> Mixture:
         latent=model.moe_latent_size > 0,
         router=model.experts.router,
         modules=model.experts.modules,
+        first=model.expert_first,
         each=OF_EACH_EXPERT if model.experts_beside_mlp else None,
         pointwise=pointwise,
     )

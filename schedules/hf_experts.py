@@ -21,7 +21,7 @@ def written_experts(architecture: str, names: Experts, spec: Mapping[str, Any]) 
         config[names.switch] = spec["num_experts"] > 0
         if not spec["num_experts"]:
             return config | _written_dense(names, spec)
-    if not spec["num_experts"]:  # where blocks have one branch each, and none has experts
+    if not spec["num_experts"]:  # where some blocks have no MLP, and none has experts
         return config
     config |= {
         names.chosen: spec["num_experts_per_tok"],
