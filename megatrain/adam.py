@@ -26,7 +26,7 @@ from megatrain.float_types import float_type
 from megatrain.native import adam as native
 from megatrain.native.build import NotBuilt
 from megatrain.stochastic_rounding import Draws, round_to
-from schedules.model import is_matrix
+from schedules.parameters import is_matrix
 from schedules.workload import PRECISIONS, STATE_BLOCK
 
 

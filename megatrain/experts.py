@@ -21,7 +21,7 @@ from torch import Tensor
 from megatrain.autograd import sink_of
 from megatrain.linear import linear, unread, wide_product
 from megatrain.pointwise import PLAIN, Pointwise
-from schedules.model import OF_LATENT, TO_LATENT
+from schedules.parameters import OF_LATENT, TO_LATENT
 from schedules.workspace import EXPERTS_CHUNK
 
 # Says of a tensor how to make it again from others; see `megatrain.autograd.again`.
@@ -40,9 +40,9 @@ class Mixture:
     names the parameter that it takes, None where there is none. The router is `wide` where it multiplies in fp32. In
     gpt-oss' layout (`interleaved`) matrices are stored (in, out), columns of gate and up take turns, and both are
     clamped; elsewhere matrices are (out, in), gate before up, with SwiGLU between, or what `hidden_act` has for it; not
-    `gated`, with the square of what is positive between. Experts of a `latent` vector are
-    given it, and return one, in place of a hidden state. `router`, `modules` and, of these, `first` are what parameters
-    are called; `each` is what the router weights each expert by, if it does.
+    `gated`, with the square of what is positive between. Experts of a `latent` vector are given it, and return one, in
+    place of a hidden state. `router`, `modules` and, of these, `first` are what parameters are called; `each` is what
+    the router weights each expert by, if it does.
     """
 
     chosen: int

@@ -22,7 +22,8 @@ from megatrain.template import views
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
 from schedules.families import MULTIPLIERS
-from schedules.model import CORRECTION, ModelError, ModelSpec
+from schedules.model import ModelError, ModelSpec
+from schedules.parameters import CORRECTION
 from schedules.seeing import sees
 
 HEAD = "lm_head.weight"

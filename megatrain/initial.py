@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatrain.checksum import checksum
-from schedules.model import LAYER_SCALAR, OF_EACH_EXPERT, ROUTER_SCALE, ModelSpec, is_matrix
+from schedules.model import ModelSpec
+from schedules.parameters import LAYER_SCALAR, OF_EACH_EXPERT, ROUTER_SCALE, is_matrix
 
 STANDARD_DEVIATION = 0.02  # `initializer_range` of Hugging Face's Llama and Qwen configurations
 FEW = 1_048_573  # random numbers that are repeated: a prime, so that no two rows of a matrix are alike

@@ -35,7 +35,8 @@ from megatrain.sink import Sink
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
 from schedules.heads import FLASH_DIM
-from schedules.model import (
+from schedules.model import ModelSpec, Norms
+from schedules.parameters import (
     AFTER_EXPERTS,
     AFTER_MLP,
     BEFORE_EXPERTS,
@@ -45,8 +46,6 @@ from schedules.model import (
     SHARED,
     SHARED_GATE,
     SHARED_GATED,
-    ModelSpec,
-    Norms,
 )
 
 CAUSAL = Attention()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from schedules.model import OF_LATENT, ModelSpec
+from schedules.model import ModelSpec
 from schedules.op import Phase
+from schedules.parameters import OF_LATENT
 from schedules.workload import Workload
 
 

@@ -1,7 +1,7 @@
 """The shape of a decoder-only language model, in the fields of Hugging Face's `config.json`.
 
-Its parameters follow here; the bytes of its activations, FLOPs and traffic have files of their own. Nothing is
-measured and nothing depends on a machine.
+Its parameters, the bytes of its activations, FLOPs and traffic have files of their own. Nothing is measured and
+nothing depends on a machine.
 
 Layers are numbered as in a schedule: -1 is the embedding, 0 .. L-1 are the decoder blocks, L is the head
 (final norm and output projection).
@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from schedules import parameters
 from schedules.delta import DeltaNet
 from schedules.families import FAMILIES, MULTIPLIERS
 from schedules.family import Experts, Family
@@ -36,29 +37,11 @@ from schedules.model_checks import (
 )
 from schedules.workload import RECOMPUTED
 
-__all__ = ["ModelError", "ModelSpec", "Recurrence", "is_matrix"]
+__all__ = ["ModelError", "ModelSpec", "Recurrence"]
 
 Recurrence = DeltaNet | Mamba2  # what takes the place of attention where a block has a state
 
 FP32 = 4  # bytes
-SHARED = "mlp.shared_experts"
-SHARED_GATED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
-TO_LATENT, OF_LATENT = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"  # of what experts are given, and return
-ROUTERS = (
-    "mlp.gate.weight", "mlp.router.weight", "router.proj.weight", "block_sparse_moe.router.weight",
-    f"{SHARED_GATE}.weight",
-)  # fmt: skip
-CORRECTION = "e_score_correction_bias"
-LAYER_SCALAR = "layer_scalar"
-# Of experts beside an MLP: what the router's norm multiplies by, and it each expert; and the norms of what the MLP
-# returns, and of what experts are given, and return.
-ROUTER_SCALE, OF_EACH_EXPERT = "router.scale", "router.per_expert_scale"
-AFTER_MLP = "post_feedforward_layernorm_1"
-BEFORE_EXPERTS, AFTER_EXPERTS = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
-# Of one input, and in some families' files one matrix.
-FUSED_MLP = {f"{place}.gate_up_proj": ("gate_proj", "up_proj") for place in ("mlp", SHARED)}
-FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **FUSED_MLP}
-FUSED_MAMBA = {"mamba.in_proj": ("in_proj_z", "in_proj_xbc", "in_proj_dt")}
 # Fields that files written before them lack.
 _LATER = (
     "no_rope_layers", "partial_rotary_factor", "fused_projections", "pre_norm", "post_norm", "qk_norm_all_heads",
@@ -433,81 +416,7 @@ class ModelSpec:
         stacked in one tensor; but for what is fused, see `stored_shapes`. A tied head has no projection of its
         own.
         """
-        h, v = self.hidden_size, self.vocab_size
-        if i == self.embed:
-            return {"embed_tokens.weight": (v, h)}
-        if i == self.head:
-            return {"norm.weight": (h,)} | ({} if self.tie_word_embeddings else {"lm_head.weight": (v, h)})
-        self.layer_name(i)  # raises for a layer that is not there
-        norms = [{} if norm is None else {f"{norm}.weight": (h,)} for norm in self.norms(i)]
-        mlp: dict[str, tuple[int, ...]] = {}
-        if self.has_mlp(i):
-            mlp = self._expert_shapes() if self.has_experts(i) else self._mlp_shapes("mlp", self.intermediate_size)
-        scalar: dict[str, tuple[int, ...]] = {LAYER_SCALAR: (1,)} if self.layer_scalar else {}
-        return norms[0] | self._attention_shapes(i) | norms[1] | norms[2] | mlp | norms[3] | scalar
-
-    def _attention_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        if not self.has_attention(i):
-            return {}
-        if (recurrence := self.recurrence(i)) is not None:
-            return recurrence.parameter_shapes(self.hidden_size)
-        if self.latent is not None:
-            return self.latent.parameter_shapes(self.hidden_size)
-        heads = self.heads(i)
-        q, k = heads.q_width, heads.k_width
-        widths = {"q": q + heads.gate_width, "k": k} | ({} if heads.values_are_keys else {"v": heads.v_width})
-        shapes: dict[str, tuple[int, ...]] = {}
-        for letter, width in widths.items():
-            shapes[f"self_attn.{letter}_proj.weight"] = (width, self.hidden_size)
-            if self.attention_bias:
-                shapes[f"self_attn.{letter}_proj.bias"] = (width,)
-        shapes["self_attn.o_proj.weight"] = (self.hidden_size, q)
-        if self.attention_out_bias:
-            shapes["self_attn.o_proj.bias"] = (self.hidden_size,)
-        if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (q if self.qk_norm_all_heads else heads.dim,)
-            shapes["self_attn.k_norm.weight"] = (k if self.qk_norm_all_heads else heads.dim,)
-        if self.attention_sinks:
-            shapes["self_attn.sinks"] = (self.num_attention_heads,)
-        return shapes
-
-    def _mlp_shapes(self, place: str, f: int) -> dict[str, tuple[int, ...]]:
-        h = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        gate = {"gate": (f, h)} if self.gated_mlp else {}
-        for part, (rows, columns) in {**gate, "up": (f, h), "down": (h, f)}.items():
-            shapes[f"{place}.{part}_proj.weight"] = (rows, columns)
-            if self.mlp_bias:
-                shapes[f"{place}.{part}_proj.bias"] = (rows,)
-        return shapes
-
-    def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
-        n, h, f, wide = self.num_experts, self.hidden_size, self.moe_intermediate_size, self.expert_input
-        # gpt-oss calls its gate a router and stores expert matrices as (in, out), the others as (out, in)
-        transposed = self.experts.as_in_gpt_oss
-        router, modules = self.experts.router, self.experts.modules
-        shapes: dict[str, tuple[int, ...]] = {f"{router}.weight": (n, h)}
-        if self.router_bias:
-            shapes[f"{router}.bias"] = (n,)
-        if self.experts.beside_mlp:
-            shapes |= {ROUTER_SCALE: (h,), OF_EACH_EXPERT: (n,)}
-            shapes |= {f"{norm}.weight": (h,) for norm in (AFTER_MLP, BEFORE_EXPERTS, AFTER_EXPERTS)}
-        if self.score_correction is not None:
-            shapes[self.score_correction] = (n,)
-        if self.moe_latent_size:
-            shapes |= {f"{TO_LATENT}.weight": (wide, h), f"{OF_LATENT}.weight": (h, wide)}
-        first, rows = self.expert_first, 2 * f if self.gated_mlp else f
-        shapes[f"{modules}.{first}"] = (n, wide, rows) if transposed else (n, rows, wide)
-        if self.expert_bias:
-            shapes[f"{modules}.{first}_bias"] = (n, rows)
-        shapes[f"{modules}.down_proj"] = (n, f, wide) if transposed else (n, wide, f)
-        if self.expert_bias:
-            shapes[f"{modules}.down_proj_bias"] = (n, wide)
-        if self.n_shared_experts:
-            shapes |= self._mlp_shapes(self.shared_place, self.shared_width)
-        if self.shared_expert_gate:
-            shapes[f"{SHARED_GATE}.weight"] = (1, h)
-        return shapes
+        return parameters.of_layer(self, i)
 
     @property
     def expert_first(self) -> str:
@@ -529,7 +438,7 @@ class ModelSpec:
         """What the experts that are given all tokens are called within a block."""
         if self.experts.beside_mlp:
             return "mlp"
-        return SHARED_GATED if self.shared_expert_gate else SHARED
+        return parameters.SHARED_GATED if self.shared_expert_gate else parameters.SHARED
 
     @property
     def experts_beside_mlp(self) -> bool:
@@ -545,23 +454,11 @@ class ModelSpec:
         """The parameter that is added to experts' scores where they are chosen; None without a `sigmoid_router`."""
         if not self.sigmoid_router:
             return None
-        return f"{self.experts.correction}.{CORRECTION}"
+        return f"{self.experts.correction}.{parameters.CORRECTION}"
 
     def stored_shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """As `parameter_shapes`, with what is one matrix in files: its parts lie in a row as it is."""
-        fused_ones = FUSED if self.fused_projections else FUSED_MLP if self.fused_gate_up else {}
-        whole = {
-            f"{fused.rpartition('.')[0]}.{part}.weight": f"{fused}.weight"
-            for fused, parts in (fused_ones | FUSED_MAMBA).items()
-            for part in parts
-        }
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in self.parameter_shapes(i).items():
-            if (fused := whole.get(name)) is None:
-                found[name] = shape
-            else:
-                found[fused] = (found.get(fused, (0,))[0] + shape[0], *shape[1:])
-        return found
+        return parameters.as_stored(self, i)
 
     def adapter_shapes(self, i: int, rank: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of LoRA's adapters of that rank in layer i.
@@ -570,15 +467,7 @@ class ModelSpec:
         Experts, which are stacked, the router, the embedding and the head have none, nor have projections that files
         interleave.
         """
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in self.stored_shapes(i).items() if self.is_block(i) else ():
-            if self.family.interleaved and name.startswith("linear_attn.in_proj"):
-                continue
-            if "_proj" in name and name.endswith(".weight") and len(shape) == 2:
-                projection = name.removesuffix("weight")
-                found[f"{projection}lora_A.weight"] = (rank, shape[1])
-                found[f"{projection}lora_B.weight"] = (shape[0], rank)
-        return found
+        return parameters.adapters(self, i, rank)
 
     def params(self, i: int) -> int:
         """Parameters of layer i."""
@@ -671,7 +560,9 @@ class ModelSpec:
         """The shapes (out, in) of the projections of block i's attention."""
         kind = self.layer_kind(i)
         if kind not in self._matrices:
-            self._matrices[kind] = tuple(shape for shape in self._attention_shapes(i).values() if len(shape) == 2)
+            self._matrices[kind] = tuple(
+                shape for shape in parameters.of_attention(self, i).values() if len(shape) == 2
+            )
         return self._matrices[kind]
 
     @cached_property
@@ -704,11 +595,3 @@ class ModelSpec:
     def shared_width(self) -> int:
         """Of these, those of the experts that are given all tokens."""
         return self.n_shared_experts * self.moe_intermediate_size
-
-
-def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a matrix, or several in one tensor: what weight decay is for.
-
-    Norms and biases are not, nor is a convolution of each channel by itself.
-    """
-    return len(shape) > 1 and not name.endswith(("bias", "conv1d.weight"))

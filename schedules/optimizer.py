@@ -12,7 +12,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from schedules.model import FP32, ModelSpec, is_matrix
+from schedules.model import FP32, ModelSpec
+from schedules.parameters import is_matrix
 from schedules.workload import Workload
 
 ITERATIONS = 5  # of Newton and Schulz, with Jordan's coefficients

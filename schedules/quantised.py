@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 
 from schedules import tensor as tensors
-from schedules.model import FP32, ROUTERS, ModelSpec, is_matrix
+from schedules.model import FP32, ModelSpec
 from schedules.op import Op, Phase
+from schedules.parameters import ROUTERS, is_matrix
 from schedules.tensor import parse
 from schedules.workload import Workload
 

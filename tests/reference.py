@@ -19,7 +19,8 @@ from megatrain.layer_parts import rms_norm
 from megatrain.nf4 import LEVELS
 from megatrain.template import templates, views
 from schedules import trained
-from schedules.model import ModelSpec, is_matrix
+from schedules.model import ModelSpec
+from schedules.parameters import is_matrix
 from schedules.workload import Workload
 
 

@@ -26,9 +26,10 @@ from megatrain.template import templates, views
 from schedules import fp8, presets, recurrence
 from schedules.delta import DeltaNet
 from schedules.flops import attention_flops, forward_flops
-from schedules.model import ModelError, ModelSpec, is_matrix
+from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase
 from schedules.optimizer import matrices
+from schedules.parameters import is_matrix
 from schedules.recurrence import CHUNK
 from schedules.saved import saved_bytes
 from schedules.traffic import pointwise_bytes, product_bytes

@@ -25,8 +25,9 @@ from schedules.flops import (
     recomputed_flops,
 )
 from schedules.hf_config import NOT_DONE, REQUIRED, WIDTHS, write_config
-from schedules.model import ModelError, ModelSpec, is_matrix
+from schedules.model import ModelError, ModelSpec
 from schedules.op import Phase, Tier
+from schedules.parameters import is_matrix
 from schedules.saved import hidden_bytes, saved_bytes
 from schedules.seeing import FLAT
 from schedules.traffic import op_bytes, phases_of, pointwise_bytes, product_bytes

@@ -10,9 +10,10 @@ import pytest
 from schedules import policies, presets
 from schedules.errors import InputError, ProgramError
 from schedules.hazards import minimal_waits
-from schedules.model import ModelSpec, is_matrix
+from schedules.model import ModelSpec
 from schedules.op import Phase, Stream
 from schedules.optimizer import Matrices, matrices, state_bytes, step_bytes, step_flops, step_workspace
+from schedules.parameters import is_matrix
 from schedules.program import Program
 from schedules.schedule import Knob
 from schedules.sizes import tensor_bytes
