@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 import safetensors
 from torch import Tensor
 
-from megatrain.hf import ADAPTER_CONFIG, ADAPTER_WEIGHTS, READ, WeightsError, adapter_name, are_seeing
+from megatrain.hf import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightsError, adapter_name, are_seeing
+from megatrain.quantized_files import PLAIN
 from megatrain.template import views
 from schedules.model import ModelSpec
 
@@ -99,7 +100,7 @@ def _require_pairs(file: Path, found: Mapping[str, tuple[tuple[int, ...], str]],
             raise WeightsError(f"{file} contains {name}, which belongs to no projection of {model.name}")
         if shape != wanted[name]:
             raise WeightsError(f"{name} in {file} has the shape {list(shape)}, for {model.name} {list(wanted[name])}")
-        if dtype not in READ:
+        if dtype not in PLAIN:
             raise WeightsError(f"{name} in {file} is of type {dtype}: bf16, fp16 or fp32 are read")
         other = name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")
         if other not in found:

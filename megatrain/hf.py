@@ -18,6 +18,8 @@ import safetensors
 import torch
 from torch import Tensor
 
+from megatrain import quantized_files
+from megatrain.quantized_files import InFile
 from megatrain.template import views
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
@@ -30,7 +32,6 @@ HEAD = "lm_head.weight"
 WITHIN = "model.language_model."  # in place of "model.", within a model that sees images
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
-READ = ("F32", "F16", "BF16")  # what safetensors calls the types that need nothing beside them to be read
 
 
 class WeightsError(InputError):
@@ -146,17 +147,22 @@ def tensors_of(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
 
 
 def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
-    """Layer -> its parameters, fp32, flat, from `folder`, which has them in bf16, fp16 or fp32.
+    """Layer -> its parameters, fp32, flat, from `folder`, which has them in bf16, fp16, fp32 or fewer bits.
 
     Of a model that sees images, by its config.json, its language model is read, and nothing else is looked at. What
-    lies there as transformers computes with it, all experts' matrices in one tensor, is read like what it writes.
+    lies there as transformers computes with it, all experts' matrices in one tensor, is read like what it writes. What
+    `megatrain.quantized_files` knows is made whole.
     That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
     Raises WeightsError.
     """
     files = files_of(folder)
     stored = {name: name for name in files}
+    tile = None
     if (config := _config(folder)) is not None:
-        _require_plain(config, folder)
+        try:
+            tile = quantized_files.tile(config)
+        except ValueError as error:
+            raise WeightsError(f"the weights in {folder} {error}: {PLAIN_ONLY}") from None
         _require_same(config, folder, model)
         if sees(config):
             stored = _of_text(files)
@@ -166,55 +172,69 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     first = model.family.module_name(_in_files(model, f"{model.experts.modules}.{model.expert_first}"))
     stacked = any(name.endswith(f".{first}") for name in files)
     wanted = {name: shape for i in model.layers for name, shape in file_shapes(model, i, stacked=stacked).items()}
-    for name in wanted:
-        if name not in files:
+    parts = {name: quantized_files.lies_as(name, files) for name in wanted}
+    for name, found in parts.items():
+        if not found:
             raise WeightsError(
                 f"the weights in {folder} lack {name}{_quantized(files) or _by_other_names(name, files)}"
             )
+    needed = {part for found in parts.values() for part in found}
     for name in files:
-        if name not in wanted and not _not_needed(name, model):
+        if name not in needed and not _not_needed(name, model):
             raise WeightsError(
                 f"{folder} contains {name}, which {model.name} has no parameter for"
                 + (_quantized(files) or "; remove it if it is not needed")
             )
     if model.tie_word_embeddings and HEAD in files:
         _require_tied(folder, files, model, stored)
-    for file, names in by_file(files, wanted).items():
+    headers = _headers(folder, files, stored, needed)
+    for name, shape in wanted.items():
         try:
-            with safetensors.safe_open(folder / file, framework="pt") as opened:
-                slices = {name: opened.get_slice(stored[name]) for name in names}
-                found = {name: tuple(part.get_shape()) for name, part in slices.items()}
-                types = {name: part.get_dtype() for name, part in slices.items()}
-        except (OSError, safetensors.SafetensorError) as error:
-            raise WeightsError(f"{folder / file} cannot be read: {error}") from None
-        for name, shape in found.items():
-            if may_be_transposed and shape != wanted[name] and (shape[0], *shape[:0:-1]) == wanted[name]:
-                transposed.add(name)
-            elif shape != wanted[name]:
-                raise WeightsError(
-                    f"{name} in {folder} has the shape {list(shape)}, the model's has {list(wanted[name])}"
-                )
-            if types[name] not in READ:
-                raise WeightsError(f"{name} in {folder} is of type {types[name]}: {PLAIN_ONLY}")
+            found_shape = quantized_files.shape([headers[part] for part in parts[name]], tile, shape[-1])
+        except ValueError as error:
+            raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
+        if may_be_transposed and found_shape != shape and (found_shape[0], *found_shape[:0:-1]) == shape:
+            transposed.add(name)
+        elif found_shape != shape:
+            raise WeightsError(f"{name} in {folder} has the shape {list(found_shape)}, the model's has {list(shape)}")
 
     def of_layer(i: int) -> Tensor:
-        parts = dict.fromkeys(file_shapes(model, i, stacked=stacked), torch.empty(0))
-        for file, names in by_file(files, parts).items():
+        shapes = file_shapes(model, i, stacked=stacked)
+        read: dict[str, Tensor] = {}
+        for file, names in by_file(files, [part for name in shapes for part in parts[name]]).items():
             with safetensors.safe_open(folder / file, framework="pt") as opened:
-                parts |= {name: _read(opened, stored[name], transposed=name in transposed) for name in names}
-        return slab_of(model, i, parts)
+                read |= {name: opened.get_tensor(stored[name]) for name in names}
+        found = {}
+        for name, shape in shapes.items():
+            whole = quantized_files.widened([read.pop(part) for part in parts[name]], tile, shape[-1])
+            found[name] = _as_trained(name, whole.mT if name in transposed else whole)
+        return slab_of(model, i, found)
 
     return of_layer
 
 
-def _read(opened: Any, name: str, *, transposed: bool) -> Tensor:
-    """A tensor, fp32, flat; where it is all experts' matrices, with each of them `transposed` or not.
+def _headers(
+    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], needed: Iterable[str]
+) -> dict[str, InFile]:
+    """What the `files` of a folder say of tensors that are `needed`, which are called there as they are `stored`."""
+    found: dict[str, InFile] = {}
+    for file, names in by_file(files, needed).items():
+        try:
+            with safetensors.safe_open(folder / file, framework="pt") as opened:
+                slices = {name: opened.get_slice(stored[name]) for name in names}
+                found |= {name: InFile(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        except (OSError, safetensors.SafetensorError) as error:
+            raise WeightsError(f"{folder / file} cannot be read: {error}") from None
+    return found
+
+
+def _as_trained(name: str, tensor: Tensor) -> Tensor:
+    """What is trained of a tensor that was read, flat.
 
     The bias by which experts are chosen is made to lie around 0, which changes no choice: training may leave it in a
     narrow band around numbers so large that in bf16 most experts' would be alike.
     """
-    found: Tensor = opened.get_tensor(name)
-    flat = (found.mT if transposed else found).to(torch.float32).flatten()
+    flat = tensor.flatten()
     return flat - flat.median() if name.endswith(CORRECTION) else flat
 
 
@@ -242,7 +262,7 @@ def by_file(files: Mapping[str, str], names: Iterable[str]) -> dict[str, list[st
     return found
 
 
-PLAIN_ONLY = "training begins with bf16, fp16 or fp32 weights; export the model so, dequantized"
+PLAIN_ONLY = f"training begins with {quantized_files.TOLD}; export the model so"
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
@@ -296,21 +316,16 @@ def _require_same(config: dict[str, Any], folder: Path, model: ModelSpec) -> Non
         )
 
 
-def _require_plain(config: dict[str, Any], folder: Path) -> None:
-    """Raises WeightsError where config.json says that the weights are quantized."""
-    if found := config.get("quantization_config"):
-        how = found.get("quant_method", "a way that it does not name") if isinstance(found, dict) else found
-        raise WeightsError(f"the weights in {folder} are quantized, with {how}: {PLAIN_ONLY}")
-
-
 def _not_needed(name: str, model: ModelSpec) -> bool:
     """Of a tensor that no layer reads, whether the model has it otherwise, or does without it as transformers does."""
     predicts_more = model.family.predicts_more
     if predicts_more == "apart" and name.startswith("mtp."):
         return True
-    if predicts_more == "as a block" and (found := re.match(r"model\.layers\.(\d+)\.", name)):
-        return int(found[1]) >= model.num_hidden_layers
-    return name.endswith("rotary_emb.inv_freq") or (model.tie_word_embeddings and name == HEAD)
+    in_block = re.match(r"model\.layers\.(\d+)\.", name)
+    if predicts_more == "as a block" and in_block and int(in_block[1]) >= model.num_hidden_layers:
+        return True
+    beside_others = name.endswith(("rotary_emb.inv_freq", *quantized_files.NOT_NEEDED))
+    return beside_others or (model.tie_word_embeddings and name == HEAD)
 
 
 def _require_tied(folder: Path, files: Mapping[str, str], model: ModelSpec, stored: Mapping[str, str]) -> None:
@@ -331,7 +346,7 @@ def _require_tied(folder: Path, files: Mapping[str, str], model: ModelSpec, stor
 
 
 def _quantized(files: Mapping[str, str]) -> str:
-    quantized = any(name.endswith(("_blocks", "_scales", "_scale", "_scale_inv")) for name in files)
+    quantized = any(name.endswith(("_blocks", "_packed", "_scales", "_scale", "_scale_inv")) for name in files)
     return f": the weights are quantized; {PLAIN_ONLY}" if quantized else ""
 
 

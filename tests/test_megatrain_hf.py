@@ -398,7 +398,7 @@ def test_weights_that_other_blocks_were_trained_with_are_refused(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model.layers.1.self_attn.q_proj.weight_scale_inv", "no parameter for: the weights are quantized; training"),
+        ("model.layers.1.self_attn.q_proj.extra_scale", "no parameter for: the weights are quantized; training"),
         ("model.layers.1.self_attn.q_proj.bias", "which tiny has no parameter for; remove it if it is not needed"),
         ("model.layers.1.self_attn.rotary_emb.inv_freq", None),
     ],
@@ -444,18 +444,10 @@ def test_types_that_mean_nothing_without_a_scale_are_refused(dtype: torch.dtype,
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(dtype)
     save_file(tensors, file)
-    with pytest.raises(WeightsError, match=r"up_proj\.weight in .* is of type (F8_E4M3|I8): training begins with bf16"):
+    with pytest.raises(
+        WeightsError, match=r"up_proj\.weight in .* is of type (F8_E4M3|I8), without a scale beside it: training"
+    ):
         hf.parameters(tmp_path, TINY)
-
-
-def test_a_config_that_says_quantized_is_believed(tmp_path: Path) -> None:
-    export.write(tmp_path, TINY, WORKLOAD, parameters(TINY))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(WeightsError, match="are quantized, with fp8: training begins with bf16"):
-        hf.parameters(tmp_path, TINY)
-    (tmp_path / "config.json").unlink()
-    hf.parameters(tmp_path, TINY)
 
 
 def test_other_weights_are_not_written_over(tmp_path: Path) -> None:
