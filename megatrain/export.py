@@ -33,6 +33,7 @@ from megatrain.hf import (
     sees_images,
     slab_of,
     tensors_of,
+    untrained,
 )
 from megatrain.linear import LORA_SCALE
 from megatrain.template import views
@@ -91,7 +92,8 @@ def write(
 ) -> None:
     """Write what is trained to `folder`; `weights(i)` is that of layer i, flat, `base` where the training began.
 
-    A model gets the tokenizer and the special tokens of that folder, adapters its path.
+    A model gets the tokenizer and the special tokens of that folder, and what no training here changes; adapters its
+    path.
 
     Raises:
         NotExported: not all could be written, for want of room perhaps.
@@ -180,19 +182,36 @@ def _write_model(
 ) -> None:
     files: dict[str, str] = {}
     total, count = 0, len(model.layers)
+    beside = _beside(base, model)
     for number, i in enumerate(model.layers, 1):
         flat = weights(i)
-        parts = tensors_of(model, i, flat)
+        parts = tensors_of(model, i, flat) | {name: part.to(flat.dtype) for name, part in beside(i).items()}
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(parts, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(parts, file)
-        total += flat.nbytes
+        total += sum(part.nbytes for part in parts.values())
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     if base is not None:
         config = {**config, **_special_tokens(base)}
         if base.resolve() != folder.resolve().parent:  # where all of it is already
             _copy_what_lies_beside(base, folder)
     _write_json(folder / "config.json", {**config, "dtype": str(flat.dtype).removeprefix("torch.")})
+
+
+def _beside(base: Path | None, model: ModelSpec) -> Callable[[int], dict[str, Tensor]]:
+    """Layer -> its tensors that no training here changes. Warns where they cannot be read: what was trained is worth
+    more."""
+
+    def of_layer(i: int) -> dict[str, Tensor]:
+        return {}
+
+    if base is None or not model.family.untrained:
+        return of_layer
+    try:
+        return untrained(base, model)
+    except WeightsError as error:
+        warnings.warn(f"the export lacks what was not trained: {error}", stacklevel=2)
+        return of_layer
 
 
 def _copy_what_lies_beside(base: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain import quantized_files
-from megatrain.quantized_files import InFile
+from megatrain.quantized_files import InFile, Tile
 from megatrain.template import views
 from schedules.delta import DeltaNet
 from schedules.errors import InputError
@@ -146,6 +147,49 @@ def tensors_of(model: ModelSpec, i: int, slab: Tensor) -> dict[str, Tensor]:
 # ---- reading
 
 
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a folder, by what a language model alone calls them: the file of each, and its name there."""
+
+    folder: Path
+    files: dict[str, str]
+    stored: dict[str, str]
+    tile: Tile | None
+
+    @classmethod
+    def of(cls, folder: Path, config: Mapping[str, Any] | None) -> _Tensors:
+        files = files_of(folder)
+        stored, tile = {name: name for name in files}, None
+        if config is not None:
+            try:
+                tile = quantized_files.tile(config)
+            except ValueError as error:
+                raise WeightsError(f"the weights in {folder} {error}: {PLAIN_ONLY}") from None
+            if sees(config):
+                stored = _of_text(files)
+        return cls(folder, {name: files[there] for name, there in stored.items()}, stored, tile)
+
+    def headers(self, names: Iterable[str]) -> dict[str, InFile]:
+        """What files say of these before they are read."""
+        found: dict[str, InFile] = {}
+        for file, within in by_file(self.files, names).items():
+            try:
+                with safetensors.safe_open(self.folder / file, framework="pt") as opened:
+                    slices = {name: opened.get_slice(self.stored[name]) for name in within}
+                    found |= {name: InFile(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            except (OSError, safetensors.SafetensorError) as error:
+                raise WeightsError(f"{self.folder / file} cannot be read: {error}") from None
+        return found
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These as they lie there."""
+        found: dict[str, Tensor] = {}
+        for file, within in by_file(self.files, names).items():
+            with safetensors.safe_open(self.folder / file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(self.stored[name]) for name in within}
+        return found
+
+
 def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     """Layer -> its parameters, fp32, flat, from `folder`, which has them in bf16, fp16, fp32 or fewer bits.
 
@@ -155,18 +199,11 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
     That all are there, in the model's shapes, and nothing else that the model would compute with, is checked at once.
     Raises WeightsError.
     """
-    files = files_of(folder)
-    stored = {name: name for name in files}
-    tile = None
-    if (config := _config(folder)) is not None:
-        try:
-            tile = quantized_files.tile(config)
-        except ValueError as error:
-            raise WeightsError(f"the weights in {folder} {error}: {PLAIN_ONLY}") from None
+    config = _config(folder)
+    there = _Tensors.of(folder, config)
+    files = there.files
+    if config is not None:
         _require_same(config, folder, model)
-        if sees(config):
-            stored = _of_text(files)
-    files = {name: files[there] for name, there in stored.items()}
     may_be_transposed = config is not None and sees(config) in TRANSPOSED
     transposed = set[str]()
     first = model.family.module_name(_in_files(model, f"{model.experts.modules}.{model.expert_first}"))
@@ -186,11 +223,11 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
                 + (_quantized(files) or "; remove it if it is not needed")
             )
     if model.tie_word_embeddings and HEAD in files:
-        _require_tied(folder, files, model, stored)
-    headers = _headers(folder, files, stored, needed)
+        _require_tied(there, model)
+    headers = there.headers(needed)
     for name, shape in wanted.items():
         try:
-            found_shape = quantized_files.shape([headers[part] for part in parts[name]], tile, shape[-1])
+            found_shape = quantized_files.shape([headers[part] for part in parts[name]], there.tile, shape[-1])
         except ValueError as error:
             raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
         if may_be_transposed and found_shape != shape and (found_shape[0], *found_shape[:0:-1]) == shape:
@@ -200,32 +237,13 @@ def parameters(folder: Path, model: ModelSpec) -> Callable[[int], Tensor]:
 
     def of_layer(i: int) -> Tensor:
         shapes = file_shapes(model, i, stacked=stacked)
-        read: dict[str, Tensor] = {}
-        for file, names in by_file(files, [part for name in shapes for part in parts[name]]).items():
-            with safetensors.safe_open(folder / file, framework="pt") as opened:
-                read |= {name: opened.get_tensor(stored[name]) for name in names}
-        found = {}
+        read, found = there.read(part for name in shapes for part in parts[name]), {}
         for name, shape in shapes.items():
-            whole = quantized_files.widened([read.pop(part) for part in parts[name]], tile, shape[-1])
+            whole = quantized_files.widened([read.pop(part) for part in parts[name]], there.tile, shape[-1])
             found[name] = _as_trained(name, whole.mT if name in transposed else whole)
         return slab_of(model, i, found)
 
     return of_layer
-
-
-def _headers(
-    folder: Path, files: Mapping[str, str], stored: Mapping[str, str], needed: Iterable[str]
-) -> dict[str, InFile]:
-    """What the `files` of a folder say of tensors that are `needed`, which are called there as they are `stored`."""
-    found: dict[str, InFile] = {}
-    for file, names in by_file(files, needed).items():
-        try:
-            with safetensors.safe_open(folder / file, framework="pt") as opened:
-                slices = {name: opened.get_slice(stored[name]) for name in names}
-                found |= {name: InFile(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-        except (OSError, safetensors.SafetensorError) as error:
-            raise WeightsError(f"{folder / file} cannot be read: {error}") from None
-    return found
 
 
 def _as_trained(name: str, tensor: Tensor) -> Tensor:
@@ -236,6 +254,37 @@ def _as_trained(name: str, tensor: Tensor) -> Tensor:
     """
     flat = tensor.flatten()
     return flat - flat.median() if name.endswith(CORRECTION) else flat
+
+
+def untrained(folder: Path, model: ModelSpec) -> Callable[[int], dict[str, Tensor]]:
+    """Layer -> what the files of `folder` have of it that no training here changes, by name, whole.
+
+    That all of it can be read is checked at once. Raises WeightsError.
+    """
+    if not model.family.untrained:
+        return lambda i: {}
+    there = _Tensors.of(folder, _config(folder))
+    starts = {i: tuple(_file_name(model, i, start) for start in model.family.untrained) for i in model.blocks}
+    names = {
+        i: sorted({quantized_files.whole_name(part) for part in there.files if part.startswith(start)})
+        for i, start in starts.items()
+    }
+    parts = {name: quantized_files.lies_as(name, there.files) for of_block in names.values() for name in of_block}
+    headers = there.headers(part for found in parts.values() for part in found)
+    for name, found in parts.items():
+        try:
+            quantized_files.shape([headers[part] for part in found], there.tile, 0)
+        except ValueError as error:
+            raise WeightsError(f"{name} in {folder} {error}: {PLAIN_ONLY}") from None
+
+    def of_layer(i: int) -> dict[str, Tensor]:
+        read = there.read(part for name in names.get(i, ()) for part in parts[name])
+        return {
+            name: quantized_files.widened([read[part] for part in parts[name]], there.tile, 0)
+            for name in names.get(i, ())
+        }
+
+    return of_layer
 
 
 def sees_images(folder: Path) -> bool:
@@ -289,6 +338,7 @@ NO_SHAPE_TELLS = (
 )  # fmt: skip
 MAY_BE_CHANGED = (
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "layer_types",
+    "index_topk",
 )  # fmt: skip
 
 
@@ -324,24 +374,23 @@ def _not_needed(name: str, model: ModelSpec) -> bool:
     in_block = re.match(r"model\.layers\.(\d+)\.", name)
     if predicts_more == "as a block" and in_block and int(in_block[1]) >= model.num_hidden_layers:
         return True
+    if in_block and name.startswith(tuple(f"{in_block[0]}{start}" for start in model.family.untrained)):
+        return True
     beside_others = name.endswith(("rotary_emb.inv_freq", *quantized_files.NOT_NEEDED))
     return beside_others or (model.tie_word_embeddings and name == HEAD)
 
 
-def _require_tied(folder: Path, files: Mapping[str, str], model: ModelSpec, stored: Mapping[str, str]) -> None:
+def _require_tied(there: _Tensors, model: ModelSpec) -> None:
     """Raises WeightsError for a head that is another than the embedding: transformers computes with it then."""
     (table,) = file_shapes(model, model.embed)
     try:
-        pair = []
-        for name in (table, HEAD):
-            with safetensors.safe_open(folder / files[name], framework="pt") as opened:
-                pair.append(opened.get_tensor(stored[name]))
+        read = there.read((table, HEAD))
     except (OSError, KeyError, safetensors.SafetensorError) as error:
-        raise WeightsError(f"{table} and {HEAD} in {folder} cannot be read: {error}") from None
-    if not torch.equal(*pair):
+        raise WeightsError(f"{table} and {HEAD} in {there.folder} cannot be read: {error}") from None
+    if not torch.equal(read[table], read[HEAD]):
         raise WeightsError(
-            f"{folder} has a head, {HEAD}, that is not its embedding, and its model ties them: set tie_word_embeddings "
-            "to false in its config.json, or remove the head if it is not needed"
+            f"{there.folder} has a head, {HEAD}, that is not its embedding, and its model ties them: set "
+            "tie_word_embeddings to false in its config.json, or remove the head if it is not needed"
         )
 
 

@@ -63,6 +63,13 @@ def lies_as(name: str, files: Container[str]) -> tuple[str, ...]:
     return (name,) if name in files else ()
 
 
+def whole_name(name: str) -> str:
+    """What a tensor is called of which files call a part `name`."""
+    for end in {end for pair in LIES_AS for end in pair if end}:
+        name = name.removesuffix(end)
+    return name
+
+
 def shape(parts: Sequence[InFile], tile: Tile | None, columns: int) -> tuple[int, ...]:
     """The shape of a tensor that lies in files as `parts`, of a matrix with so many `columns` if these are packed.
 

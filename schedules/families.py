@@ -58,6 +58,19 @@ _FIXED_OF_GEMMA4 = {
     "attention_multiplier": 1.0,
     "layer_scalar": True,
 }
+_DSA: dict[str, Any] = {  # what DeepSeek's sparse attention is in
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 2048,
+}
+_INDEXER = ("self_attn.indexer.",)
 _OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_all_heads": True}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -306,6 +319,39 @@ FAMILIES: dict[str, Family] = {
         },
         fixed={"sigmoid_router": True},
         kv_for_each=True,
+        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        predicts_more="as a block",
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        model_type="deepseek_v32",
+        defaults={
+            **_DSA,
+            "max_position_embeddings": 163840,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        fixed={"sigmoid_router": True},
+        kv_for_each=True,
+        untrained=_INDEXER,
+        experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
+        predicts_more="as a block",
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        model_type="glm_moe_dsa",
+        defaults={
+            **_DSA,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+        },
+        fixed={"sigmoid_router": True},
+        kv_for_each=True,
+        untrained=_INDEXER,
         experts=Experts(count="n_routed_experts", shared="n_shared_experts", wide_router=True),
         predicts_more="as a block",
     ),

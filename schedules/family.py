@@ -74,6 +74,8 @@ class Family:
     experts: of a mixture.
     interleaved: files have what linear attention is computed from in two matrices, one key head's rows after another's.
     bends_logits: its config.json may say towards which number logits are bent.
+    untrained: what transformers computes with in a block, makes no gradient of, and is not needed for short sequences:
+        the beginnings of names. It is no parameter here, and is exported as it was where the training began.
     predicts_more: files have a further block, which predicts the token after the next: as a block, or apart as "mtp".
     """
 
@@ -95,6 +97,7 @@ class Family:
     experts: Experts | None = None
     interleaved: bool = False
     bends_logits: bool = False
+    untrained: tuple[str, ...] = ()
     predicts_more: Literal["no", "as a block", "apart"] = "no"
 
     def module_name(self, name: str) -> str:

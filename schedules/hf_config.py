@@ -46,6 +46,7 @@ NOT_DONE = {
 }
 NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of steps: as configs say so, and transformers writes it
 OF_IMAGES = "vision"  # a value of use_bidirectional_attention, which concerns no text
+AS_STATED = (*MULTIPLIERS, "query_pre_attn_scalar", "index_topk")  # fields of some families
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 # Fields without a default, whose names are ours as well.
@@ -121,7 +122,7 @@ def read_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             if family.hybrid
             else {}
         ),
-        **{key: settings[key] for key in (*MULTIPLIERS, "query_pre_attn_scalar") if key in family.defaults},
+        **{key: settings[key] for key in AS_STATED if key in family.defaults},
         **({"mlp_layer_types": tuple(settings["mlp_layer_types"])} if family.branches_apart else {}),
         "no_rope_layers": rotated,
         "partial_rotary_factor": partial_factor(architecture, settings, name),
@@ -206,6 +207,8 @@ def write_config(spec: Mapping[str, Any]) -> dict[str, Any]:
     if architecture == "Mistral4ForCausalLM":  # from which transformers does not make it where there is a rope_scaling
         turned = {"partial_rotary_factor": spec["qk_rope_head_dim"] / spec["head_dim"]}
         config["rope_scaling"] = {**config["rope_scaling"], **turned}
+    if "index_topk" in family.defaults:
+        config["index_topk"] = spec.get("index_topk", 0)
     if family.latent:
         config |= {key: spec[key] for key in WIDTHS} | {"q_lora_rank": spec.get("q_lora_rank")}
         del config["head_dim"]

@@ -51,7 +51,7 @@ _LATER = (
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "shared_expert_gate", "fused_gate_up", "rope_interleave", "global_head_dim", "num_global_key_value_heads",
     "attention_k_eq_v", "value_norm", "layer_scalar", "final_logit_softcapping", "mlp_layer_types", "gated_mlp",
-    "moe_latent_size", "mamba_dt_min", *OF_MAMBA, *MULTIPLIERS,
+    "moe_latent_size", "mamba_dt_min", "index_topk", *OF_MAMBA, *MULTIPLIERS,
 )  # fmt: skip
 
 
@@ -99,7 +99,8 @@ class ModelSpec:
     "none", and so may `layer_types` of attention; empty means that all have both. Without `gated_mlp` an MLP, and each
     expert, is two matrices and the square of what is positive between them. With a `moe_latent_size` experts are given
     that many numbers, and return as many: one projection makes them, another a hidden state of what they add up to.
-    Steps of a state space are no less than `mamba_dt_min`.
+    Steps of a state space are no less than `mamba_dt_min`. With an `index_topk` a token attends to that many tokens,
+    which a small network chooses: to all before it in sequences of no more, and no others can be trained.
     Raises ModelError when a value has no meaning.
     """
 
@@ -180,6 +181,7 @@ class ModelSpec:
     gated_mlp: bool = True
     moe_latent_size: int = 0
     mamba_dt_min: float | None = None
+    index_topk: int = 0
 
     def __post_init__(self) -> None:
         require_meaning(self)
@@ -402,6 +404,20 @@ class ModelSpec:
         if mode not in self.recompute_modes:
             what = "experts" if self.num_experts else "MLPs without a gate, or that not all blocks have,"
             raise ModelError(f"{self.name}: {what} are not computed again inside a block, only what is pointwise")
+
+    def unmet_length(self, seq_len: int) -> str | None:
+        """Why the model cannot be trained on sequences of so many tokens; None if it can be."""
+        if not self.index_topk or seq_len <= self.index_topk:
+            return None
+        return (
+            f"{self.name}: a token of a sequence of {seq_len:,} would attend to {self.index_topk:,} chosen ones, and "
+            "choosing is not supported"
+        )
+
+    def require_length(self, seq_len: int) -> None:
+        """Raises ModelError where the model cannot be trained on sequences of so many tokens."""
+        if unmet := self.unmet_length(seq_len):
+            raise ModelError(f"{unmet}: give sequences of at most {self.index_topk:,}")
 
     def is_block(self, i: int) -> bool:
         """Whether layer i is a decoder block. Raises ModelError when there is no layer i."""

@@ -27,7 +27,7 @@ _MAY_BE_NONE = (  # counts that may be 0
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "global_head_dim", "num_global_key_value_heads", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state",
-    "mamba_d_conv", "moe_latent_size",
+    "mamba_d_conv", "moe_latent_size", "index_topk",
 )  # fmt: skip
 # What a state space needs.
 OF_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
@@ -168,7 +168,7 @@ def _check_groups(model: ModelSpec) -> None:
 
 def _check_latent(model: ModelSpec) -> None:
     if not model.kv_lora_rank:
-        for key in ("q_lora_rank", *_OF_LATENT):
+        for key in ("q_lora_rank", "index_topk", *_OF_LATENT):
             if getattr(model, key):
                 raise ModelError(f"{model.name}: {key} is {getattr(model, key)}, and kv_lora_rank is 0")
         return

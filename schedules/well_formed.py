@@ -29,6 +29,9 @@ def malformed(schedule: Schedule) -> Iterator[Violation]:
     if unmet := fp8.unmet(schedule.model, schedule.workload):
         yield _wrong(None, unmet, "leave out matmul")
         return
+    if unmet := schedule.model.unmet_length(schedule.workload.seq_len):
+        yield _wrong(None, unmet, f"give sequences of at most {schedule.model.index_topk:,}")
+        return
     yield from _ops_named_once(schedule)
     yield from _sized_buffers(schedule)
     yield from _known_waits(schedule)

@@ -90,6 +90,7 @@ def that_can_be_written(model: ModelSpec, steps: Sequence[Workload]) -> list[Wor
         try:
             require_few_ops(model, workload)
             fp8.require(model, workload)
+            model.require_length(workload.seq_len)
             found.append(workload)
         except InputError:
             if workload is steps[-1] and not found:

@@ -372,6 +372,16 @@ MODELS = {
         routed_scaling_factor=1.8,
         first_k_dense_replace=2,
     ),
+    "deepseek-v3.2": replace(
+        DEEPSEEK_V3,
+        architecture="DeepseekV32ForCausalLM",
+        index_topk=32,
+        n_group=2,
+        topk_group=1,
+        rope_scaling=DEEPSEEK_YARN,
+        max_position_embeddings=512,
+    ),
+    "glm-5": replace(DEEPSEEK_V3, architecture="GlmMoeDsaForCausalLM", index_topk=32, rms_norm_eps=1e-3, v_head_dim=20),
     "mistral-small-4": MISTRAL4,
     "mistral-small-4, of late queries": of_length(MISTRAL4, 5),
     "k-exaone": replace(

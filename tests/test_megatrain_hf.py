@@ -268,6 +268,43 @@ def test_quantized_weights_are_told_as_such(tmp_path: Path) -> None:
         hf.parameters(tmp_path, model)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_an_export_has_what_no_training_here_changes(in_fp8: bool, tmp_path: Path) -> None:
+    """A GLM-5's indexers, which are needed for long sequences alone."""
+    model, base, out = MODELS["glm-5"], tmp_path / "base", tmp_path / "out"
+    export.write(base, model, WORKLOAD, parameters(model))
+    theirs = opener(model.architecture)(base)  # which has made the indexers that are not there
+    theirs.save_pretrained(base, max_shard_size="100KB")
+    expected = {name: part for name, part in theirs.state_dict().items() if ".indexer." in name}
+    assert len(expected) == 5 * model.num_hidden_layers
+    if in_fp8:
+        for file in base.glob("*.safetensors"):
+            for name, part in load_file(file).items():
+                if name in expected and part.ndim == 2:
+                    values = part.to(torch.float8_e4m3fn)
+                    expected[name] = 0.5 * values.float()
+                    more = {name: values, f"{name}_scale_inv": torch.full((1, 1), 0.5)}
+                    save_file({**{n: t for n, t in load_file(file).items() if n != name}, **more}, file)
+        names = {name: file.name for file in base.glob("*.safetensors") for name in load_file(file)}
+        (base / hf.INDEX).write_text(json.dumps({"weight_map": names}))
+    source = hf.parameters(base, model)
+    export.write(out, model, WORKLOAD, source, base)
+    found = opener(model.architecture)(out).state_dict()
+    for name, part in expected.items():
+        assert torch.equal(found[name], part)
+    files = {name: file for file in out.glob("*.safetensors") for name in load_file(file)}
+    assert len(set(files.values())) == len(model.layers) and all(files[name] for name in expected)
+
+
+def test_an_export_goes_on_where_what_is_not_trained_cannot_be_read(tmp_path: Path) -> None:
+    model, base, out = MODELS["glm-5"], tmp_path / "base", tmp_path / "out"
+    export.write(base, model, WORKLOAD, parameters(model))
+    (base / hf.INDEX).write_text("{}")
+    with pytest.warns(UserWarning, match="the export lacks what was not trained: the weights in .* cannot be read"):
+        export.write(out, model, WORKLOAD, parameters(model), base)
+    hf.parameters(out, model)
+
+
 def test_an_export_has_the_tokenizer_and_the_special_tokens_of_where_it_began(tmp_path: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
     export.write(base, TINY, WORKLOAD, parameters(TINY))

@@ -73,6 +73,7 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # without such a block, and scales
+    "deepseek-v3.2": 671_026_419_200,  # without indexers, too
     "moonlight-16b-a3b": 15_960_110_208,
     "kimi-k2": 1_026_408_232_448,  # without scales
     "gpt-oss-20b": 20_914_757_184,
@@ -117,6 +118,7 @@ ROUNDED = {
     "nemotron-3-nano-30b-a3b": 31.6e9,
     "nemotron-3-super-120b-a12b": 120.6e9,
     "nemotron-3-ultra-550b-a55b": 550e9,
+    "glm-5": 744e9,  # with indexers
     "glm-4-9b-0414": 9.4e9,
     "glm-4-32b-0414": 32.6e9,
     "k-exaone-236b-a23b": 236e9,
@@ -1280,6 +1282,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
             {"first_k_dense_replace": 2},
             {"rope_scaling": None} if model.rope_scaling else {"rope_theta": 1e4},
         ],
+        "DeepseekV32ForCausalLM": [{"index_topk": 64}, {"q_lora_rank": 7}, {"n_group": 4, "topk_group": 1}],
+        "GlmMoeDsaForCausalLM": [{"index_topk": 64}, {"mlp_layer_types": ["sparse"] * model.num_hidden_layers}],
         "Glm4MoeForCausalLM": [
             {"attention_bias": False},
             {"n_group": 4, "topk_group": 2},
@@ -1390,6 +1394,8 @@ def test_a_model_is_written_so_that_it_is_read_as_the_same(name: str) -> None:
         "deepseek-v2-lite",
         "deepseek-v2",
         "deepseek-v3",
+        "deepseek-v3.2",
+        "glm-5",
         "seed-oss-36b",
         "smollm3-3b",
         "phi-3-mini-4k",
@@ -1442,7 +1448,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         for prefix in [f"layers.{model.layer_number(i, key)}." if i in model.blocks else ""]
     }
     kept = {
-        **dict(theirs.named_parameters()),
+        **{n: p for n, p in theirs.named_parameters() if ".indexer." not in n},
         **{n: b for n, b in theirs.named_buffers() if n.endswith(("correction_bias", "scalar"))},
     }
     assert ours == {key: tuple(value.shape) for key, value in kept.items()}

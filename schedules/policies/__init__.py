@@ -157,7 +157,7 @@ def build(
     Raises:
         PolicyError: there is no such policy or knob, a value has a wrong type, or the policy fails, computes another
             step than this one, or trains something else than its file says.
-        ModelError: the model's blocks do not have the step's mode of recompute.
+        ModelError: the model's blocks do not have the step's mode of recompute, products or length.
     """
     return _built(name_or_path, model, workload, memory, values, waits=True)
 
@@ -190,6 +190,7 @@ def _built(
     chosen = {name: values.get(name, knob.default) for name, knob in known.items()}
     model.require_recompute(workload.recompute)
     fp8.require(model, workload)
+    model.require_length(workload.seq_len)
     with _Blame(name_or_path, values), redirect_stdout(sys.stderr):  # stdout is for results, such as --json
         require_few_ops(model, workload)
         program = function(model, workload, memory, **chosen)
