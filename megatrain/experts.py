@@ -286,14 +286,14 @@ class _WeightedSum(torch.autograd.Function):
 class _ByExpert(torch.autograd.Function):
     """rows [T k, in], sorted by expert, times each expert's own matrix, and its bias [n, out] added.
 
-    The gradient of the matrices goes to the layer's gradient slab some columns at a time.
+    The gradient of the matrices goes to the layer's gradient slab some columns at a time. Rows are kept for it alone.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, stored: Tensor, bias: Tensor | None, expert: Tensor, order: Tensor, in_out: bool
     ) -> Tensor:
-        ctx.save_for_backward(rows, stored, expert, order)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, stored, expert, order)
         ctx.in_out = in_out
         ctx.sink = sink_of(stored) if ctx.needs_input_grad[1] else None
         whose = expert.flatten()[order]

@@ -28,11 +28,12 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
       h        residual sum after attention, the second norm's input or the MLP's, unless a block is one of the two
       h        its normalised value, read by gate and up, or by the router, unless that is frozen and no expert is
                shared; unless computed again; with pre_norm only
-      k h      copies of that, one per choice, with experts only; unless computed again
+      k h      copies of that, one per choice, with experts only; unless computed again or experts are frozen
       3f       gate, up, and their product, shared experts' too, without a gate 2f; f less if the product is computed
-               again, none if all is
+               again, that of frozen experts less, none if all is
       k h      the experts' outputs, weighted by the router, with experts only; of a latent vector in place of h these
-               two, and what they add up to, and if the copies are computed again what they are of
+               two, and what they add up to, and if the copies are computed again what they are of, unless experts are
+               frozen
       h + 1    the shared experts' output and its gate, with a shared_expert_gate only
       3h       with experts beside an MLP what the two return, before their norms, and what the router is given,
                normalised, unless it is frozen or that is computed again
@@ -58,8 +59,10 @@ def saved_bytes(model: ModelSpec, i: int, workload: Workload) -> int:
         elements += 2 * h + (h if workload.recompute == "none" and workload.lora_rank is None else 0)
         words += 4
     if model.has_experts(i):
-        elements += (2 if workload.recompute == "none" else 1) * k * model.expert_input
-        elements += (1 if workload.recompute == "none" else 2) * model.moe_latent_size
+        frozen, all_kept = workload.lora_rank is not None, workload.recompute == "none"
+        elements += (2 if all_kept and not frozen else 1) * k * model.expert_input
+        elements -= f - model.shared_width if all_kept and frozen else 0
+        elements += (1 if all_kept or frozen else 2) * model.moe_latent_size
         elements += h + 1 if model.shared_expert_gate else 0
         words += model.num_experts + 3 * k
     if workload.lora_rank is not None:

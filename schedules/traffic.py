@@ -128,7 +128,7 @@ def pointwise_bytes(
     The gradients of experts' matrices are made beside their slab, and read and written once more. Where kernels are not
     `fused` forward moves `_unfused_block_bytes` more, and backward twice what forward does.
     Backward makes again what is computed again: norms with their copies for experts, gate, up and their product, and
-    what gates of attention let through.
+    what gates of attention let through; of frozen experts neither copies nor products.
     What runs for its activations alone leaves out the last residual sum, and unless that output is normalised, with
     experts the sum of outputs, and what backward computes again of an MLP.
     Embedding: one row read and one written per token; its backward reads d and updates gradient rows. Where these have
@@ -183,6 +183,8 @@ def pointwise_bytes(
             recurrence = model.recurrence(i)
             opened = heads.gate_width if recurrence is None else recurrence.value_width
             normed_again = (2 * branches * h if model.pre_norm else 0) + (4 * h if model.experts_beside_mlp else 0)
+            if model.has_experts(i) and workload.lora_rank is not None:
+                copied, of_mlp = 0, model.mlp_matrices * model.shared_width
             nbytes += (normed_again + of_mlp + 3 * opened + copied) * b.activation
     if phase == Phase.RECOMPUTE and not output:
         unread = shared + 2 * gated + (0 if model.moe_latent_size else summed)
